@@ -1,0 +1,71 @@
+"""tilefit: where a PyTorch model wastes a GPU, and what each fix is worth.
+
+    >>> import tilefit
+    >>> tilefit.estimate(tilefit.ops.Gemm(4096, 4096, 4096), gpu="h200").bound
+    'math'
+
+``import tilefit`` is cheap: everything below is imported when it is first used, and only :func:`check` ever
+imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilefit import gpus, ops
+    from tilefit.checker import assess, check
+    from tilefit.cost import Estimate
+    from tilefit.cost.model import estimate
+    from tilefit.errors import TilefitError
+    from tilefit.gpus import Gpu
+    from tilefit.ops import Step
+    from tilefit.report import Comparison, Report
+    from tilefit.rules import Finding
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "Estimate",
+    "Finding",
+    "Gpu",
+    "Report",
+    "Step",
+    "TilefitError",
+    "__version__",
+    "assess",
+    "check",
+    "estimate",
+    "gpus",
+    "ops",
+]
+
+_HOMES = {
+    "Comparison": "tilefit.report",
+    "Estimate": "tilefit.cost",
+    "Finding": "tilefit.rules",
+    "Gpu": "tilefit.gpus",
+    "Report": "tilefit.report",
+    "Step": "tilefit.ops",
+    "TilefitError": "tilefit.errors",
+    "assess": "tilefit.checker",
+    "check": "tilefit.checker",
+    "estimate": "tilefit.cost",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in ("gpus", "ops"):
+        value = import_module(f"tilefit.{name}")
+    else:
+        raise AttributeError(f"module 'tilefit' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""``python -m tilefit``."""
+
+from tilefit.cli import main
+
+main()

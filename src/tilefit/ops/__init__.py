@@ -1,0 +1,31 @@
+"""What an operation is: shapes, floating-point operations, bytes."""
+
+from tilefit.ops.attention import Attention
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PHASES, Op
+from tilefit.ops.conv import Conv, Conv2d
+from tilefit.ops.gemm import Gemm
+from tilefit.ops.recurrent import Recurrent
+from tilefit.ops.step import Memory, Parameter, Settings, Site, Step, StepOp, TensorRef
+from tilefit.ops.streaming import Streaming
+
+__all__ = [
+    "BACKWARD_DATA",
+    "BACKWARD_WEIGHT",
+    "FORWARD",
+    "OPTIMIZER",
+    "PHASES",
+    "Attention",
+    "Conv",
+    "Conv2d",
+    "Gemm",
+    "Memory",
+    "Op",
+    "Parameter",
+    "Recurrent",
+    "Settings",
+    "Site",
+    "Step",
+    "StepOp",
+    "Streaming",
+    "TensorRef",
+]

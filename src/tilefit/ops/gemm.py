@@ -1,0 +1,94 @@
+"""Matrix multiplication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from tilefit.errors import UsageError
+from tilefit.ops.base import Op
+from tilefit.ops.dtypes import canonical, size_bytes
+
+LAYOUTS = ("NN", "TN", "NT", "TT")
+
+
+class Operand(NamedTuple):
+    """One matrix of a product as it lies in memory."""
+
+    name: str
+    #: Which of m, n, k is the contiguous dimension.
+    contiguous: str
+    #: Distance between consecutive rows (or columns), in elements.
+    leading_dimension: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm(Op):
+    """``C[m, n] = A[m, k] @ B[k, n]``, ``batch`` times, in PyTorch's row-major terms.
+
+    Attributes:
+        m, n, k: Rows of C, columns of C, contraction.
+        dtype: Element type of A and B. ``"tf32"`` is fp32 storage multiplied in TF32.
+        layout: The letters cuBLAS sees (column-major): the first is B's, the second A's. A row-major
+            operand is ``N``, a transposed view ``T``. ``F.linear`` runs ``TN`` forward, ``NN`` for
+            its data gradient and ``NT`` for its weight gradient.
+        batch: Independent products (``bmm``).
+        out_dtype: Element type of C; that of A and B when empty.
+        ld_a, ld_b: Leading dimensions in elements where an operand is a slice of a larger matrix;
+            0 means tightly packed.
+        bias: A bias is added in the epilogue.
+    """
+
+    kind: ClassVar[str] = "gemm"
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+    layout: str = "TN"
+    batch: int = 1
+    out_dtype: str = ""
+    ld_a: int = 0
+    ld_b: int = 0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.layout not in LAYOUTS:
+            raise UsageError(
+                f"unknown layout {self.layout!r}",
+                hint=f"Use the BLAS letters: one of {', '.join(LAYOUTS)}.",
+            )
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+        object.__setattr__(self, "out_dtype", canonical(self.out_dtype) if self.out_dtype else "")
+
+    @property
+    def operands(self) -> tuple[Operand, Operand, Operand]:
+        """A, B and C with the dimension that is contiguous in each."""
+        letter_b, letter_a = self.layout
+        a = ("k", self.k) if letter_a == "N" else ("m", self.m)
+        b = ("n", self.n) if letter_b == "N" else ("k", self.k)
+        return (
+            Operand("A", a[0], self.ld_a or a[1]),
+            Operand("B", b[0], self.ld_b or b[1]),
+            Operand("C", "n", self.n),
+        )
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.m * self.n * self.k * self.batch
+
+    @property
+    def read_bytes(self) -> int:
+        return self.batch * (self.m * self.k + self.k * self.n) * size_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.batch * self.m * self.n * size_bytes(self.out_dtype or self.dtype)
+
+    @property
+    def shape(self) -> str:
+        sizes = f"{self.m}x{self.n}x{self.k}"
+        return f"{self.batch} of {sizes}" if self.batch > 1 else sizes

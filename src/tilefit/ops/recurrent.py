@@ -1,0 +1,142 @@
+"""Recurrent layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tilefit.errors import UsageError
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Op
+from tilefit.ops.dtypes import canonical, size_bytes
+from tilefit.ops.gemm import Gemm
+
+#: Gates per cell: how many matrices of hidden x hidden one time step multiplies.
+GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent(Op):
+    """``torch.nn.LSTM``, ``GRU`` or ``RNN`` over a whole sequence, in their parameter names.
+
+    Attributes:
+        mode: ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``.
+        input_size, hidden_size, num_layers, bidirectional, proj_size: As in ``torch.nn.LSTM``.
+        seq_len: Time steps.
+        batch: Samples.
+        packed: The input is a ``PackedSequence``.
+        dtype: Element type.
+        direction: ``forward``, ``backward-data`` or ``backward-weight``.
+    """
+
+    kind: ClassVar[str] = "recurrent"
+
+    mode: str
+    input_size: int
+    hidden_size: int
+    seq_len: int
+    batch: int
+    num_layers: int = 1
+    bidirectional: bool = False
+    proj_size: int = 0
+    packed: bool = False
+    dtype: str = "bf16"
+    direction: str = FORWARD
+
+    def __post_init__(self) -> None:
+        if self.mode not in GATES:
+            raise UsageError(f"unknown recurrent mode {self.mode!r}", hint=f"Use one of: {', '.join(GATES)}.")
+        if self.direction not in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT):
+            raise UsageError(f"unknown direction {self.direction!r}")
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def output_size(self) -> int:
+        """Width of the output of one direction."""
+        return self.proj_size or self.hidden_size
+
+    @property
+    def gates(self) -> int:
+        return GATES[self.mode]
+
+    def gemms(self) -> tuple[tuple[Gemm, int], ...]:
+        """The products of this pass and how often each runs, as cuDNN's standard algorithm runs them.
+
+        The input projection of a layer is one product over all time steps; the recurrent product is
+        one per time step, and its weight gradient again one over all time steps.
+        """
+        rows = self.seq_len * self.batch
+        wide = self.gates * self.hidden_size
+        out = self.output_size
+        products: list[tuple[Gemm, int]] = []
+        for layer in range(self.num_layers):
+            inputs = self.input_size if layer == 0 else out * self.directions
+            count = self.directions
+            if self.direction == FORWARD:
+                products.append((Gemm(rows, wide, inputs, self.dtype, "TN"), count))
+                products.append((Gemm(self.batch, wide, out, self.dtype, "TN"), count * self.seq_len))
+            elif self.direction == BACKWARD_DATA:
+                products.append((Gemm(rows, inputs, wide, self.dtype, "NN"), count))
+                products.append((Gemm(self.batch, out, wide, self.dtype, "NN"), count * self.seq_len))
+            else:
+                products.append((Gemm(wide, inputs, rows, self.dtype, "NT"), count))
+                products.append((Gemm(wide, out, rows, self.dtype, "NT"), count))
+            if self.proj_size:
+                size, hidden = self.proj_size, self.hidden_size
+                if self.direction == FORWARD:
+                    products.append((Gemm(self.batch, size, hidden, self.dtype, "TN"), count * self.seq_len))
+                elif self.direction == BACKWARD_DATA:
+                    products.append((Gemm(self.batch, hidden, size, self.dtype, "NN"), count * self.seq_len))
+                else:
+                    products.append((Gemm(size, hidden, rows, self.dtype, "NT"), count))
+        return tuple(products)
+
+    @property
+    def flop(self) -> int:
+        return sum(gemm.flop * count for gemm, count in self.gemms())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weight matrices."""
+        out = self.output_size
+        total = 0
+        for layer in range(self.num_layers):
+            inputs = self.input_size if layer == 0 else out * self.directions
+            total += self.gates * self.hidden_size * (inputs + out) + self.proj_size * self.hidden_size
+        return total * self.directions * size_bytes(self.dtype)
+
+    @property
+    def _activation_bytes(self) -> int:
+        widths = self.input_size + self.num_layers * self.directions * self.output_size
+        return self.seq_len * self.batch * widths * size_bytes(self.dtype)
+
+    @property
+    def _gate_bytes(self) -> int:
+        wide = self.num_layers * self.directions * self.gates * self.hidden_size
+        return self.seq_len * self.batch * wide * size_bytes(self.dtype)
+
+    @property
+    def read_bytes(self) -> int:
+        if self.direction == FORWARD:
+            return self._activation_bytes + self.weight_bytes
+        return self._activation_bytes + self._gate_bytes + (
+            self.weight_bytes if self.direction == BACKWARD_DATA else 0
+        )
+
+    @property
+    def write_bytes(self) -> int:
+        if self.direction == FORWARD:
+            return self._activation_bytes
+        if self.direction == BACKWARD_DATA:
+            return self._activation_bytes + self._gate_bytes
+        return self.weight_bytes
+
+    @property
+    def shape(self) -> str:
+        text = f"{self.mode} {self.input_size}->{self.hidden_size}, {self.seq_len} steps, batch {self.batch}"
+        if self.num_layers > 1:
+            text += f", {self.num_layers} layers"
+        return f"{text}, bidirectional" if self.bidirectional else text

@@ -1,0 +1,69 @@
+"""Operations that stream memory: everything that does not multiply matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tilefit.errors import UsageError
+from tilefit.ops.base import Op
+from tilefit.ops.dtypes import canonical
+
+#: What a streaming operation is, in the words of the reports. ``other`` is an operation the model
+#: has no knowledge of beyond its bytes; coverage counts it.
+ROLES = (
+    "pointwise",
+    "reduction",
+    "normalization",
+    "softmax",
+    "loss",
+    "embedding",
+    "indexing",
+    "sort",
+    "pooling",
+    "copy",
+    "optimizer",
+    "collective",
+    "other",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming(Op):
+    """An operation whose time is the time to move its bytes.
+
+    Attributes:
+        role: What it is, one of :data:`ROLES`.
+        elements: Elements of its largest operand.
+        read_bytes, write_bytes: Bytes of its operands and results, each counted once.
+        dtype: Element type of its largest operand.
+        flop_per_element: Arithmetic per element (a few; it hardly ever matters).
+        inner: Length of the dimension that is reduced or normalised; 0 where there is none.
+        strided: Operands and result do not lie in memory alike, so an access is not coalesced on one side.
+        kernels: GPU kernels it launches.
+    """
+
+    kind: ClassVar[str] = "streaming"
+
+    role: str
+    elements: int
+    read_bytes: int  # type: ignore[misc]  # a field where the base has a property
+    write_bytes: int  # type: ignore[misc]
+    dtype: str = "fp32"
+    flop_per_element: float = 1.0
+    inner: int = 0
+    strided: bool = False
+    kernels: int = 1
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise UsageError(f"unknown role {self.role!r}", hint=f"Use one of: {', '.join(ROLES)}.")
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+
+    @property
+    def flop(self) -> int:
+        return int(self.elements * self.flop_per_element)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.elements}" + (f" by {self.inner}" if self.inner else "")
