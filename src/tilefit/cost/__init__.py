@@ -1,0 +1,40 @@
+"""What an operation costs on a GPU: predicted time, what bounds it, and how sure that is."""
+
+from tilefit.cost.estimate import (
+    BOUNDS,
+    DATASHEET,
+    ESTIMATED,
+    LATENCY,
+    LAUNCH,
+    MATH,
+    MEASURED,
+    MEMORY,
+    Estimate,
+    StepEstimate,
+)
+from tilefit.cost.explain import GemmExplanation, Neighbour, OperandAlignment, explain
+from tilefit.cost.fusion import fuse
+from tilefit.cost.model import estimate
+from tilefit.cost.recurrent import cudnn_algorithm
+from tilefit.cost.step import estimate_step
+
+__all__ = [
+    "BOUNDS",
+    "DATASHEET",
+    "ESTIMATED",
+    "LATENCY",
+    "LAUNCH",
+    "MATH",
+    "MEASURED",
+    "MEMORY",
+    "Estimate",
+    "GemmExplanation",
+    "Neighbour",
+    "OperandAlignment",
+    "StepEstimate",
+    "cudnn_algorithm",
+    "estimate",
+    "estimate_step",
+    "explain",
+    "fuse",
+]

@@ -1,0 +1,138 @@
+"""Time of fused attention."""
+
+from __future__ import annotations
+
+from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.profiles import Constants
+from tilefit.cost.streaming import estimate_streaming
+from tilefit.gpus import Gpu
+from tilefit.ops import FORWARD, Attention, Gemm, Streaming
+from tilefit.ops.dtypes import size_bytes
+
+CUDNN = "cudnn"
+FLASH = "flash"
+EFFICIENT = "efficient"
+MATH_BACKEND = "math"
+
+#: Query rows that one thread block takes.
+_QUERY_TILE = 128
+#: Share of the Tensor Core peak at long sequences and heads of 128, forward, by backend. cudnn: fitted on
+#: FlashAttention 3 (H100 and H200, 17,936 shapes each), which the cuDNN kernels match. flash:
+#: FlashAttention 2 reaches 73 % of an A100 forward (Dao, arXiv 2307.08691) and 35 % of an H100 (Shah et al.,
+#: arXiv 2407.08608). efficient: about half of flash (the same figures, CUTLASS-based rows).
+_SHARES = {CUDNN: 0.64, FLASH: 0.70, EFFICIENT: 0.35}
+#: The mma.sync kernels of flash and efficient reach half of that share of a Hopper or Blackwell peak.
+_WITHOUT_WGMMA = 0.5
+#: Widths of the kernels' heads, to which a head is padded, with the rate relative to 128 (fitted likewise;
+#: 32 and 96 interpolated).
+_WIDTHS = ((32, 0.45), (64, 0.70), (96, 0.85), (128, 1.0), (192, 1.14), (256, 1.11))
+#: Backward over forward rate: 63 % against 73 % of an A100 (arXiv 2307.08691).
+_BACKWARD = 0.86
+#: Sequence at which the rate is half of the one at long sequences (fitted likewise).
+_HALF_LENGTH = 225
+#: Queries, keys and values are read in many small pieces (fitted likewise).
+_MEMORY_SHARE = 0.56
+#: Fixed time over that of a plain kernel: the call of a serving framework, 10 us at one query (fitted
+#: likewise), so on the high side for PyTorch's own.
+_FIXED_KERNELS = 4.5
+_SPREAD = 0.35
+
+
+def backend(op: Attention, gpu: Gpu) -> tuple[str, str]:
+    """The backend PyTorch's ``scaled_dot_product_attention`` chooses, and why not a faster one.
+
+    Source: pytorch/pytorch ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (2.9 to 2.14, cuDNN
+    above 9.15): cuDNN first on capability 9.0 and 10.0, then flash, memory-efficient, math.
+    """
+    half = op.dtype in ("fp16", "bf16")
+    capability = gpu.compute_capability
+    square = op.head_dim == op.value_dim
+    if capability in ((9, 0), (10, 0)) and half and square and op.head_dim % 8 == 0 and op.head_dim <= 256:
+        return CUDNN, ""
+    if capability >= (8, 0) and half and square and op.head_dim <= 256 and not op.mask_bytes:
+        return FLASH, ""
+    if not half:
+        missing = f"{op.dtype} operands"
+    elif capability < (8, 0):
+        missing = f"{gpu.name} is older than Ampere"
+    elif op.mask_bytes:
+        missing = "an explicit mask"
+    else:
+        missing = f"head sizes {op.head_dim} and {op.value_dim}"
+    if op.dtype in ("fp16", "fp32", "tf32") or (op.dtype == "bf16" and capability >= (8, 0)):
+        return EFFICIENT, missing
+    return MATH_BACKEND, missing
+
+
+def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimate:
+    """Predicted time of a fused attention pass."""
+    name, missing = backend(op, gpu)
+    reason = f"{name} attention" + (f" because of {missing}" if missing else "")
+    if name == MATH_BACKEND:
+        return _unfused(op, gpu, constants, reason)
+    share = _SHARES[name]
+    if name != CUDNN and gpu.architecture in ("hopper", "blackwell"):
+        share *= _WITHOUT_WGMMA
+    if op.direction != FORWARD:
+        share *= _BACKWARD
+    width, rate = next(((w, r) for w, r in _WIDTHS if op.head_dim <= w), (op.head_dim, _WIDTHS[-1][1]))
+    peak = gpu.peak_flop_per_s(op.dtype) * share * rate
+    length = min(op.seq_len, op.kv_len)
+    padded = op.flop * width / op.head_dim
+    # However few the blocks, one of them meets every key, on one SM.
+    passes = op.flop / (4 * op.scores * op.head_dim)
+    last_block = 4 * min(_QUERY_TILE, op.seq_len) * op.kv_len * width * passes
+    math_s = max(padded * (1 + _HALF_LENGTH / length) / peak, last_block * gpu.sms / peak)
+    memory_s = op.moved_bytes / (rate_bytes_per_s(op.moved_bytes, gpu, constants) * _MEMORY_SHARE)
+    floor = floor_s(op, gpu)
+    # The sum, not the larger: fitted as a p-norm, the best p was 1.1.
+    busy = math_s + memory_s
+    time_s = max(busy + _FIXED_KERNELS * constants.kernel_s(gpu), floor)
+    factor = 1.0 + _SPREAD
+    return Estimate(
+        time_s=time_s,
+        low_s=max(time_s / factor, floor),
+        high_s=time_s * factor,
+        bound=LATENCY if busy < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+        math_s=math_s,
+        memory_s=memory_s,
+        kernel_family=name,
+        provenance=DATASHEET,
+        reason=reason,
+    )
+
+
+def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Estimate:
+    """The math backend: products and softmax one after another, the scores in memory."""
+    heads = op.batch * op.num_heads
+    scores = heads * op.seq_len * op.kv_len
+    scores_bytes = scores * size_bytes(op.dtype)
+    product = estimate_gemm(
+        Gemm(op.seq_len, op.kv_len, op.head_dim, op.dtype, "TN", heads), gpu, constants
+    ).time_s
+    weighted = estimate_gemm(
+        Gemm(op.seq_len, op.value_dim, op.kv_len, op.dtype, "NN", heads), gpu, constants
+    ).time_s
+    softmax = estimate_streaming(
+        Streaming("softmax", scores, scores_bytes, scores_bytes, op.dtype, inner=op.kv_len), gpu, constants
+    ).time_s
+    passes = 1 if op.direction == FORWARD else 2
+    math_s = passes * (product + weighted)
+    # Softmax, scaling and mask each read and write the scores.
+    memory_s = passes * 2 * softmax
+    floor = floor_s(op, gpu)
+    time_s = max(math_s + memory_s, floor)
+    factor = 1.0 + 2 * _SPREAD
+    return Estimate(
+        time_s=time_s,
+        low_s=max(time_s / factor, floor),
+        high_s=time_s * factor,
+        bound=MATH if math_s >= memory_s else MEMORY,
+        math_s=math_s,
+        memory_s=memory_s,
+        kernel_family=MATH_BACKEND,
+        provenance=DATASHEET,
+        reason=reason,
+    )

@@ -1,0 +1,77 @@
+"""The predicted time of an operation, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MATH = "math"
+MEMORY = "memory"
+LATENCY = "latency"
+#: What limits an operation.
+BOUNDS = (MATH, MEMORY, LATENCY)
+
+DATASHEET = "datasheet"
+ESTIMATED = "estimated"
+MEASURED = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Predicted GPU time of one operation on one GPU, warm, without the host's launch time.
+
+    Attributes:
+        time_s: The prediction.
+        low_s, high_s: An interval that should hold the truth in 80 % of cases.
+        bound: ``math``, ``memory`` or ``latency``.
+        math_s: Time the arithmetic alone would take, tile and wave quantization included.
+        memory_s: Time the memory traffic alone would take.
+        kernel_family: What the library would run: ``sm90`` (TMA and wgmma), ``sm80`` (a misaligned GEMM on
+            Hopper, or the normal case on Ampere), ``simt`` (no Tensor Cores), ``flash``, ``streaming``, …
+        tile: Output tile (rows of C, columns of C); None where there is none.
+        waves: Tiles over the number that run at once; None without tiles.
+        provenance: ``measured`` (a table of this GPU), ``estimated`` (a model fitted to measurements of this
+            GPU) or ``datasheet`` (nothing of this GPU was measured).
+        reason: One sentence saying why, for explanations.
+    """
+
+    time_s: float
+    low_s: float
+    high_s: float
+    bound: str
+    math_s: float = 0.0
+    memory_s: float = 0.0
+    kernel_family: str = ""
+    tile: tuple[int, int] | None = None
+    waves: float | None = None
+    provenance: str = DATASHEET
+    reason: str = ""
+
+
+#: The host's launches are what a step waits for; a bound of a step, never of one operation.
+LAUNCH = "launch"
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    """Predicted time of a step on one GPU.
+
+    Attributes:
+        ops: Estimates, aligned with ``Step.ops``.
+        time_s: Wall time: the host launching against the GPU executing.
+        low_s, high_s: An interval that should hold the truth in 80 % of cases.
+        gpu_time_s: Sum of the operations' GPU times: the time if launches cost nothing.
+        host_time_s: Sum of the host's launch times: the time if the GPU were infinitely fast.
+        flop: Floating-point operations.
+        bound_time_s: Wall time by what limits it: ``math``, ``memory``, ``latency`` (GPU times of the
+            operations with that bound) and ``launch`` (the GPU waits for the host). Sums to ``time_s``.
+    """
+
+    ops: tuple[Estimate, ...]
+    time_s: float
+    low_s: float
+    high_s: float
+    gpu_time_s: float
+    host_time_s: float
+    flop: int
+    bound_time_s: Mapping[str, float]

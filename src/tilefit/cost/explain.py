@@ -1,0 +1,153 @@
+"""Why a product takes the time it takes, and which sizes nearby would be better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilefit import gpus
+from tilefit.cost import tiles
+from tilefit.cost.estimate import Estimate
+from tilefit.cost.gemm import schedule
+from tilefit.cost.kernels import Kernel, alignment_bytes, select
+from tilefit.cost.memory import floor_s
+from tilefit.cost.model import estimate
+from tilefit.cost.profiles import constants
+from tilefit.gpus import Gpu
+from tilefit.ops import Gemm
+from tilefit.ops.dtypes import elements_per_access
+
+#: Multiples worth moving to, in elements; the 16-byte multiple of the element type comes first.
+_MULTIPLES = (64, 128, 256)
+#: A neighbour enlarges a dimension by at most this share.
+_MOST_GROWTH = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class OperandAlignment:
+    """How one matrix lies in memory.
+
+    Attributes:
+        name: ``A``, ``B`` or ``C``.
+        contiguous: Which of m, n, k is contiguous.
+        leading_dimension: Elements between rows.
+        alignment_bytes: Largest power of two, at most 128, that divides that distance in bytes.
+    """
+
+    name: str
+    contiguous: str
+    leading_dimension: int
+    alignment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A size nearby.
+
+    Attributes:
+        dimension: ``m``, ``n`` or ``k``.
+        size: Its new value.
+        estimate: The product's time with it.
+        speedup: Old time over new time; above 1 the larger product is faster.
+    """
+
+    dimension: str
+    size: int
+    estimate: Estimate
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True)
+class GemmExplanation:
+    """A product on a GPU, explained.
+
+    Attributes:
+        gemm, gpu, estimate: What was asked, and the prediction.
+        floor_s: The least time physics allows.
+        intensity: FLOP per compulsory byte.
+        ops_per_byte: The GPU's peak over its bandwidth: above it a product is math-limited.
+        kernel: The kernels chosen by alignment, with the operand that decided.
+        operands: A, B and C as they lie in memory.
+        tile: The tile the model assumes; ``split`` blocks share each tile's contraction.
+        tiles: Thread blocks, splits included.
+        waves: ``tiles`` over the SMs.
+        last_wave_fill: Share of the last wave's SMs that have work.
+        tile_efficiency: Share of the computed C that is wanted.
+        neighbours: Larger sizes of m, n and k that would pay per unit of wanted work, fastest first.
+    """
+
+    gemm: Gemm
+    gpu: Gpu
+    estimate: Estimate
+    floor_s: float
+    intensity: float
+    ops_per_byte: float
+    kernel: Kernel
+    operands: tuple[OperandAlignment, ...]
+    tile: tiles.Tile
+    split: int
+    tiles: int
+    waves: float
+    last_wave_fill: float
+    tile_efficiency: float
+    neighbours: tuple[Neighbour, ...]
+
+    @property
+    def flop_per_s(self) -> float:
+        """Predicted rate."""
+        return self.gemm.flop / self.estimate.time_s
+
+    @property
+    def peak_share(self) -> float:
+        """Predicted rate over the GPU's dense peak."""
+        return self.flop_per_s / self.gpu.peak_flop_per_s(self.gemm.dtype)
+
+
+def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
+    """Everything the model knows about one product on a GPU.
+
+    Raises:
+        UsageError: no GPU has this name.
+    """
+    device = gpus.get(gpu) if isinstance(gpu, str) else gpu
+    kernel = select(gemm, device)
+    plan = schedule(gemm, device, constants(device), kernel)
+    predicted = estimate(gemm, device)
+    dtypes = (gemm.dtype, gemm.dtype, gemm.out_dtype or gemm.dtype)
+    return GemmExplanation(
+        gemm=gemm,
+        gpu=device,
+        estimate=predicted,
+        floor_s=floor_s(gemm, device),
+        intensity=gemm.intensity,
+        ops_per_byte=device.ops_per_byte(gemm.dtype),
+        kernel=kernel,
+        operands=tuple(
+            OperandAlignment(
+                o.name, o.contiguous, o.leading_dimension, alignment_bytes(o.leading_dimension, t)
+            )
+            for o, t in zip(gemm.operands, dtypes, strict=True)
+        ),
+        tile=plan.tile,
+        split=plan.split,
+        tiles=plan.blocks,
+        waves=tiles.waves(plan.blocks, device.sms),
+        last_wave_fill=tiles.last_wave_fill(plan.blocks, device.sms),
+        tile_efficiency=tiles.tile_efficiency(gemm.m, gemm.n, plan.tile),
+        neighbours=_neighbours(gemm, device, predicted),
+    )
+
+
+def _neighbours(gemm: Gemm, gpu: Gpu, now: Estimate) -> tuple[Neighbour, ...]:
+    """The next multiples of each dimension that are predicted to be faster than the size asked for."""
+    found = []
+    for dimension in ("m", "n", "k"):
+        size = getattr(gemm, dimension)
+        sizes = {tiles.round_up(size, s) for s in (elements_per_access(gemm.dtype), *_MULTIPLES)}
+        for larger in sorted(sizes - {size}):
+            if larger > size * (1 + _MOST_GROWTH):
+                continue
+            # A slice keeps the leading dimensions of the matrix it was cut from.
+            predicted = estimate(replace(gemm, **{dimension: larger}), gpu)  # type: ignore[arg-type]
+            if predicted.time_s < now.time_s:
+                found.append(Neighbour(dimension, larger, predicted, now.time_s / predicted.time_s))
+    return tuple(sorted(found, key=lambda neighbour: -neighbour.speedup))

@@ -1,0 +1,131 @@
+"""Time of a matrix product: tiles, waves, splits of the contraction, memory."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+from tilefit.cost.estimate import LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.kernels import SIMT, Kernel, select
+from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.profiles import Constants
+from tilefit.cost.tiles import TILES, Tile, ceil_div
+from tilefit.gpus import Gpu
+from tilefit.ops import Gemm, Op
+from tilefit.ops.dtypes import size_bytes
+
+#: How many blocks may share one tile's contraction.
+SPLITS = (1, 2, 4, 8, 16, 32)
+#: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.
+_STAGE_BYTES = 128
+_LARGEST_TILE = 256 * 128
+#: Half-widths of the 80 % interval, as a factor minus one: fp32 on CUDA cores (NeuSight's tables), and what
+#: few measurements support: misaligned products, other element types.
+_SIMT_SPREAD = 0.5
+_UNFITTED_SPREAD = 0.35
+
+
+class Schedule(NamedTuple):
+    """The fastest way found to cut a product up.
+
+    Attributes:
+        time_s: Without the kernel's fixed time.
+        math_s, memory_s: The two terms, of which the larger counts.
+        tile: Output tile.
+        split: Blocks that share one tile's contraction.
+        blocks: Thread blocks.
+    """
+
+    time_s: float
+    math_s: float
+    memory_s: float
+    tile: Tile
+    split: int
+    blocks: int
+
+
+def schedule(
+    gemm: Gemm, gpu: Gpu, constants: Constants, kernel: Kernel, traffic: Op | None = None
+) -> Schedule:
+    """The fastest tile and split for a product; ``min`` over them stands for the library's heuristic.
+
+    With P the peak in FLOP/s, S the SMs, for a tile of a x b and a split s::
+
+        blocks = ceil(m / a) * ceil(n / b) * batch * s      waves = ceil(blocks / S)
+        K' = stage * ceil(k / (stage * s)) + prologue       e = efficiency * (a b / 32768) ** g
+        math = waves * S * 2 a b K' / (P e)                 idle SMs of the last wave are paid for
+        bytes = read + write_weight * written + 4 s m n     (the last term where s > 1)
+        memory = bytes / rate / min(1, blocks / (S f))      few blocks cannot saturate the memory
+        time = (math ** p + memory ** p) ** (1 / p) + price of a split
+
+    Args:
+        traffic: Whose compulsory bytes are moved; the product's own by default. The operands of an implicit
+            product overlap, so a convolution moves less.
+    """
+    m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
+    sms = gpu.sms
+    size = size_bytes(gemm.dtype)
+    stage = _STAGE_BYTES // size
+    prologue = constants.prologue_bytes / size
+    peak = gpu.peak_flop_per_s(gemm.dtype)
+    efficiency = constants.simt_efficiency if kernel.family == SIMT else constants.math_efficiency
+    efficiency *= kernel.math_share
+    ceiling = kernel.ceiling_flop_per_clock_per_sm * sms * gpu.boost_clock_hz / peak or 1.0
+    source = traffic or gemm
+    weighted = source.read_bytes + constants.write_weight * source.write_bytes
+    rate = rate_bytes_per_s(source.moved_bytes, gpu, constants) * kernel.bandwidth_share
+    saturating = sms * constants.saturating_share
+    split_s = constants.split_clocks / gpu.boost_clock_hz
+    p = constants.overlap
+    best = (inf, 0.0, 0.0, TILES[0], 1, 1)
+    for tile in TILES:
+        a, b = tile
+        cells = ceil_div(m, a) * ceil_div(n, b) * batch
+        share = efficiency * min(1.0, a * b / _LARGEST_TILE) ** constants.small_tile_exponent
+        wave_s = sms * 2 * a * b / (peak * min(share, ceiling))
+        for split in SPLITS:
+            blocks = cells * split
+            depth = stage * ceil_div(k, stage * split) + prologue
+            math_s = ceil_div(blocks, sms) * wave_s * depth
+            memory_s = weighted if split == 1 else weighted + 4 * split * m * n * batch
+            memory_s /= rate * min(1.0, min(blocks, sms) / saturating)
+            extra_s = split_s if split > 1 else 0.0
+            if max(math_s, memory_s) + extra_s < best[0]:
+                time_s = (math_s**p + memory_s**p) ** (1 / p) + extra_s
+                if time_s < best[0]:
+                    best = (time_s, math_s, memory_s, tile, split, blocks)
+            if blocks > 2 * sms:
+                break
+    return Schedule(*best)
+
+
+def _spread(gemm: Gemm, kernel: Kernel, constants: Constants) -> float:
+    """Half-width of the interval: the constants' own is that of what they were fitted on."""
+    if kernel.family == SIMT:
+        return _SIMT_SPREAD
+    as_fitted = gemm.dtype in ("fp16", "bf16") and not kernel.misaligned
+    return constants.spread if as_fitted else max(constants.spread, _UNFITTED_SPREAD)
+
+
+def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
+    """Predicted time of a product."""
+    kernel = select(gemm, gpu)
+    plan = schedule(gemm, gpu, constants, kernel)
+    floor = floor_s(gemm, gpu)
+    time_s = max(plan.time_s + constants.kernel_s(gpu), floor)
+    busy = max(plan.math_s, plan.memory_s)
+    bound = LATENCY if busy < time_s / 2 else MATH if plan.math_s >= plan.memory_s else MEMORY
+    factor = 1.0 + _spread(gemm, kernel, constants)
+    return Estimate(
+        time_s=time_s,
+        low_s=max(time_s / factor, floor),
+        high_s=time_s * factor,
+        bound=bound,
+        math_s=plan.math_s,
+        memory_s=plan.memory_s,
+        kernel_family=kernel.family,
+        tile=(plan.tile.rows, plan.tile.columns),
+        waves=plan.blocks / gpu.sms,
+        provenance=constants.provenance,
+        reason=kernel.reason,
+    )

@@ -1,0 +1,135 @@
+"""Which family of kernels the library runs a product with, by the alignment of its operands.
+
+Only leading dimensions count: the distance between the rows (or columns) of each operand as it lies in
+memory. The dimension that is contiguous nowhere (m of ``a @ b``) may be odd at no cost.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+from tilefit.gpus import Gpu
+from tilefit.ops import Gemm
+from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
+
+SM80 = "sm80"
+SIMT = "simt"
+
+_TENSOR_CORE_TYPES = ("tf32", "fp16", "bf16", "fp8", "int8")
+_FP64_CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+
+#: Families whose kernels fetch tiles by TMA, which demands rows of 16 bytes; a misaligned product falls to
+#: the sm80 family.
+_TMA = ("sm90", "sm100")
+
+#: A misaligned operand is fetched in smaller pieces, and the instructions that fetch it become the limit: so
+#: many FLOP per clock and SM remain, whatever the Tensor Cores could do. From the times of 4096^3 products
+#: with one dimension changed on an H200 (PyTorch 2.11, CUDA 13.0, sm80 kernels), as the aligned product's
+#: FLOP per clock and SM over the slowdown. By element size and bytes of alignment, for layouts whose forward
+#: operand B is a transposed view (``TN``) and for the others. The same kernels run on Ampere and Ada, where
+#: the ceiling is the same but the Tensor Cores are slower, so the penalty is milder or nil: consistent with
+#: GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX 3090, and with odd sizes being
+#: no slower than even ones on an RTX 4090 (pytorch#181718).
+_CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
+    # (element bytes, alignment bytes): (TN, others)
+    (2, 2): (530.0, 667.0),
+    (2, 4): (1360.0, 1340.0),
+    (2, 8): (1370.0, 1350.0),
+    (4, 4): (567.0, 567.0),
+    (4, 8): (620.0, 620.0),
+    # Not measured: as 2-byte elements on the same bytes of alignment.
+    (1, 1): (530.0, 667.0),
+    (1, 2): (530.0, 667.0),
+    (1, 4): (1360.0, 1340.0),
+    (1, 8): (1370.0, 1350.0),
+}
+#: Bytes arrive slower as well: products of one to a few rows of 4096 x 4096 weights take 1.6 to 2.2 times as
+#: long at 2 columns (4 bytes) as at 8 on an H200.
+_MISALIGNED_BANDWIDTH = {1: 0.4, 2: 0.4, 4: 0.5, 8: 0.5}
+#: A leading dimension of whole 128-byte lines beats one of 16 bytes by a few per cent (the H200's vocabulary
+#: table: 50264 against 50304 columns, +4 %).
+_PARTIAL_LINE = 0.97
+
+
+class Kernel(NamedTuple):
+    """The kernels a product runs on.
+
+    Attributes:
+        family: ``simt`` without Tensor Cores, else after the generation the kernels are written for:
+            ``sm70``, ``sm80``, ``sm90`` (TMA and wgmma), ``sm100``, ``sm120``.
+        ceiling_flop_per_clock_per_sm: What fetching misaligned operands leaves; 0 where nothing is lost.
+        math_share: Share of the family's math rate that the alignment leaves otherwise.
+        bandwidth_share: Share of the memory rate.
+        misaligned: Name of the operand that decided (``A``, ``B``, ``C``); empty where all are aligned.
+        alignment_bytes: Largest power of two, at most 128, that divides every leading dimension in bytes.
+        reason: One sentence.
+    """
+
+    family: str
+    ceiling_flop_per_clock_per_sm: float
+    math_share: float
+    bandwidth_share: float
+    misaligned: str
+    alignment_bytes: int
+    reason: str
+
+
+def alignment_bytes(elements: int, dtype: str) -> int:
+    """Largest power of two that divides a leading dimension in bytes, at most a line of 128."""
+    return gcd(elements * size_bytes(dtype), LINE_BYTES)
+
+
+def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
+    """Whether products of this element type run on the GPU's Tensor Cores."""
+    if not gpu.supports(dtype) or gpu.compute_capability < (7, 0):
+        return False
+    # fp64 Tensor Cores are those of the data-centre parts from Ampere on.
+    return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
+
+
+def select(gemm: Gemm, gpu: Gpu) -> Kernel:
+    """The kernels that run a product.
+
+    Assumes cuBLAS 11 or later. Before it, a misaligned fp16 product did not use Tensor Cores at all.
+    """
+    if not uses_tensor_cores(gemm.dtype, gpu):
+        missing = "fp32 runs" if gemm.dtype == "fp32" else f"{gpu.name} multiplies {gemm.dtype}"
+        return Kernel(SIMT, 0.0, 1.0, 1.0, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
+    dtypes = (gemm.dtype, gemm.dtype, gemm.out_dtype or gemm.dtype)
+    worst, worst_bytes = "", LINE_BYTES
+    for operand, dtype in zip(gemm.operands, dtypes, strict=True):
+        # One row needs no distance between rows.
+        rows = gemm.n if operand.name == "B" else gemm.m
+        if operand.contiguous == "m" or (operand.name == "B" and operand.contiguous == "n"):
+            rows = gemm.k
+        aligned = (
+            alignment_bytes(operand.leading_dimension, dtype) if rows > 1 or gemm.batch > 1 else LINE_BYTES
+        )
+        if aligned < worst_bytes:
+            worst, worst_bytes = operand.name, aligned
+    native = f"sm{gpu.compute_capability[0]}0"
+    size = size_bytes(gemm.dtype)
+    if worst_bytes >= ALIGNMENT_BYTES or size == 8:
+        share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
+        return Kernel(
+            native, 0.0, share, 1.0, "", worst_bytes, "all leading dimensions are multiples of 16 bytes"
+        )
+    operand = next(o for o in gemm.operands if o.name == worst)
+    family = SM80 if native in _TMA else native
+    tn, other = _CEILINGS[size, worst_bytes]
+    reason = (
+        f"{worst} has rows of {operand.leading_dimension} elements ({operand.contiguous} is contiguous), "
+        f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"
+    )
+    if family != native:
+        reason += f": falls from {native} to {family} kernels"
+    return Kernel(
+        family,
+        tn if gemm.layout == "TN" else other,
+        _PARTIAL_LINE,
+        _MISALIGNED_BANDWIDTH[worst_bytes],
+        worst,
+        worst_bytes,
+        reason,
+    )

@@ -1,0 +1,37 @@
+"""Time to move bytes: DRAM, the L2 cache, and the floor no kernel can beat."""
+
+from __future__ import annotations
+
+from tilefit.cost.profiles import Constants
+from tilefit.gpus import Gpu
+from tilefit.ops import Op
+
+#: The widest an L2 cache delivers, in bytes per clock and SM: two 32-byte sectors. Only floors use it.
+L2_LIMIT_BYTES_PER_CLOCK_PER_SM = 64
+
+
+def rate_bytes_per_s(footprint_bytes: float, gpu: Gpu, constants: Constants) -> float:
+    """Rate at which an operation that touches so many bytes is served, at best.
+
+    Small operands are still in the L2 cache from the operation before; the share served from it falls
+    steeply once the bytes outgrow the cache, as in any cache that evicts the least recently used.
+    """
+    dram = gpu.memory_bandwidth_bytes_per_s * constants.memory_efficiency
+    cache = gpu.sms * gpu.boost_clock_hz * constants.l2_bytes_per_clock_per_sm
+    if cache <= dram or not gpu.l2_bytes:
+        return dram
+    fill = footprint_bytes / (constants.l2_share * gpu.l2_bytes)
+    hit = 1.0 / (1.0 + fill * fill * fill * fill)
+    return 1.0 / ((1.0 - hit) / dram + hit / cache)
+
+
+def floor_s(op: Op, gpu: Gpu) -> float:
+    """The least time physics allows: the peak at boost clock, and the bytes.
+
+    Bytes beyond the L2's capacity must cross the memory bus; the others at best come from the L2.
+    """
+    moved = op.moved_bytes
+    beyond = max(0, moved - gpu.l2_bytes)
+    cache = gpu.sms * gpu.boost_clock_hz * L2_LIMIT_BYTES_PER_CLOCK_PER_SM
+    memory = beyond / gpu.memory_bandwidth_bytes_per_s + (moved - beyond) / cache
+    return max(op.flop / gpu.peak_flop_per_s(op.dtype), memory)

@@ -1,0 +1,144 @@
+"""The constants of the model, per GPU: fitted where the GPU was measured, else those of its kind.
+
+Every constant of :class:`Constants` lives here. ``benchmarks/public_tables.py`` fits them and prints their
+errors; its recorded result stands beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilefit.cost.estimate import DATASHEET, ESTIMATED
+from tilefit.gpus import Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the datasheet does not say about a GPU and its libraries.
+
+    Attributes:
+        kernel_clocks: Fixed time of one kernel in a running stream (not the host's launch), in clocks.
+        split_clocks: Price of splitting a contraction over blocks (the reduction), in clocks.
+        memory_efficiency: Share of the datasheet's bandwidth that is reached.
+        write_weight: Bytes of C cost this much more than bytes read.
+        math_efficiency: Share of the Tensor Cores' peak that large tiles reach.
+        simt_efficiency: The same for the CUDA cores.
+        small_tile_exponent: Smaller tiles lose ``(area / 32768) ** exponent``.
+        prologue_bytes: Filling and draining a block's pipeline, in bytes of contraction.
+        saturating_share: Share of the SMs that saturates the memory.
+        overlap: How well math and memory overlap: their times add as a p-norm with this p.
+        l2_bytes_per_clock_per_sm: Rate of the L2 cache.
+        l2_share: Share of the L2's capacity in which data are still found when they are needed again.
+        spread: Half-width of the 80 % interval of the time of an aligned fp16 or bf16 product, as a factor
+            minus one.
+        provenance: ``datasheet`` for the constants of a kind of GPU, ``estimated`` for fitted ones.
+    """
+
+    kernel_clocks: float
+    split_clocks: float
+    memory_efficiency: float
+    write_weight: float
+    math_efficiency: float
+    simt_efficiency: float
+    small_tile_exponent: float
+    prologue_bytes: float
+    saturating_share: float
+    overlap: float
+    l2_bytes_per_clock_per_sm: float = 24.0
+    l2_share: float = 1 / 6
+    spread: float = 0.35
+    provenance: str = DATASHEET
+
+    def kernel_s(self, gpu: Gpu) -> float:
+        """Fixed time of one kernel."""
+        return self.kernel_clocks / gpu.boost_clock_hz
+
+
+#: For a GPU of an architecture without a table: fitted on A100, H100 and H200 together. The L2 rate is half
+#: of what NVIDIA's A100 whitepaper states (5120 bytes per clock); the share of its capacity follows from how
+#: the tables were measured, rotating up to six copies of the weights.
+GENERAL = Constants(
+    kernel_clocks=4680,
+    split_clocks=4920,
+    memory_efficiency=0.857,
+    write_weight=1.06,
+    math_efficiency=0.837,
+    simt_efficiency=0.9,
+    small_tile_exponent=0.024,
+    prologue_bytes=247,
+    saturating_share=0.109,
+    overlap=2.53,
+)
+_ARCHITECTURES = {
+    # Fitted on the A100.
+    "ampere": Constants(
+        kernel_clocks=4560,
+        split_clocks=3440,
+        memory_efficiency=0.861,
+        write_weight=1.61,
+        math_efficiency=0.845,
+        simt_efficiency=0.93,
+        small_tile_exponent=0.162,
+        prologue_bytes=175,
+        saturating_share=0.125,
+        overlap=2.27,
+    ),
+    # Fitted on the H100 and the H200 together.
+    "hopper": Constants(
+        kernel_clocks=4690,
+        split_clocks=5030,
+        memory_efficiency=0.857,
+        write_weight=1.11,
+        math_efficiency=0.839,
+        simt_efficiency=0.79,
+        small_tile_exponent=0.015,
+        prologue_bytes=259,
+        saturating_share=0.094,
+        overlap=2.96,
+    ),
+    # Fitted on the L40S.
+    "ada": Constants(
+        kernel_clocks=3740,
+        split_clocks=6260,
+        memory_efficiency=0.779,
+        write_weight=1.0,
+        math_efficiency=0.603,
+        simt_efficiency=0.6,
+        small_tile_exponent=0.028,
+        prologue_bytes=152,
+        saturating_share=0.067,
+        overlap=4.82,
+        l2_bytes_per_clock_per_sm=54.6,
+    ),
+}
+#: GPUs whose own table was fitted, with the spread that remains.
+_FITTED = {"a100-sxm-80gb": 0.15, "h100-sxm": 0.11, "h200": 0.11, "l40s": 0.24}
+
+#: Cards with GDDR memory boost to clocks that their power budget does not sustain. DeepBench's T4, the only
+#: such card with a published Tensor Core table besides the L40S, reaches 64 % of its datasheet peak over
+#: its 20 best products. In fp32 the T4 reaches 54 %, the L4 36 % (NeuSight, 50 best linear layers).
+GDDR_CAPABILITIES = ((7, 5), (8, 6), (8, 9), (12, 0))
+GDDR_MATH_EFFICIENCY = 0.64
+_GDDR_SIMT_EFFICIENCY = 0.6
+_SIMT_EFFICIENCY = {"l4": 0.38}
+#: GeForce cards run their Tensor Cores at half rate, at most twice that of fp32, and do sustain it: 70 % of
+#: the peak was published for a product with poor waves on an RTX 4090 (pytorch#181718).
+_HALF_RATE = 2
+
+
+@lru_cache(maxsize=64)
+def constants(gpu: Gpu) -> Constants:
+    """The constants the model uses for a GPU: those of its architecture, or the general ones."""
+    found = _ARCHITECTURES.get(gpu.architecture, GENERAL)
+    if gpu.name in _FITTED:
+        return replace(found, spread=_FITTED[gpu.name], provenance=ESTIMATED)
+    if gpu.compute_capability in GDDR_CAPABILITIES:
+        rates = gpu.flop_per_clock_per_sm
+        halved = rates.get("fp16", 0) <= _HALF_RATE * rates["fp32"]
+        found = replace(
+            found,
+            math_efficiency=GENERAL.math_efficiency if halved else GDDR_MATH_EFFICIENCY,
+            simt_efficiency=_SIMT_EFFICIENCY.get(gpu.name, _GDDR_SIMT_EFFICIENCY),
+        )
+    return found

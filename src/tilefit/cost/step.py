@@ -1,0 +1,52 @@
+"""Time of a whole step: the host launching against the GPU executing."""
+
+from __future__ import annotations
+
+from math import hypot
+
+from tilefit import gpus
+from tilefit.cost.estimate import BOUNDS, LAUNCH, StepEstimate
+from tilefit.cost.launch import kernels, launch_s
+from tilefit.cost.model import estimate
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+
+#: Half-width of the 80 % interval of the time the GPU waits for the host: hosts differ by this much.
+_LAUNCH_SPREAD = 0.4
+
+
+def estimate_step(step: Step, gpu: Gpu | str) -> StepEstimate:
+    """Predicted wall time of a step.
+
+    The host launches operation after operation and runs ahead; the GPU starts each one when it has been
+    launched and the one before has finished. The time is when the last one finishes.
+    """
+    device = gpus.get(gpu) if isinstance(gpu, str) else gpu
+    estimates = tuple(estimate(entry.op, device) for entry in step.ops)
+    host_s = free_s = gpu_s = 0.0
+    widths: dict[tuple[str, str], float] = {}
+    bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
+    for entry, predicted in zip(step.ops, estimates, strict=True):
+        launch = launch_s(entry.op, entry.phase, device, step.settings)
+        count = max(1, kernels(entry.op, device))
+        # The first kernel can start when it is launched, the last one when all are.
+        start_s = max(free_s, host_s + launch / count)
+        host_s += launch
+        free_s = max(start_s + predicted.time_s, host_s + predicted.time_s / count)
+        gpu_s += predicted.time_s
+        bound_s[predicted.bound] += predicted.time_s
+        path = (predicted.kernel_family, predicted.bound)
+        widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
+    bound_s[LAUNCH] = free_s - gpu_s
+    # Operations on the same path err alike, those on different paths independently.
+    width = hypot(*widths.values(), _LAUNCH_SPREAD * bound_s[LAUNCH])
+    return StepEstimate(
+        ops=estimates,
+        time_s=free_s,
+        low_s=max(free_s - width, 0.0),
+        high_s=free_s + width,
+        gpu_time_s=gpu_s,
+        host_time_s=host_s,
+        flop=step.flop,
+        bound_time_s=bound_s,
+    )

@@ -1,0 +1,79 @@
+"""Tile and wave arithmetic: how a product is cut up over a GPU.
+
+Source of the terms and of the examples in the tests: NVIDIA, "Matrix Multiplication Background User's
+Guide", sections on tile quantization and wave quantization.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """The block of C that one thread block computes."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}"
+
+
+#: The tiles of the libraries' Tensor Core kernels that the model chooses from.
+TILES = tuple(
+    Tile(*size)
+    for size in (
+        (256, 128),
+        (128, 256),
+        (192, 128),
+        (128, 192),
+        (128, 128),
+        (256, 64),
+        (64, 256),
+        (128, 64),
+        (64, 128),
+        (64, 64),
+    )
+)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple, or the value itself."""
+    return ceil_div(value, multiple) * multiple
+
+
+def count(m: int, n: int, tile: tuple[int, int], batch: int = 1) -> int:
+    """Tiles that cover C[m, n], ``batch`` times."""
+    return ceil_div(m, tile[0]) * ceil_div(n, tile[1]) * batch
+
+
+def waves(tiles: int, sms: int, per_sm: int = 1) -> float:
+    """Tiles over those that run at once; the GPU takes the next whole number of waves' time."""
+    return tiles / (sms * per_sm)
+
+
+def tile_efficiency(m: int, n: int, tile: tuple[int, int]) -> float:
+    """Share of the computed elements of C that are wanted: 1 where the tile divides it."""
+    return m * n / (count(m, n, tile) * tile[0] * tile[1])
+
+
+def wave_efficiency(tiles: int, sms: int, per_sm: int = 1) -> float:
+    """Share of the GPU's slots that hold a tile, the last wave included."""
+    slots = sms * per_sm
+    return tiles / (ceil_div(tiles, slots) * slots)
+
+
+def last_wave_fill(tiles: int, sms: int, per_sm: int = 1) -> float:
+    """Share of the last wave's slots that hold a tile; 1 where the waves are whole."""
+    slots = sms * per_sm
+    return (tiles - 1) % slots / slots + 1 / slots
+
+
+def intensity(m: int, n: int, k: int, element_bytes: int = 2) -> float:
+    """Arithmetic intensity of a product in FLOP per byte, each operand touched once."""
+    return 2 * m * n * k / (element_bytes * (m * k + k * n + m * n))

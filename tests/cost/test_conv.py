@@ -1,0 +1,97 @@
+"""Convolutions, against what was measured on an H200 (PyTorch 2.11, cuDNN 9.19, bf16, autotuned)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilefit.cost import MEMORY, estimate
+from tilefit.cost.memory import floor_s
+from tilefit.gpus import get
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d
+
+H200 = get("h200")
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "channels_last", "measured_us"),
+    [
+        ((64, 64), 56, True, 146),
+        ((64, 64), 56, False, 308),
+        ((60, 60), 56, True, 425),
+        ((60, 60), 56, False, 372),
+        ((63, 63), 56, True, 455),
+        ((256, 256), 14, True, 81),
+        ((256, 256), 14, False, 137),
+        ((250, 250), 14, True, 166),
+        ((250, 250), 14, False, 156),
+    ],
+)
+def test_3x3_layers_by_layout_and_channels(
+    channels: tuple[int, int], size: int, channels_last: bool, measured_us: float
+) -> None:
+    conv = Conv2d(256, *channels, size, 3, 1, 1, channels_last=channels_last)
+    assert estimate(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("channels_last", "channels", "measured_us"),
+    [(True, 3, 1757), (True, 4, 1747), (False, 3, 2466), (False, 4, 2433)],
+)
+def test_a_first_layer_gains_nothing_forward_from_a_fourth_channel(
+    channels_last: bool, channels: int, measured_us: float
+) -> None:
+    conv = Conv2d(256, channels, 64, 224, 7, 2, 3, channels_last=channels_last)
+    assert estimate(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.1)
+
+
+def test_padding_channels_and_channels_last_pay() -> None:
+    def time_s(channels: int, channels_last: bool) -> float:
+        return estimate(
+            Conv2d(256, channels, channels, 56, 3, 1, 1, channels_last=channels_last), H200
+        ).time_s
+
+    assert time_s(60, True) / time_s(64, True) == pytest.approx(2.9, rel=0.15)
+    assert time_s(64, False) / time_s(64, True) == pytest.approx(2.1, rel=0.15)
+    # Channels-last loses where the channels are misaligned.
+    assert time_s(60, False) < time_s(60, True)
+
+
+def test_a_depthwise_layer_moves_bytes_on_cuda_cores() -> None:
+    depthwise = Conv2d(64, 256, 256, 56, 3, 1, 1, groups=256, channels_last=True)
+    predicted = estimate(depthwise, H200)
+    assert (predicted.bound, predicted.kernel_family) == (MEMORY, "simt")
+    dense = estimate(Conv2d(64, 256, 256, 56, 3, 1, 1, channels_last=True), H200)
+    assert depthwise.flop / predicted.time_s < 0.05 * 256 * depthwise.flop / dense.time_s
+
+
+CONVS = st.builds(
+    Conv2d,
+    batch=st.integers(1, 64),
+    in_channels=st.integers(1, 64).map(lambda i: 8 * i),
+    out_channels=st.integers(1, 300),
+    input_size=st.integers(7, 64),
+    kernel_size=st.sampled_from([1, 3, 5, 7]),
+    stride=st.sampled_from([1, 2]),
+    padding=st.just(3),
+    dtype=st.sampled_from(["bf16", "fp32", "tf32"]),
+    channels_last=st.booleans(),
+    direction=st.sampled_from([FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT]),
+)
+
+
+@given(CONVS)
+def test_never_below_the_floor_but_for_winograd(conv: Conv) -> None:
+    predicted = estimate(conv, H200)
+    # Winograd's F(2x2, 3x3) saves at most 2.25 of the multiplications.
+    limit = 2.25 if conv.dtype == "fp32" else 1.0
+    assert floor_s(conv, H200) / limit <= predicted.low_s <= predicted.time_s <= predicted.high_s
+
+
+def test_gradients_take_about_as_long_as_the_forward_pass() -> None:
+    times = [
+        estimate(Conv2d(128, 256, 256, 28, 3, 1, 1, channels_last=True, direction=d), H200).time_s
+        for d in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+    ]
+    assert max(times) < 1.5 * min(times)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilefit.cost import LATENCY, MEMORY, estimate
+from tilefit.cost.memory import floor_s
+from tilefit.gpus import get
+from tilefit.ops import Streaming
+from tilefit.ops.streaming import ROLES
+
+
+def pointwise(megabytes: float, **changes: object) -> Streaming:
+    size = int(megabytes * 1e6)
+    arguments = {"role": "pointwise", "elements": size // 2, "read_bytes": size, "write_bytes": size}
+    return Streaming(**(arguments | {"dtype": "bf16"} | changes))  # type: ignore[arg-type]
+
+
+@given(
+    st.sampled_from(ROLES),
+    st.integers(0, 10**10),
+    st.integers(0, 10**10),
+    st.booleans(),
+    st.sampled_from(["t4", "a100", "l40s", "h200"]),
+)
+def test_never_below_the_floor(role: str, read: int, written: int, strided: bool, gpu: str) -> None:
+    op = Streaming(role, max(read, written) // 4, read, written, strided=strided)
+    predicted = estimate(op, gpu)
+    assert floor_s(op, get(gpu)) <= predicted.low_s <= predicted.time_s <= predicted.high_s
+
+
+def test_large_tensors_move_at_most_of_the_bandwidth() -> None:
+    op = pointwise(2000)
+    rate = op.moved_bytes / estimate(op, "h200").time_s
+    assert 0.7 * get("h200").memory_bandwidth_bytes_per_s < rate < get("h200").memory_bandwidth_bytes_per_s
+    assert estimate(op, "h200").bound == MEMORY
+
+
+def test_a_small_tensor_costs_a_kernel() -> None:
+    predicted = estimate(pointwise(0.001), "h200")
+    assert predicted.bound == LATENCY
+    assert 1.5e-6 < predicted.time_s < 4e-6
+    assert estimate(pointwise(0.001, kernels=10), "h200").time_s == pytest.approx(
+        10 * predicted.time_s, rel=0.02
+    )
+
+
+def test_what_fits_the_l2_is_faster_than_memory() -> None:
+    # 4 MB in, 4 MB out, on a card with 96 MB of L2 and 864 GB/s.
+    predicted = estimate(pointwise(4), "l40s")
+    assert predicted.memory_s < 8e6 / get("l40s").memory_bandwidth_bytes_per_s
+
+
+def test_strided_accesses_and_sorts_are_slower() -> None:
+    plain = estimate(pointwise(1000), "h200").time_s
+    assert estimate(pointwise(1000, strided=True), "h200").time_s > 1.5 * plain
+    assert estimate(pointwise(1000, role="sort"), "h200").time_s > 5 * plain
+
+
+def test_time_grows_with_bytes() -> None:
+    times = [estimate(pointwise(size), "h200").time_s for size in (0.1, 1, 5, 10, 20, 40, 80, 160, 1000)]
+    assert times == sorted(times)
