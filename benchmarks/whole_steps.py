@@ -1,0 +1,168 @@
+"""Measure whole training steps of real models on a GPU, beside tilefit's prediction.
+
+Each model runs eager training steps under bf16 autocast with AdamW (PyTorch's defaults otherwise). Wall time
+is the median of several steps between synchronisations; GPU time is the sum of the kernels of one step, from
+the profiler; memory is the allocator's peak.
+
+    PYTHONPATH=src python benchmarks/whole_steps.py --out benchmarks/results/whole_steps.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tilefit import gpus
+from tilefit.capture import capture
+from tilefit.capture.targets import InputOptions, load
+from tilefit.cost import estimate_step
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
+
+#: Target, sizes, channels-last.
+MODELS: list[tuple[str, dict[str, int], bool]] = [
+    ("hf:gpt2", {"batch": 16, "seq": 1024}, False),
+    ("hf:bert", {"batch": 32, "seq": 512}, False),
+    ("hf:roberta", {"batch": 32, "seq": 510}, False),
+    ("hf:distilbert", {"batch": 32, "seq": 512}, False),
+    ("hf:t5", {"batch": 16, "seq": 512}, False),
+    ("hf:bart", {"batch": 8, "seq": 512}, False),
+    ("hf:whisper", {"batch": 16, "seq": 448}, False),
+    ("hf:opt", {"batch": 8, "seq": 1024}, False),
+    ("hf:vit", {"batch": 64}, False),
+    ("hf:swin", {"batch": 64}, False),
+    ("torchvision:resnet50", {"batch": 128}, False),
+    ("torchvision:resnet50", {"batch": 128}, True),
+    ("torchvision:mobilenet_v3_large", {"batch": 128}, False),
+    ("torchvision:efficientnet_b0", {"batch": 128}, True),
+    ("timm:convnext_tiny", {"batch": 64}, False),
+    (f"{EXAMPLES}:unet", {}, False),
+    (f"{EXAMPLES}:attention", {}, False),
+    (f"{EXAMPLES}:odd_cnn", {}, False),
+    (f"{EXAMPLES}:recommender", {}, False),
+    (f"{EXAMPLES}:lstm_lm", {}, False),
+]
+
+
+def predicted(target: str, sizes: dict[str, int], channels_last: bool, gpu: str) -> dict[str, float]:
+    shapes = load(target, InputOptions(**sizes))
+    step = capture(shapes.model, shapes.inputs, amp="bf16", loss=shapes.loss, channels_last=channels_last)
+    estimate = estimate_step(step, gpus.get(gpu))
+    return {
+        "predicted_ms": 1e3 * estimate.time_s,
+        "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,
+        "predicted_host_ms": 1e3 * estimate.host_time_s,
+        "predicted_gib": step.memory.peak_bytes / 2**30,
+        "operations": len(step.ops),
+    }
+
+
+def measured(target: str, sizes: dict[str, int], channels_last: bool, device: str) -> dict[str, Any]:
+    loaded = load(target, InputOptions(device=device, **sizes))
+    model, inputs = loaded.model.to(device).train(), loaded.inputs
+    inputs = inputs if isinstance(inputs, dict) else tuple(t.to(device) for t in inputs)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+            loss = loaded.loss(output) if loaded.loss else getattr(output, "loss", output)
+            if loss.dim():
+                loss = loss.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(4):
+        step()
+    synchronize()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        step()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    # Back to back, as a training loop runs: the host may be ahead of the GPU.
+    start = time.perf_counter()
+    for _ in range(6):
+        step()
+    synchronize()
+    sustained = 1e3 * (time.perf_counter() - start) / 6
+    activities = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        step()
+        synchronize()
+    kernels: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if device == "cuda" and event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    top = sorted(((sum(v) / 1e3, len(v), k[:90]) for k, v in kernels.items()), reverse=True)[:25]
+    return {
+        "wall_ms": statistics.median(times),
+        "wall_spread_ms": max(times) - min(times),
+        "sustained_ms": sustained,
+        "gpu_ms": sum(sum(v) for v in kernels.values()) / 1e3,
+        "kernels": sum(len(v) for v in kernels.values()),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0,
+        "top_kernels": top,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="measure targets whose name contains this")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("This measures on a GPU, and PyTorch finds none here.")
+    rows = []
+    for target, sizes, channels_last in MODELS:
+        if options.only not in target:
+            continue
+        name = target.replace(str(EXAMPLES), "examples/models.py") + (" channels-last" if channels_last else "")
+        row: dict[str, Any] = {"model": name, **sizes}
+        try:
+            row.update(predicted(target, sizes, channels_last, options.gpu))
+            row.update(measured(target, sizes, channels_last, options.device))
+            row["error_gpu"] = row["predicted_gpu_ms"] / row["gpu_ms"] - 1 if row["gpu_ms"] else None
+            row["error_wall"] = row["predicted_ms"] / row["sustained_ms"] - 1
+        except Exception as error:  # one model's failure is a row of the result, not the end of the run
+            row["failure"] = f"{type(error).__name__}: {error}"[:300]
+        rows.append(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "top_kernels"}), flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    if options.out:
+        result = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "torch": torch.__version__,
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,515 @@
+"""What each ATen operation costs: the table from PyTorch's operations to tilefit's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilefit.capture.dtypes import DTYPES
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Op, Streaming
+
+if TYPE_CHECKING:
+    from tilefit.capture.recorder import Recorder
+
+#: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
+Described = tuple[Op, str, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+class Call:
+    """One dispatched operation with its tensors at hand."""
+
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.out = out
+        self.name = f"{func.namespace}.{func._overloadpacket.__name__}"
+        self.packet = func._overloadpacket.__name__
+        self.inputs = list(_tensors((args, tuple(kwargs.values()))))
+        self.outputs = list(_tensors(out))
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """An argument that may have been given by position or by name."""
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+# Operations that launch no kernel although their schema does not call them views.
+_FREE = frozenset(
+    """empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach alias lift lift_fresh
+    _unsafe_view _reshape_alias is_same_size sym_size sym_stride sym_numel sym_storage_offset resize_ set_
+    _version scalar_tensor _has_compatible_shallow_copy_type record_stream
+    as_strided_ is_pinned _conj _neg_view resolve_conj resolve_neg""".split()
+)
+
+
+@lru_cache(maxsize=None)
+def is_free(func: Any) -> bool:
+    """Whether an operation only makes a view or allocates."""
+    if func._overloadpacket.__name__ in _FREE:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def describe(call: Call, recorder: Recorder) -> list[Described]:
+    """The operations the hardware executes for a call."""
+    handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
+    return handler(call, recorder) if handler else [_streaming(call, recorder, _role(call.func))]
+
+
+# ---- matrix products ---------------------------------------------------------------------------
+
+
+def _orientation(matrix: torch.Tensor) -> tuple[str, int]:
+    """``N`` (rows contiguous) or ``T`` (columns contiguous) and the leading dimension if not packed."""
+    rows, columns = matrix.shape[-2], matrix.shape[-1]
+    row_stride, column_stride = matrix.stride(-2), matrix.stride(-1)
+    if column_stride == 1 or columns == 1:
+        return "N", 0 if row_stride == columns or rows == 1 or row_stride < columns else row_stride
+    if row_stride == 1 or rows == 1:
+        return "T", 0 if column_stride == rows or column_stride < rows else column_stride
+    return "N", 0  # copied before the product
+
+
+def gemm_of(a: torch.Tensor, b: torch.Tensor, recorder: Recorder, *, bias: bool = False, out: str = "") -> Gemm:
+    """The product of two matrices (or batches of them) as they lie in memory."""
+    letter_a, ld_a = _orientation(a)
+    letter_b, ld_b = _orientation(b)
+    dtype = DTYPES[a.dtype]
+    if dtype == "fp32" and recorder.tf32_matmul:
+        dtype = "tf32"
+    return Gemm(
+        m=max(1, a.shape[-2]),
+        n=max(1, b.shape[-1]),
+        k=max(1, a.shape[-1]),
+        dtype=dtype,
+        layout=letter_b + letter_a,
+        batch=max(1, prod(a.shape[:-2])),
+        out_dtype=out,
+        ld_a=ld_a,
+        ld_b=ld_b,
+        bias=bias,
+    )
+
+
+def _product(first: int, *, bias: bool = False) -> Callable[[Call, Recorder], list[Described]]:
+    def handler(call: Call, recorder: Recorder) -> list[Described]:
+        a, b = call.args[first], call.args[first + 1]
+        phase = recorder.gradient_phase((a, b))
+        others = [t for t in call.inputs if t is not a and t is not b]
+        return [(gemm_of(a, b, recorder, bias=bias), phase, (a, b, *others), call.outputs)]
+
+    return handler
+
+
+def _vector_product(call: Call, recorder: Recorder) -> list[Described]:
+    first = 1 if call.packet == "addmv" else 0
+    a, b = call.args[first], call.args[first + 1]
+    matrix = a if a.dim() == 2 else a.unsqueeze(0)  # a dot product has two vectors
+    op = gemm_of(matrix, b.unsqueeze(1), recorder)
+    return [(op, recorder.gradient_phase((a, b)), call.inputs, call.outputs)]
+
+
+def _scaled_mm(call: Call, recorder: Recorder) -> list[Described]:
+    a, b = call.args[0], call.args[1]
+    op = gemm_of(a, b, recorder, out=DTYPES[call.outputs[0].dtype])
+    return [(op, recorder.gradient_phase((a, b)), call.inputs, call.outputs)]
+
+
+def _grouped_mm(call: Call, recorder: Recorder) -> list[Described]:
+    """Rows shared out over experts: taken to be even, which is what a balanced router aims for."""
+    a, b = call.args[0], call.args[1]
+    if a.dim() == 2 and b.dim() == 3:
+        groups = b.shape[0]
+        a = a.new_empty((groups, max(1, a.shape[0] // groups), a.shape[1]))
+    elif a.dim() == 2 and b.dim() == 2:
+        offsets = call.argument(2, "offs")
+        groups = offsets.shape[0]
+        rows = max(1, a.shape[1] // groups)
+        a = a.new_empty((groups, rows, a.shape[0])).transpose(1, 2)
+        b = b.new_empty((groups, rows, b.shape[1]))
+    phase = recorder.gradient_phase(call.args[:2])
+    return [(gemm_of(a, b, recorder), phase, call.inputs, call.outputs)]
+
+
+# ---- convolutions ------------------------------------------------------------------------------
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether an image batch lies in memory channel by channel within each pixel."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(tensor.dim())
+    if wanted is None or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=wanted)
+
+
+def _conv(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, settings: Sequence[Any], recorder: Recorder, pass_: str
+) -> Conv:
+    """``settings`` are stride, padding, dilation, transposed, output_padding, groups, as ATen passes them."""
+    stride, padding, dilation, transposed, _, groups = settings
+    dims = weight.dim() - 2
+    if transposed:
+        # A transposed convolution is the data gradient of the convolution from its output to its input.
+        swap = {FORWARD: BACKWARD_DATA, BACKWARD_DATA: FORWARD, BACKWARD_WEIGHT: BACKWARD_WEIGHT}
+        x, y, pass_ = y, x, swap[pass_]
+    dtype = DTYPES[weight.dtype]
+    if dtype == "fp32" and recorder.tf32_conv:
+        dtype = "tf32"
+
+    def each(value: Sequence[int]) -> tuple[int, ...]:
+        return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+    return Conv(
+        batch=x.shape[0] if x.dim() == dims + 2 else 1,
+        in_channels=x.shape[-dims - 1],
+        out_channels=y.shape[-dims - 1],
+        input_size=tuple(x.shape[-dims:]),
+        kernel_size=tuple(weight.shape[2:]),
+        stride=each(stride),
+        padding=each(padding),
+        dilation=each(dilation),
+        groups=groups,
+        dtype=dtype,
+        channels_last=is_channels_last(x) or is_channels_last(weight),
+        direction=pass_,
+    )
+
+
+def _convolution(call: Call, recorder: Recorder) -> list[Described]:
+    x, weight = call.args[0], call.args[1]
+    op = _conv(x, weight, call.outputs[0], call.args[3:9], recorder, FORWARD)
+    return [(op, "", call.inputs, call.outputs)]
+
+
+def _convolution_backward(call: Call, recorder: Recorder) -> list[Described]:
+    grad, x, weight = call.args[:3]
+    settings, mask = call.args[4:10], call.args[10]
+    grad_x, grad_weight, grad_bias = call.out
+    ops: list[Described] = []
+    if mask[0]:
+        op = _conv(x, weight, grad, settings, recorder, BACKWARD_DATA)
+        ops.append((op, BACKWARD_DATA, (grad, weight), (grad_x,)))
+    if mask[1]:
+        op = _conv(x, weight, grad, settings, recorder, BACKWARD_WEIGHT)
+        ops.append((op, BACKWARD_WEIGHT, (grad, x), (grad_weight,)))
+    if mask[2]:
+        ops.append(_stream(recorder, "reduction", (grad,), (grad_bias,), phase=BACKWARD_WEIGHT))
+    return ops
+
+
+# ---- everything that streams memory ------------------------------------------------------------
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory behind a view: an expanded dimension holds one element."""
+    elements = prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0
+    )
+    return elements * tensor.element_size()
+
+
+def _distinct(tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
+    seen: set[tuple[int, tuple[int, ...], int]] = set()
+    distinct = []
+    for tensor in tensors:
+        key = (recorder.identify(tensor), tuple(tensor.shape), int(tensor.storage_offset()))
+        if key not in seen:
+            seen.add(key)
+            distinct.append(tensor)
+    return distinct
+
+
+def _innermost(tensor: torch.Tensor) -> int:
+    """The dimension that is contiguous in memory, ignoring those of one element."""
+    real = [(stride, -i) for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1]
+    return -min(real)[1] if real else 0
+
+
+def _stream(
+    recorder: Recorder,
+    role: str,
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    *,
+    phase: str = "",
+    inner: int = 0,
+    kernels: int = 1,
+    read_bytes: int | None = None,
+    write_bytes: int | None = None,
+    flop_per_element: float = 1.0,
+) -> Described:
+    read = _distinct(reads, recorder)
+    written = _distinct(writes, recorder)
+    largest = max((*read, *written), key=lambda t: t.numel(), default=None)
+    strided = (
+        role in ("copy", "pointwise")
+        and bool(read)
+        and bool(written)
+        and read[0].dim() == written[0].dim()
+        and read[0].shape == written[0].shape
+        and _innermost(read[0]) != _innermost(written[0])
+    )
+    op = Streaming(
+        role=role,
+        elements=largest.numel() if largest is not None else 0,
+        read_bytes=sum(map(touched_bytes, read)) if read_bytes is None else read_bytes,
+        write_bytes=sum(map(touched_bytes, written)) if write_bytes is None else write_bytes,
+        dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
+        flop_per_element=flop_per_element,
+        inner=inner,
+        strided=strided,
+        kernels=kernels,
+    )
+    return op, phase, read, written
+
+
+def _streaming(call: Call, recorder: Recorder, role: str) -> Described:
+    """The general case: every input is read and every output written, once."""
+    written = call.outputs or _mutated(call)
+    inner = 0
+    if role in ("reduction", "softmax", "normalization") and call.inputs and written:
+        inner = _inner(call, role, written)
+    return _stream(recorder, role, call.inputs, written, inner=inner)
+
+
+def _mutated(call: Call) -> list[torch.Tensor]:
+    """The tensors an operation without results writes into."""
+    written = []
+    for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.extend(_tensors(value))
+    return written
+
+
+def _inner(call: Call, role: str, written: Sequence[torch.Tensor]) -> int:
+    x = call.inputs[0]
+    if role == "softmax":
+        dim = next((a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1)
+        return int(x.shape[dim]) if x.dim() else 1
+    if role == "normalization":
+        shape = next((a for a in call.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], int)), None)
+        return prod(shape) if shape else 0
+    return int(max(1, x.numel() // max(1, written[0].numel())))
+
+
+def _write_only(call: Call, recorder: Recorder) -> list[Described]:
+    """Fills: nothing is read."""
+    return [_stream(recorder, "pointwise", (), call.outputs)]
+
+
+def _copy_(call: Call, recorder: Recorder) -> list[Described]:
+    return [_stream(recorder, "copy", (call.args[1],), call.outputs)]
+
+
+def _reading_what_it_writes(role: str, kernels: int = 1) -> Callable[[Call, Recorder], list[Described]]:
+    """Lookups: of the first operand only as much is read as is written."""
+
+    def handler(call: Call, recorder: Recorder) -> list[Described]:
+        looked_up = sum(map(touched_bytes, call.outputs))
+        rest = sum(map(touched_bytes, _distinct(call.inputs[1:], recorder)))
+        return [
+            _stream(
+                recorder, role, call.inputs, call.outputs, read_bytes=looked_up + rest, kernels=kernels
+            )
+        ]
+
+    return handler
+
+
+def _embedding_backward(call: Call, recorder: Recorder) -> list[Described]:
+    # The table's gradient is zeroed, the indices are sorted (several small kernels), and the rows added.
+    grad = call.inputs[0]
+    table = call.outputs[0]
+    rows = min(touched_bytes(grad), touched_bytes(table))
+    return [
+        _stream(
+            recorder,
+            "embedding",
+            call.inputs,
+            call.outputs,
+            phase=BACKWARD_WEIGHT,
+            read_bytes=sum(map(touched_bytes, call.inputs)) + rows,
+            write_bytes=touched_bytes(table) + rows,
+            kernels=8,
+        )
+    ]
+
+
+def _scatter(call: Call, recorder: Recorder) -> list[Described]:
+    """In-place or copying scatter: the indexed elements are read and written; a copy copies the rest too."""
+    in_place = call.packet.endswith("_")
+    source = call.inputs[-1]
+    moved = touched_bytes(source)
+    base = 0 if in_place else touched_bytes(call.inputs[0])
+    others = sum(map(touched_bytes, call.inputs[1:]))
+    return [
+        _stream(
+            recorder,
+            "indexing",
+            call.inputs,
+            call.outputs,
+            read_bytes=base + others,
+            write_bytes=(touched_bytes(call.outputs[0]) if not in_place else 0) + moved,
+            kernels=1 if in_place else 2,
+        )
+    ]
+
+
+def _slice_backward(call: Call, recorder: Recorder) -> list[Described]:
+    # Zeros of the full size, then a copy into the slice.
+    return [_stream(recorder, "copy", call.inputs, call.outputs, kernels=2)]
+
+
+# Tensors and blocks one multi-tensor launch holds, by the number of tensor lists
+# (PyTorch, ATen/native/cuda/MultiTensorApply.cuh: depth_to_max_tensors, depth_to_max_blocks, chunk size).
+_TENSORS_PER_LAUNCH = (110, 64, 48, 36, 30)
+_BLOCKS_PER_LAUNCH = 320
+_CHUNK_ELEMENTS = 65536
+
+
+def multi_tensor_launches(tensors: int, elements: int, lists: int) -> int:
+    """Kernel launches of a multi-tensor operation over ``lists`` lists of ``tensors`` tensors."""
+    return max(
+        ceil(tensors / _TENSORS_PER_LAUNCH[lists - 1]),
+        ceil(elements / (_BLOCKS_PER_LAUNCH * _CHUNK_ELEMENTS)),
+    )
+
+
+def _foreach(call: Call, recorder: Recorder) -> list[Described]:
+    """One multi-tensor operation over lists of tensors."""
+    lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+    if not lists:
+        return [_streaming(call, recorder, "pointwise")]
+    read = [t for t in call.inputs if t.device.type == recorder.device]
+    written = call.outputs or _mutated(call)
+    if call.packet in ("_foreach_copy_", "_foreach_zero_"):
+        read = [t for t in read if not any(t is w for w in written)]
+    depth = min(5, len(lists) + (1 if call.outputs else 0))
+    elements = sum(t.numel() for t in lists[0])
+    kernels = multi_tensor_launches(len(lists[0]), elements, depth)
+    in_optimizer = recorder.current_phase == "optimizer"
+    op, phase, reads, writes = _stream(
+        recorder, "optimizer" if in_optimizer else "pointwise", read, written, kernels=kernels
+    )
+    assert isinstance(op, Streaming)
+    total = Streaming(
+        op.role, elements, op.read_bytes, op.write_bytes, op.dtype, kernels=kernels, flop_per_element=1.0
+    )
+    # Thousands of tensors would drown the step; the bytes are what matters.
+    return [(total, phase, (), ())]
+
+
+_BY_ROLE = {
+    "normalization": """native_layer_norm native_layer_norm_backward native_batch_norm
+        native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_no_training
+        _batch_norm_with_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward
+        native_group_norm native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward
+        batch_norm_stats batch_norm_elemt batch_norm_backward_reduce""",
+    "softmax": """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
+        logsumexp _masked_softmax""",
+    "loss": """nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss
+        mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
+        binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits
+        soft_margin_loss soft_margin_loss_backward _ctc_loss _ctc_loss_backward kl_div
+        multi_margin_loss multilabel_margin_loss_forward""",
+    "reduction": """sum mean amax amin max min argmax argmin var std var_mean std_mean norm
+        linalg_vector_norm prod any all cumsum cumprod cummax cummin logcumsumexp nansum count_nonzero
+        aminmax median _linalg_det cdist _cdist_forward _cdist_backward""",
+    "sort": "sort topk argsort multinomial unique_dim _unique2 histc bincount searchsorted bucketize kthvalue",
+    "indexing": """index_put_ index_put _unsafe_index_put _index_put_impl_ index_fill index_fill_ take put
+        masked_select masked_scatter masked_scatter_ masked_scatter_backward roll flip repeat
+        repeat_interleave tril triu tril_ triu_ constant_pad_nd reflection_pad1d reflection_pad2d
+        replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward
+        replication_pad2d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d upsample_linear1d
+        upsample_trilinear3d upsample_nearest1d_backward upsample_nearest2d_backward
+        upsample_nearest3d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward
+        upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward
+        _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
+        grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward pixel_shuffle pixel_unshuffle channel_shuffle
+        one_hot nonzero diagonal_backward _embedding_bag _embedding_bag_dense_backward""",
+    "pooling": """max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
+        max_pool3d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d
+        avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
+        _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward""",
+    "copy": """clone cat stack _to_copy _pin_memory expand_copy view_copy permute_copy transpose_copy
+        slice_scatter select_scatter as_strided_scatter split_with_sizes_copy _pack_padded_sequence
+        _pad_packed_sequence""",
+    "pointwise": """native_dropout native_dropout_backward bernoulli bernoulli_ normal_ uniform_ exponential_
+        random_ rand_like randn_like gelu gelu_backward softplus_backward hardsigmoid hardsigmoid_backward softplus silu silu_backward glu glu_backward where
+        masked_fill masked_fill_ clamp rotary _prelu_kernel _prelu_kernel_backward rrelu_with_noise
+        hardswish hardswish_backward threshold_backward bitwise_and bitwise_or eq ne
+        _amp_foreach_non_finite_check_and_unscale_ lerp addcmul addcdiv isin complex view_as_real_copy
+        polar real imag histogramdd linspace logspace complex heaviside""",
+}
+
+_ROLE_OF = {name: role for role, names in _BY_ROLE.items() for name in names.split()}
+
+
+@lru_cache(maxsize=None)
+def _role(func: Any) -> str:
+    packet = func._overloadpacket.__name__
+    known = _ROLE_OF.get(packet) or _ROLE_OF.get(packet.rstrip("_"))
+    if known:
+        return known
+    if torch.Tag.pointwise in func.tags:
+        return "pointwise"
+    return "other"
+
+
+_HANDLERS: dict[str, Callable[[Call, Recorder], list[Described]]] = {
+    "mm": _product(0),
+    "bmm": _product(0),
+    "addmm": _product(1, bias=True),
+    "addmm_": _product(1, bias=True),
+    "baddbmm": _product(1),
+    "baddbmm_": _product(1),
+    "addbmm": _product(1),
+    "_addmm_activation": _product(1, bias=True),
+    "_int_mm": _product(0),
+    "_scaled_mm": _scaled_mm,
+    "_grouped_mm": _grouped_mm,
+    "mv": _vector_product,
+    "addmv": _vector_product,
+    "dot": _vector_product,
+    "vdot": _vector_product,
+    "convolution": _convolution,
+    "convolution_overrideable": _convolution,
+    "convolution_backward": _convolution_backward,
+    "embedding": _reading_what_it_writes("embedding"),
+    "embedding_dense_backward": _embedding_backward,
+    "index": _reading_what_it_writes("indexing"),
+    "index_select": _reading_what_it_writes("indexing"),
+    "gather": _reading_what_it_writes("indexing"),
+    "scatter": _scatter,
+    "scatter_": _scatter,
+    "scatter_add": _scatter,
+    "scatter_add_": _scatter,
+    "index_add": _scatter,
+    "index_add_": _scatter,
+    "index_copy": _scatter,
+    "index_copy_": _scatter,
+    "slice_backward": _slice_backward,
+    "select_backward": _slice_backward,
+    "copy_": _copy_,
+    **dict.fromkeys(
+        """zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full zero_ fill_ fill arange
+        rand randn randint randperm eye tril_indices triu_indices linspace""".split(),
+        _write_only,
+    ),
+}
+

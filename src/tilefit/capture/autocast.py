@@ -1,0 +1,190 @@
+"""CUDA's autocast, simulated: which operations cast their inputs, and to what.
+
+On a machine without CUDA ``torch.autocast("cuda")`` silently does nothing, and ``autocast("meta")`` is
+refused, so a captured step would show fp32 products that a GPU never runs. Here autocast is a state of our
+own, entered by ``--amp`` or by the code's own ``torch.autocast("cuda")``, applied by the cast lists of
+PyTorch's ``ATen/autocast_mode.h`` (checked against the installed header by the tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.amp import autocast_mode
+from torch.utils._pytree import tree_map
+
+#: Operations whose inputs are cast to the autocast element type (matrix products, convolutions).
+LOWER_PRECISION = frozenset(
+    """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
+    chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""".split()
+)
+
+#: Operations whose inputs are cast to fp32.
+FP32 = frozenset(
+    """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+    layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+    poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+    upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()
+)
+
+#: Operations that compute in fp32 by way of their ``dtype`` argument, unless the caller gave one.
+FP32_BY_DTYPE = frozenset(
+    "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split()
+)
+
+#: Composite functions of C++ that hold an operation of the lists above; Python sees only the outer name.
+_COMPOSITES = {"cross_entropy_loss": "fp32", "nll_loss_nd": "fp32", "__matmul__": "lower", "__pow__": "fp32"}
+
+#: Where mixed inputs are widened to the widest of them.
+PROMOTE = frozenset(
+    """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add""".split()
+)
+
+
+class AutocastState:
+    """The autocast regions that are open, and the weights cast within the outermost of them."""
+
+    def __init__(self) -> None:
+        self._regions: list[tuple[bool, torch.dtype, bool]] = []
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Element type of the last region that was enabled; None if there was none.
+        self.seen: torch.dtype | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self._regions) and self._regions[-1][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._regions[-1][1] if self._regions else torch.float16
+
+    @property
+    def cache_enabled(self) -> bool:
+        return self._regions[-1][2] if self._regions else True
+
+    def enter(self, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+        self._regions.append((enabled, dtype, cache))
+        if enabled:
+            self.seen = dtype
+
+    def leave(self) -> None:
+        self._regions.pop()
+        if not self._regions:
+            self._casts.clear()
+
+    def cast_arguments(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of ``name`` as autocast would pass them on."""
+        policy = _COMPOSITES.get(name)
+        if policy == "lower" or name in LOWER_PRECISION:
+            return self.cast(args, self.dtype), self.cast(kwargs, self.dtype)
+        if policy == "fp32" or name in FP32:
+            return self.cast(args, torch.float32), self.cast(kwargs, torch.float32)
+        if name in FP32_BY_DTYPE and kwargs.get("dtype") is None:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            given = any(isinstance(arg, torch.dtype) for arg in args)
+            if _eligible(first) and not given:
+                return args, {**kwargs, "dtype": torch.float32}
+        if name in PROMOTE:
+            tensors = [a for a in (*args, *kwargs.values()) if _eligible(a)]
+            if any(t.dtype == torch.float32 for t in tensors):
+                return self.cast(args, torch.float32), self.cast(kwargs, torch.float32)
+        return args, kwargs
+
+    def cast(self, tree: Any, dtype: torch.dtype) -> Any:
+        """Every eligible floating-point tensor of a tree in another element type."""
+        return tree_map(lambda leaf: self._cast_tensor(leaf, dtype) if _eligible(leaf) else leaf, tree)
+
+    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if tensor.dtype == dtype:
+            return tensor
+        # The cache holds lower-precision copies of fp32 leaves (weights) for the outermost region.
+        cacheable = (
+            self.cache_enabled
+            and dtype == self.dtype
+            and tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+        )
+        if not cacheable:
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+        return self._casts[id(tensor)][1]
+
+
+def _eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+_DEVICES = ("cuda", "meta")
+
+
+@contextmanager
+def simulated(state: AutocastState) -> Iterator[None]:
+    """Within the block, ``torch.autocast("cuda")`` and the questions about it answer from ``state``."""
+    kept_init = autocast_mode.autocast.__init__
+    kept_enter = autocast_mode.autocast.__enter__
+    kept_exit = autocast_mode.autocast.__exit__
+    kept_cast = autocast_mode._cast
+    any_enabled = torch._C._is_any_autocast_enabled
+
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type not in _DEVICES:
+            kept_init(self, device_type, dtype, enabled, cache_enabled)
+            return
+        self.device = device_type
+        self.fast_dtype = dtype or state.dtype
+        self._enabled = enabled
+        self._cache_enabled = state.cache_enabled if cache_enabled is None else cache_enabled
+
+    def enter(self: Any) -> Any:
+        if self.device not in _DEVICES:
+            return kept_enter(self)
+        state.enter(self._enabled, self.fast_dtype, self._cache_enabled)
+        return self
+
+    def leave(self: Any, *exc: Any) -> Any:
+        if self.device not in _DEVICES:
+            return kept_exit(self, *exc)
+        state.leave()
+        return False
+
+    def simulate(question: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
+        def ask(device_type: str = "cuda") -> Any:
+            return answer() if device_type in _DEVICES else question(device_type)
+
+        return ask
+
+    def cast_inputs(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return state.cast(value, dtype) if device_type in _DEVICES else kept_cast(value, device_type, dtype)
+
+    with (
+        patch.multiple(autocast_mode.autocast, __init__=init, __enter__=enter, __exit__=leave),
+        patch.multiple(
+            torch,
+            is_autocast_enabled=simulate(torch.is_autocast_enabled, lambda: state.enabled),
+            get_autocast_dtype=simulate(torch.get_autocast_dtype, lambda: state.dtype),
+            get_autocast_gpu_dtype=lambda: state.dtype,
+            is_autocast_cache_enabled=lambda: state.cache_enabled,
+        ),
+        patch.object(torch._C, "_is_any_autocast_enabled", lambda: state.enabled or any_enabled()),
+        patch.multiple(autocast_mode, _cast=cast_inputs),
+    ):
+        yield

@@ -1,0 +1,293 @@
+"""Calls that CUDA runs as one fused kernel where a CPU build of PyTorch runs many.
+
+Each is an autograd function on shapes alone: it records what CUDA executes, forward and backward, and
+allocates what CUDA allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilefit.capture.aten import touched_bytes
+from tilefit.capture.dtypes import DTYPES
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    Attention,
+    Gemm,
+    Recurrent,
+    Streaming,
+)
+
+if TYPE_CHECKING:
+    from tilefit.capture.semantic import SemanticMode
+
+
+def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
+    """[batch, heads, length, width] as the fused kernels lay it out: heads beside each other in memory."""
+    batch, heads, length = x.shape[:3]
+    return x.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: SemanticMode,
+        op: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = _empty_like_heads(query, op.value_dim)
+        logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+        reads = [t for t in (query, key, value, mask) if t is not None]
+        mode.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
+        ctx.mode, ctx.op = mode, op
+        ctx.save_for_backward(query, key, value, mask, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        query, key, value, mask, out, logsumexp = ctx.saved_tensors
+        grads = [_empty_like_heads(t, t.shape[-1]) for t in (query, key, value)]
+        op = ctx.op
+        backward = replace(op, direction=BACKWARD_DATA)
+        reads = [t for t in (grad, query, key, value, out, mask) if t is not None]
+        ctx.mode.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, grads)
+        return (None, None, *grads, None)
+
+
+def scaled_dot_product_attention(
+    mode: SemanticMode,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The fused kernel, unless CUDA would take the unfused path: other than 4 dimensions, fp64, a mask with a
+    gradient (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    fusable = (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and not (attn_mask is not None and attn_mask.requires_grad)
+    )
+    if not fusable:
+        return NotImplemented
+    op = Attention(
+        batch=query.shape[0],
+        num_heads=query.shape[1],
+        seq_len=query.shape[2],
+        head_dim=query.shape[3],
+        kv_len=key.shape[2],
+        num_kv_heads=key.shape[1],
+        value_dim=value.shape[3],
+        is_causal=is_causal,
+        mask_bytes=touched_bytes(attn_mask) if attn_mask is not None else 0,
+        dropout_p=dropout_p,
+        dtype=DTYPES[query.dtype],
+    )
+    return _FusedAttention.apply(mode, op, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: SemanticMode,
+        op: Recurrent,
+        output_shape: Sequence[int],
+        *tensors: torch.Tensor,
+    ) -> Any:
+        x, *rest = tensors
+        output = x.new_empty(output_shape)
+        layers = op.num_layers * op.directions
+        state = x.new_empty((layers, op.batch, op.output_size))
+        cell = x.new_empty((layers, op.batch, op.hidden_size)) if op.mode == "LSTM" else None
+        # What cuDNN reserves for the backward pass: the gates (and the cell) of every step.
+        per_step = (op.gates + (1 if op.mode == "LSTM" else 0)) * op.hidden_size
+        reserve = x.new_empty(layers * op.seq_len * op.batch * per_step)
+        mode.recorder.record(op, f"aten.{op.mode.lower()}", tensors, [output])
+        ctx.mode, ctx.op = mode, op
+        ctx.save_for_backward(*tensors, output, reserve)
+        return (output, state, cell) if cell is not None else (output, state)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *state_grads: torch.Tensor) -> Any:  # type: ignore[override]
+        *tensors, output, reserve = ctx.saved_tensors
+        grads = [torch.empty_like(t) if needed else None for t, needed in zip(tensors, ctx.needs_input_grad[3:])]
+        record, op = ctx.mode.recorder.record, ctx.op
+        for direction in (BACKWARD_DATA, BACKWARD_WEIGHT):
+            record(
+                _in_direction(op, direction),
+                f"aten.{op.mode.lower()}_backward",
+                [grad, reserve, *(tensors if direction == BACKWARD_DATA else (tensors[0], output))],
+                [g for g in (grads[:1] if direction == BACKWARD_DATA else grads[1:]) if g is not None],
+                direction,
+            )
+        return (None, None, None, *grads)
+
+
+def _in_direction(op: Recurrent, direction: str) -> Recurrent:
+    return replace(op, direction=direction)
+
+
+def _recurrent(torch_name: str, mode_name: str) -> Callable[..., Any]:
+    def replacement(mode: SemanticMode, *args: Any) -> Any:
+        # (input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first), or with a
+        # PackedSequence (data, batch_sizes, hx, weights, biases, layers, dropout, train, bidirectional).
+        packed = isinstance(args[3], (list, tuple))
+        if packed:
+            x, batch_sizes, hx, weights, has_biases, layers, dropout, train, bidirectional = args
+            steps, batch = len(batch_sizes), int(batch_sizes[0])
+            batch_first = False
+        else:
+            x, hx, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
+            batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+        if mode.autocast.enabled:
+            x, states, weights = mode.autocast.cast((x, states, list(weights)), mode.autocast.dtype)
+        hidden = weights[1].shape[0] // (4 if mode_name == "LSTM" else 3 if mode_name == "GRU" else 1)
+        projected = weights[1].shape[1]
+        dtype = DTYPES[x.dtype]
+        op = Recurrent(
+            mode=mode_name,
+            input_size=x.shape[-1],
+            hidden_size=hidden,
+            seq_len=steps,
+            batch=batch,
+            num_layers=layers,
+            bidirectional=bidirectional,
+            proj_size=projected if projected != hidden else 0,
+            packed=packed,
+            dtype="tf32" if dtype == "fp32" and mode.recorder.tf32_conv else dtype,
+        )
+        shape = (*x.shape[:-1], op.directions * op.output_size)
+        return _Recurrence.apply(mode, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
+
+    replacement.__name__ = torch_name
+    return replacement
+
+
+class _CellPointwise(torch.autograd.Function):
+    """The gates of a recurrent cell: one fused kernel over the two products."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: SemanticMode, states: int, gates: torch.Tensor, *rest: torch.Tensor) -> Any:
+        hidden = rest[-1]
+        outputs = tuple(torch.empty_like(hidden) for _ in range(states))
+        _record_pointwise(mode, "aten._thnn_fused_cell", (gates, *rest), outputs)
+        ctx.mode = mode
+        ctx.save_for_backward(gates, *rest)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        results = [torch.empty_like(t) for t in saved]
+        _record_pointwise(ctx.mode, "aten._thnn_fused_cell_backward", (*grads, *saved), results)
+        return (None, None, *results)
+
+
+def _record_pointwise(
+    mode: SemanticMode, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+) -> None:
+    largest = max((*reads, *writes), key=lambda t: t.numel())
+    op = Streaming(
+        "pointwise",
+        largest.numel(),
+        sum(map(touched_bytes, reads)),
+        sum(map(touched_bytes, writes)),
+        DTYPES[largest.dtype],
+        flop_per_element=5,
+    )
+    mode.recorder.record(op, name, reads, writes)
+
+
+def _cell(states: int) -> Callable[..., Any]:
+    def replacement(
+        mode: SemanticMode,
+        x: torch.Tensor,
+        hx: Any,
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None = None,
+        b_hh: torch.Tensor | None = None,
+    ) -> Any:
+        hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+        of_input = torch.nn.functional.linear(x, w_ih)
+        of_state = torch.nn.functional.linear(hidden[0], w_hh)
+        biases = [b for b in (b_ih, b_hh) if b is not None]
+        outputs = _CellPointwise.apply(mode, states, of_input, of_state, *biases, *hidden)  # type: ignore[no-untyped-call]
+        return outputs if states > 1 else outputs[0]
+
+    return replacement
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """One product per expert over rows sorted by expert, taken to be shared out evenly."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: SemanticMode, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        experts, k, n = b.shape
+        rows = max(1, a.shape[0] // experts)
+        dtype = DTYPES[a.dtype]
+        dtype = "tf32" if dtype == "fp32" and mode.recorder.tf32_matmul else dtype
+        out = a.new_empty((a.shape[0], n))
+        layout = "NN" if b.stride(-1) == 1 else "TN"
+        product = Gemm(rows, n, k, dtype, layout, batch=experts)
+        mode.recorder.record(product, "aten._grouped_mm", (a, b), (out,))
+        ctx.mode, ctx.product = mode, product
+        ctx.save_for_backward(a, b)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        m, n, k = ctx.product.m, ctx.product.n, ctx.product.k
+        record = ctx.mode.recorder.record
+        grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+        letter = "T" if ctx.product.layout == "NN" else "N"
+        of_data = replace(ctx.product, n=k, k=n, layout=letter + "N")
+        of_weight = replace(ctx.product, m=k, n=n, k=m, layout="NT")
+        record(of_data, "aten._grouped_mm_backward", (grad, b), (grad_a,), BACKWARD_DATA)
+        record(of_weight, "aten._grouped_mm_backward", (grad, a), (grad_b,), BACKWARD_WEIGHT)
+        return None, grad_a, grad_b
+
+
+def grouped_mm(mode: SemanticMode, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Rows by expert times a stack of weights; other forms go their own way."""
+    if a.dim() != 2 or b.dim() != 3:
+        return NotImplemented
+    return _GroupedProduct.apply(mode, a, b)  # type: ignore[no-untyped-call]
+
+
+def dropout(mode: SemanticMode, x: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
+    """On CUDA, dropout is one kernel that also keeps the mask."""
+    if not train or p in (0.0, 1.0) or x.numel() == 0:
+        return NotImplemented
+    return torch.native_dropout(x, p, train)[0]
+
+
+#: Replacements by the name of the function PyTorch calls; each may return ``NotImplemented``.
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "lstm": _recurrent("lstm", "LSTM"),
+    "gru": _recurrent("gru", "GRU"),
+    "rnn_tanh": _recurrent("rnn_tanh", "RNN_TANH"),
+    "rnn_relu": _recurrent("rnn_relu", "RNN_RELU"),
+    "lstm_cell": _cell(2),
+    "gru_cell": _cell(1),
+    "dropout": dropout,
+    "_grouped_mm": grouped_mm,
+    "grouped_mm": grouped_mm,
+}

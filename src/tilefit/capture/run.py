@@ -1,0 +1,410 @@
+"""Runs a model's step on shapes alone and returns what it executed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tilefit.capture.autocast import AutocastState, simulated
+from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.optimizer import OPTIMIZERS, OptimizerSteps, intercepted
+from tilefit.capture.recorder import Recorder
+from tilefit.capture.semantic import SemanticMode
+from tilefit.capture.sites import SiteTracker, is_user_code, short_path
+from tilefit.errors import CaptureError, TilefitError, UsageError
+from tilefit.ops import Memory, Parameter, Settings, Step
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: What code that asks for the GPU's compute capability is told: the oldest with bf16 Tensor Cores, on which
+#: current libraries take the paths they take on every later one.
+CAPABILITY = (8, 0)
+
+_ON_CPU = "Capture with real data instead: --on-cpu (on_cpu=True), with a small batch."
+
+
+def capture(
+    model: nn.Module | Callable[..., Any],
+    inputs: Any = None,
+    *,
+    train: bool = True,
+    amp: str = "",
+    tf32: bool | None = None,
+    optimizer: str = "adamw",
+    fused_optimizer: bool = False,
+    channels_last: bool = False,
+    compiled: bool = False,
+    on_cpu: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    name: str = "",
+    notes: Sequence[str] = (),
+) -> Step:
+    """Capture one training step (forward, loss, backward, optimizer) or one inference call.
+
+    Nothing is computed and no weight is allocated: the step runs on ``meta`` tensors, on a copy of the
+    model, as CUDA would run it. The model passed in is not changed.
+
+    Args:
+        model: A module; or a callable that does a whole step itself, whose ``inputs`` are its arguments.
+        inputs: A tensor, a tuple of positional arguments or a mapping of keyword arguments. Only shapes
+            and element types matter (with ``on_cpu``, the values too).
+        train: Include loss, backward and optimizer. Ignored for a step callable.
+        amp: ``"bf16"``, ``"fp16"`` (with the gradient scaler's work) or empty.
+        tf32: Let fp32 products use TF32; None means PyTorch's defaults: convolutions yes, matrix products no.
+        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``.
+        fused_optimizer: As with ``fused=True``.
+        channels_last: Convert the model and 4-dimensional inputs to NHWC.
+        compiled: Say in the settings that fusion is to be modelled (the cost model does it).
+        on_cpu: Run with real tensors on the CPU, for code that depends on values.
+        loss: Makes the loss of the model's output. Without it: the output's ``loss``; else the mean of
+            the output, with a note.
+        name: What to call the model.
+        notes: Added to the step's notes.
+
+    Raises:
+        CaptureError: The step needs what shapes cannot give, or the model itself fails; names the line.
+        UsageError: An option is not understood.
+    """
+    if amp not in ("", *AMP_DTYPES):
+        raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
+    if optimizer not in ("none", "", *OPTIMIZERS):
+        raise UsageError(f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(OPTIMIZERS)}, none.")
+    device = "cpu" if on_cpu else "meta"
+    is_module = isinstance(model, nn.Module)
+    if isinstance(model, nn.Module):
+        model, inputs = _moved(model, inputs, device)
+        model.train(train)
+        if channels_last:
+            model, inputs = _to_channels_last(model, inputs)
+    session = _Session(device, tf32, is_module)
+    with session.running():
+        if isinstance(model, nn.Module):
+            session.adopt(model, inputs)
+            _step(session, model, inputs, train, amp, optimizer, fused_optimizer, loss)
+        else:
+            _call(model, inputs)
+    trained = train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
+    settings = Settings(
+        training=trained,
+        amp=amp or session.amp_seen,
+        tf32=session.recorder.tf32_matmul,
+        optimizer=session.steps.name,
+        fused_optimizer=session.steps.fused,
+        channels_last=channels_last or session.channels_last_seen,
+        compiled=compiled,
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+    )
+    return session.step(
+        settings, name or (type(model).__name__ if is_module else getattr(model, "__name__", "")), inputs, notes
+    )
+
+
+class _Session:
+    """The modes of one capture and what they have learnt."""
+
+    def __init__(self, device: str, tf32: bool | None, of_module: bool) -> None:
+        self.device = device
+        self.of_module = of_module
+        self.sites = SiteTracker()
+        tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
+        tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
+        self.recorder = Recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
+        self.autocast = AutocastState()
+        self.semantic = SemanticMode(self.recorder, self.autocast)
+        self.steps = OptimizerSteps(self.recorder)
+        self.model: nn.Module | None = None
+        self.saved_bytes = 0
+        self.notes: list[str] = []
+
+    @property
+    def amp_seen(self) -> str:
+        dtype = self.autocast.seen
+        return DTYPES[dtype] if dtype is not None else ""
+
+    @property
+    def channels_last_seen(self) -> bool:
+        convs = [entry.op for entry in self.recorder.ops if entry.op.kind == "conv"]
+        return bool(convs) and all(getattr(op, "channels_last", False) for op in convs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(_eager())
+            stack.enter_context(simulated(self.autocast))
+            stack.enter_context(intercepted(self.steps))
+            stack.enter_context(self.sites.following())
+            if not self.of_module:
+                # A step callable makes its own tensors, and says nothing of a device where there is no GPU.
+                stack.enter_context(torch.device(self.device))
+            stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY))
+            # Layers that are dropped at random must be the same ones in every capture.
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(0)
+            stack.enter_context(self.semantic)
+            stack.enter_context(self.recorder)
+            try:
+                yield
+            except TilefitError as error:
+                if not error.where:
+                    error.where = _user_line(error)
+                    error.hint = error.hint or _ON_CPU
+                raise
+            except Exception as error:
+                raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> CaptureError:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lower = text.lower()
+        where = _user_line(error)
+        if self.device == "meta" and ("meta" in lower or "data-dependent" in lower or "no data" in lower):
+            return CaptureError(
+                f"the step depends on values, and only shapes are known here ({type(error).__name__}: {text})",
+                where=where,
+                hint=_ON_CPU,
+            )
+        return CaptureError(
+            f"the model raised {type(error).__name__}: {text}",
+            where=where,
+            hint="Check the shapes and element types of the inputs (--input), or the model itself.",
+        )
+
+    def adopt(self, model: nn.Module, inputs: Any) -> None:
+        """Name the model's modules and parameters; count them and the inputs as memory."""
+        self.model = model
+        self.sites.name_modules(model)
+        for name, parameter in model.named_parameters():
+            self.recorder.name_parameter(parameter, name)
+        for buffer in model.buffers():
+            self.recorder.identify(buffer)
+        for leaf in tree_flatten(inputs)[0]:
+            if isinstance(leaf, torch.Tensor):
+                self.recorder.identify(leaf)
+
+    def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
+        parameters: dict[str, Parameter] = {}
+        parameter_bytes = gradient_bytes = buffer_bytes = 0
+        if self.model is not None:
+            names: dict[int, list[str]] = {}
+            for path, tensor in self.model.named_parameters(remove_duplicate=False):
+                names.setdefault(id(tensor), []).append(path)
+            for path, tensor in self.model.named_parameters():
+                parameters[path] = Parameter(
+                    tuple(tensor.shape),
+                    DTYPES.get(tensor.dtype, "fp32"),
+                    tuple(n for n in names[id(tensor)] if n != path),
+                    tensor.requires_grad,
+                )
+                size = tensor.numel() * tensor.element_size()
+                parameter_bytes += size
+                if settings.training and tensor.requires_grad:
+                    gradient_bytes += size
+            buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
+        memory = Memory(
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=self.steps.optimizer_bytes,
+            buffer_bytes=buffer_bytes,
+            saved_bytes=self.saved_bytes,
+            # The optimizer's state is made by the first step and stays: it is there at every later peak.
+            peak_bytes=self.recorder.peak_bytes + self.steps.optimizer_bytes,
+        )
+        return Step(
+            ops=tuple(self.recorder.ops),
+            memory=memory,
+            settings=settings,
+            inputs=tuple(describe_inputs(inputs)),
+            batch=_batch_of(inputs),
+            parameters=parameters,
+            modules=dict(self.sites.classes),
+            model=name,
+            notes=(*notes, *self.notes),
+        )
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled regions run as plain Python: what fusion buys is the cost model's business."""
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "compile", compiled))
+        if "torch._dynamo" in sys.modules:  # else nothing can have been compiled, and importing it is slow
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _step(
+    session: _Session,
+    model: nn.Module,
+    inputs: Any,
+    train: bool,
+    amp: str,
+    optimizer_name: str,
+    fused: bool,
+    loss_of: Callable[[Any], torch.Tensor] | None,
+) -> None:
+    optimizer = None
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if train and optimizer_name in OPTIMIZERS and trainable:
+        optimizer = OPTIMIZERS[optimizer_name](trainable, lr=1e-4)
+        for group in optimizer.param_groups:
+            group["fused"] = fused or None
+    recorder = session.recorder
+    before = recorder.live_bytes
+    grad = torch.enable_grad() if train else torch.inference_mode() if session.device == "cpu" else torch.no_grad()
+    autocast = torch.autocast("cuda", dtype=AMP_DTYPES[amp]) if amp else ExitStack()
+    with grad:
+        with autocast:
+            output = _call(model, inputs)
+            loss = _loss(session, output, loss_of) if train else None
+        session.saved_bytes = recorder.live_bytes - before
+        if loss is None:
+            return
+        del output
+        if amp == "fp16":
+            loss = loss * 65536.0  # what GradScaler.scale does
+        loss.backward()
+        del loss
+    if optimizer is not None:
+        if amp == "fp16":
+            session.steps.unscale(optimizer)
+        optimizer.step()
+
+
+def _call(function: Callable[..., Any], inputs: Any) -> Any:
+    if inputs is None:
+        return function()
+    if isinstance(inputs, Mapping):
+        return function(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return function(*inputs)
+    return function(inputs)
+
+
+def _loss(session: _Session, output: Any, loss_of: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    if loss_of is not None:
+        return loss_of(output)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss
+    leaves = [
+        leaf
+        for leaf in _tensors(output)
+        if leaf.is_floating_point() and leaf.requires_grad
+    ]
+    if not leaves:
+        raise CaptureError(
+            "the model's output has no floating-point tensor with a gradient, so there is nothing to train on",
+            hint="Use --infer, or give a factory that returns a training-step callable.",
+        )
+    if len(leaves) == 1 and leaves[0].dim() == 0:
+        return leaves[0]
+    session.notes.append("No loss was given: the mean of the model's output stands for it.")
+    means = [leaf.mean() for leaf in leaves]
+    return torch.stack([m.float() for m in means]).sum() if len(means) > 1 else means[0]
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+class _CopyTo(TorchFunctionMode):
+    """Deep copies made under this mode have their tensors on another device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].device.type != self.device:
+            tensor, memo = args
+            moved = tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
+            memo[id(tensor)] = moved
+            return moved
+        return func(*args, **(kwargs or {}))
+
+
+def _moved(model: nn.Module, inputs: Any, device: str) -> tuple[nn.Module, Any]:
+    """A copy of the model and its inputs on ``device``; weights are neither copied nor allocated on meta."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if parameter.device.type != device:
+            data = _materialised(parameter.detach(), device)
+            memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.device.type != device:
+            memo[id(buffer)] = _materialised(buffer.detach(), device)
+    with _CopyTo(device):
+        copied = copy.deepcopy(model, memo)
+    moved = tree_map(
+        lambda leaf: _materialised(leaf, device) if isinstance(leaf, torch.Tensor) else leaf,
+        dict(inputs) if isinstance(inputs, Mapping) else inputs,
+    )
+    return copied, moved
+
+
+def _materialised(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """The tensor on ``device``; one without data, asked for on the CPU, gets small random values."""
+    if tensor.device.type == "meta" and device != "meta":
+        real = torch.empty_like(tensor, device=device)
+        if tensor.is_floating_point():
+            return real.normal_(std=0.02)
+        return real.zero_()
+    return tensor.to(device)
+
+
+def _to_channels_last(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
+            return leaf.to(memory_format=torch.channels_last)
+        return leaf
+
+    return model, tree_map(convert, inputs)
+
+
+def describe_inputs(inputs: Any) -> Iterator[str]:
+    """``name: dtype[sizes]`` of every tensor among the inputs."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    named: Sequence[tuple[str, Any]] = (
+        list(inputs.items()) if isinstance(inputs, Mapping) else [(str(i), v) for i, v in enumerate(inputs or ())]
+    )
+    for name, value in named:
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield f"{name}: {dtype}[{','.join(map(str, value.shape))}]"
+
+
+def _batch_of(inputs: Any) -> int:
+    first = next((t for t in _tensors(inputs) if t.dim() > 0), None)
+    return int(first.shape[0]) if first is not None else 0
+
+
+def _user_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of the user's or the model's code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
+    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,113 @@
+"""Where an operation comes from: its module and its line of source."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from tilefit.ops import Site
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_DRIVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run.py")
+_FOREIGN = (_HERE + os.sep, _TORCH + os.sep, "<frozen", os.path.dirname(os.__file__) + os.sep + "contextlib")
+
+
+class SiteTracker:
+    """Follows the modules that are running and maps each backward operation to its forward site.
+
+    Autograd numbers its nodes in the order of their creation, and a node is created just before the forward
+    operation it belongs to is dispatched, so the number links the two.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._named: list[nn.Module] = []  # keeps the ids above valid
+        self._classes: dict[str, str] = {}
+        self._stack: list[str] = []
+        self._forward: dict[int, tuple[Site, str]] = {}
+        self._user_code: dict[CodeType, str] = {}
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Class name of every module by its path."""
+        return self._classes
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the paths of a model's modules."""
+        prefix = "" if not self._named else f"{type(root).__name__}."
+        self._named.append(root)
+        for name, module in root.named_modules():
+            path = prefix + name
+            self._names.setdefault(id(module), path)
+            self._classes.setdefault(path, type(module).__name__)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Within the block, modules that run are noticed."""
+
+        def entered(module: nn.Module, args: Any) -> None:
+            if id(module) not in self._names:
+                self.name_modules(module)
+            self._stack.append(self._names[id(module)])
+
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+
+        pre = nn_module.register_module_forward_pre_hook(entered)
+        post = nn_module.register_module_forward_hook(left, always_call=True)
+        try:
+            yield
+        finally:
+            pre.remove()
+            post.remove()
+            self._stack.clear()
+
+    def forward_site(self, name: str) -> Site:
+        """The site of a forward operation that is being dispatched; remembered for its backward."""
+        site = Site(self._stack[-1] if self._stack else "", self.source_line())
+        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, (site, name))  # type: ignore[attr-defined]
+        return site
+
+    def backward_site(self, node: Any) -> tuple[Site, str]:
+        """The site and name of the forward operation whose gradient ``node`` computes."""
+        return self._forward.get(node._sequence_nr(), (Site("", self.source_line()), ""))
+
+    def source_line(self) -> str:
+        """``file:line`` of the innermost frame that is neither PyTorch's nor ours; empty if there is none."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != _DRIVER:
+            path = self._user_path(frame.f_code)
+            if path:
+                return f"{path}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _user_path(self, code: CodeType) -> str:
+        path = self._user_code.get(code)
+        if path is None:
+            path = "" if code.co_filename.startswith(_FOREIGN) else short_path(code.co_filename)
+            self._user_code[code] = path
+        return path
+
+
+def is_user_code(filename: str) -> bool:
+    """Whether a file is neither PyTorch's nor ours."""
+    return not filename.startswith(_FOREIGN)
+
+
+def short_path(filename: str) -> str:
+    """A file name as people refer to it: relative to here, or from its package on."""
+    marker = f"site-packages{os.sep}"
+    if marker in filename:
+        return filename.split(marker, 1)[1]
+    relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    return filename if relative.startswith("..") else relative

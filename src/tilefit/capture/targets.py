@@ -1,0 +1,437 @@
+"""What can be checked: from the text a user types to a model and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilefit.capture.inputs import make, parse_inputs
+from tilefit.capture.sites import is_user_code, short_path
+from tilefit.capture.torchvision_import import make_importable
+from tilefit.errors import TargetError, UsageError
+
+#: Sizes of synthesised inputs where the user gives none.
+DEFAULT_TEXT_BATCH = 16
+DEFAULT_IMAGE_BATCH = 64
+DEFAULT_SEQUENCE = 1024
+DEFAULT_IMAGE_SIZE = 224
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model ready to be captured.
+
+    Attributes:
+        model: A module, or a callable that does a whole step.
+        inputs: Its arguments: a mapping, a tuple, or None.
+        name: What to call it.
+        loss: Makes the loss of the output, where the model does not.
+        notes: What was assumed.
+    """
+
+    model: nn.Module | Callable[..., Any]
+    inputs: Any
+    name: str
+    loss: Callable[[Any], torch.Tensor] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What the user said about the inputs.
+
+    Attributes:
+        specs: ``--input`` texts; they win over everything else.
+        batch, seq, image_size: For inputs that can be synthesised; None for a default.
+        train: Labels are needed.
+        device: ``meta``, or where values are needed the device that is to hold them.
+    """
+
+    specs: Sequence[str] = field(default=())
+    batch: int | None = None
+    seq: int | None = None
+    image_size: int | None = None
+    train: bool = True
+    device: str = "meta"
+
+
+def load(target: str, options: InputOptions) -> Target:
+    """The model that ``target`` names.
+
+    Args:
+        target: ``file.py:factory``, ``package.module:factory``, ``hf:<model_type or config.json>``,
+            ``torchvision:<name>`` or ``timm:<name>``.
+        options: What to feed it.
+
+    Raises:
+        TargetError: it cannot be found, imported or built.
+        UsageError: the text is not understood.
+    """
+    make_importable()
+    prefix, colon, rest = target.partition(":")
+    if not colon or not rest:
+        raise UsageError(
+            f"cannot read the target {target!r}",
+            hint="Write file.py:factory, package.module:factory, hf:<type or config.json>, "
+            "torchvision:<name> or timm:<name>.",
+        )
+    loaders = {"hf": _transformers, "torchvision": _torchvision, "timm": _timm}
+    if prefix in loaders:
+        return loaders[prefix](rest, options)
+    path, _, factory = target.rpartition(":")
+    return _user_factory(path, factory, options)
+
+
+# ---- the user's own code -----------------------------------------------------------------------
+
+
+def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target:
+    module = _import_file(Path(path)) if path.endswith(".py") or os.sep in path else _import_module(path)
+    factory = getattr(module, factory_name, None)
+    if factory is None:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = get_close_matches(factory_name, names, 1)
+        raise TargetError(
+            f"{path} has no {factory_name!r}",
+            where=path,
+            hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(sorted(names)[:12])}.",
+        )
+    if isinstance(factory, nn.Module):
+        made: Any = factory
+    elif callable(factory):
+        made = _build(factory, f"{path}:{factory_name}", options.device)
+    else:
+        raise TargetError(f"{factory_name!r} is a {type(factory).__name__}, not a callable", where=path)
+    inputs: Any = None
+    if isinstance(made, tuple):
+        if len(made) != 2:
+            raise TargetError(
+                f"{factory_name} returned {len(made)} values",
+                where=path,
+                hint="Return a model, (model, inputs), or a training-step callable.",
+            )
+        made, inputs = made
+    if not isinstance(made, nn.Module) and not callable(made):
+        raise TargetError(
+            f"{factory_name} returned a {type(made).__name__}",
+            where=path,
+            hint="Return a model, (model, inputs), or a training-step callable.",
+        )
+    if options.specs:
+        inputs = parse_inputs(options.specs, options.device)
+    if inputs is None and isinstance(made, nn.Module):
+        inputs = _inputs_by_signature(made, options, path)
+    return Target(made, inputs, f"{Path(path).name if path.endswith('.py') else path}:{factory_name}")
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
+        raise TargetError(f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else "")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    _guarded(lambda: spec.loader.exec_module(module), f"importing {path}")  # type: ignore[union-attr]
+    return module
+
+
+def _import_module(name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        if importlib.util.find_spec(name) is None:
+            raise TargetError(
+                f"there is no module {name!r}",
+                hint="Write file.py:factory for a file, or run where the package can be imported.",
+            )
+    except ModuleNotFoundError as error:
+        raise TargetError(f"there is no module {error.name!r}") from error
+    return _guarded(lambda: importlib.import_module(name), f"importing {name}")
+
+
+def _guarded(action: Callable[[], Any], doing: str) -> Any:
+    """Run the user's code; what it raises becomes one message with the line."""
+    import traceback
+
+    try:
+        return action()
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
+        frames = [f for f in frames if "importlib" not in f.filename]
+        where = f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+        if isinstance(error, SyntaxError) and error.filename:
+            where = f"{short_path(error.filename)}:{error.lineno}"
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TargetError(f"{doing} raised {type(error).__name__}: {text}", where=where) from error
+
+
+def _build(factory: Callable[[], Any], name: str, device: str) -> Any:
+    """Call a factory without allocating its weights, if it can be built that way."""
+    if device == "meta":
+        try:
+            with torch.device("meta"):
+                return factory()
+        except (RuntimeError, NotImplementedError) as error:
+            # Some models compute sizes or initial values with tensors; they are built for real.
+            if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
+                return _guarded(lambda: _raise(error), name)
+        except Exception as error:
+            return _guarded(lambda: _raise(error), name)
+    with torch.device("cpu" if device == "meta" else device):
+        return _guarded(factory, name)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _inputs_by_signature(model: nn.Module, options: InputOptions, path: str) -> Any:
+    """Inputs for a model that came without: images or tokens, if the user said which."""
+    batch = options.batch
+    if options.image_size is not None:
+        size = options.image_size
+        channels = _first_channels(model)
+        return (make((batch or DEFAULT_IMAGE_BATCH, channels, size, size), torch.float32, options.device),)
+    if options.seq is not None and any(isinstance(m, nn.Embedding) for m in model.modules()):
+        return (make((batch or DEFAULT_TEXT_BATCH, options.seq), torch.int64, options.device),)
+    raise UsageError(
+        f"{path} returned a model without inputs",
+        hint='Return (model, inputs), or give --input "x: float32[32,3,224,224]", --image-size or --seq.',
+    )
+
+
+def _first_channels(model: nn.Module) -> int:
+    conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    return conv.in_channels if conv is not None else 3
+
+
+# ---- libraries ---------------------------------------------------------------------------------
+
+
+def _need(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TargetError(
+            f"{module} cannot be imported ({error})", hint=f"Install it: pip install 'tilefit[{extra}]'."
+        ) from error
+
+
+def _torchvision(name: str, options: InputOptions) -> Target:
+    models = _need("torchvision", "vision").models
+    if name not in models.list_models():
+        near = get_close_matches(name, models.list_models(), 3)
+        raise TargetError(
+            f"torchvision has no model {name!r}",
+            hint=f"Did you mean {' or '.join(near)}?" if near else "See torchvision.models.list_models().",
+        )
+    model = _build(lambda: models.get_model(name, weights=None, weights_backbone=None), name, options.device) \
+        if _takes_backbone(models, name) else _build(lambda: models.get_model(name, weights=None), name, options.device)
+    default = 299 if name.startswith("inception") else DEFAULT_IMAGE_SIZE
+    return _image_target(f"torchvision:{name}", model, 3, options.image_size or default, options)
+
+
+def _takes_backbone(models: Any, name: str) -> bool:
+    import inspect
+
+    return "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters
+
+
+def _timm(name: str, options: InputOptions) -> Target:
+    timm = _need("timm", "vision")
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), 3)
+        raise TargetError(
+            f"timm has no model {name!r}",
+            hint=f"Did you mean {' or '.join(near)}?" if near else "See timm.list_models().",
+        )
+    model = _build(lambda: timm.create_model(name), name, options.device)
+    channels, height = getattr(model, "default_cfg", {}).get("input_size", (3, DEFAULT_IMAGE_SIZE))[:2]
+    return _image_target(f"timm:{name}", model, channels, options.image_size or height, options)
+
+
+def _image_target(name: str, model: nn.Module, channels: int, size: int, options: InputOptions) -> Target:
+    if options.specs:
+        return Target(model, parse_inputs(options.specs, options.device), name, _image_loss)
+    batch = options.batch or DEFAULT_IMAGE_BATCH
+    image = make((batch, channels, size, size), torch.float32, options.device)
+    return Target(model, (image,), name, _image_loss)
+
+
+def _image_loss(output: Any) -> torch.Tensor:
+    """Cross-entropy of every output with a class dimension (segmentation and auxiliary heads too)."""
+    values = list(output.values()) if isinstance(output, Mapping) else output
+    outputs = [values] if isinstance(values, torch.Tensor) else [v for v in values if isinstance(v, torch.Tensor)]
+    losses = []
+    for scores in outputs:
+        labels = torch.zeros((scores.shape[0], *scores.shape[2:]), dtype=torch.int64, device=scores.device)
+        losses.append(nn.functional.cross_entropy(scores, labels))
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+# Which head a configuration is checked with, most specific first.
+_HEADS = (
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForImageClassification",
+    "AutoModelForAudioClassification",
+    "AutoModelForSequenceClassification",
+    "AutoModelForSemanticSegmentation",
+    "AutoModel",
+)
+
+
+def _transformers(name: str, options: InputOptions) -> Target:
+    transformers = _need("transformers", "transformers")
+    transformers.logging.set_verbosity_error()
+    config = _config(transformers, name)
+    head, mapping = _head(transformers, config)
+    # Experts as one grouped product: the loop over experts depends on the data.
+    if hasattr(config, "num_experts_per_tok"):
+        config._experts_implementation = "grouped_mm"
+    # Some sequence-to-sequence configurations leave it to the checkpoint, and shifting the labels needs it.
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    notes = []
+    if getattr(config, "apply_spec_augment", False) and options.device == "meta":
+        config.apply_spec_augment = False
+        notes.append("SpecAugment is left out: which frames it masks depends on values.")
+    model = _build(lambda: head.from_config(config), f"hf:{name}", options.device)
+    # It looks for padding in the input's values, only to warn.
+    for part in model.modules():
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            part.warn_if_padding_and_no_attention_mask = _silent
+    if options.specs:
+        return Target(model, parse_inputs(options.specs, options.device), f"hf:{name}")
+    inputs = _transformers_inputs(model, config, mapping, options)
+    return Target(model, inputs, f"hf:{name}", notes=tuple(notes))
+
+
+def _silent(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _config(transformers: Any, name: str) -> Any:
+    if name.endswith(".json") or os.sep in name:
+        path = Path(name)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise TargetError(f"there is no configuration file {path}")
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:
+            raise TargetError(f"not a JSON file ({error})", where=str(path)) from error
+        model_type = values.pop("model_type", None) if isinstance(values, dict) else None
+        if model_type is None:
+            raise TargetError("the configuration names no model_type", where=str(path))
+        return _guarded(
+            lambda: transformers.AutoConfig.for_model(_known_type(transformers, model_type), **values), str(path)
+        )
+    return _guarded(lambda: transformers.AutoConfig.for_model(_known_type(transformers, name)), f"hf:{name}")
+
+
+def _known_type(transformers: Any, model_type: str) -> str:
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if model_type not in known:
+        near = get_close_matches(model_type, known, 3)
+        raise TargetError(
+            f"transformers has no model type {model_type!r}",
+            hint=f"Did you mean {' or '.join(near)}?" if near else "Give a model type such as gpt2, or a config.json.",
+        )
+    return model_type
+
+
+def _head(transformers: Any, config: Any) -> tuple[Any, str]:
+    for architecture in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, architecture, None)
+        if cls is not None:
+            return _FromClass(cls), _kind_of(architecture)
+    for name in _HEADS:
+        auto = getattr(transformers, name, None)
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto, name
+    raise TargetError(f"transformers has no model for {type(config).__name__}")
+
+
+class _FromClass:
+    """A model class with the ``from_config`` of the Auto classes."""
+
+    def __init__(self, cls: Any) -> None:
+        self._cls = cls
+
+    def from_config(self, config: Any) -> Any:
+        return self._cls(config)
+
+
+def _kind_of(architecture: str) -> str:
+    for suffix, head in (
+        ("ForImageClassification", "AutoModelForImageClassification"),
+        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("ForMaskedLM", "AutoModelForMaskedLM"),
+        ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    ):
+        if architecture.endswith(suffix):
+            return head
+    return "AutoModelForCausalLM" if "LM" in architecture else "AutoModel"
+
+
+def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptions) -> dict[str, torch.Tensor]:
+    """Inputs by the model's own main input name, and labels for its head."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = next(
+        (
+            getattr(text, key)
+            for key in ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx")
+            if isinstance(getattr(text, key, None), int) and getattr(text, key) > 2
+        ),
+        DEFAULT_SEQUENCE,
+    )
+    if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet"):
+        longest -= 2  # positions start behind the padding index
+    seq = options.seq or min(DEFAULT_SEQUENCE, longest)
+    main = getattr(model, "main_input_name", "input_ids")
+    inputs: dict[str, torch.Tensor] = {}
+    if main == "pixel_values":
+        batch = options.batch or DEFAULT_IMAGE_BATCH
+        size = options.image_size or getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        channels = getattr(config, "num_channels", 3)
+        inputs[main] = make((batch, channels, height, width), torch.float32, options.device)
+    elif main == "input_features":
+        batch = options.batch or DEFAULT_TEXT_BATCH
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        inputs[main] = make((batch, getattr(config, "num_mel_bins", 80), frames), torch.float32, options.device)
+        seq = min(seq, longest)
+    elif main == "input_values":
+        batch = options.batch or DEFAULT_TEXT_BATCH
+        inputs[main] = make((batch, options.seq or 16000 * 5), torch.float32, options.device)
+    else:
+        batch = options.batch or DEFAULT_TEXT_BATCH
+        inputs[main] = make((batch, seq), torch.int64, options.device)
+    if options.train:
+        if head in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"):
+            inputs["labels"] = make((batch, seq), torch.int64, options.device)
+        elif head.endswith("Classification"):
+            inputs["labels"] = make((batch,), torch.int64, options.device)
+        elif head == "AutoModelForSemanticSegmentation":
+            inputs["labels"] = make((batch, *inputs[main].shape[-2:]), torch.int64, options.device)
+    elif getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = make((batch, seq), torch.int64, options.device)
+    return inputs
