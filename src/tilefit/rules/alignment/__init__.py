@@ -1,0 +1,1 @@
+"""ALN: sizes that keep a matrix product off the Tensor Cores' fast path."""

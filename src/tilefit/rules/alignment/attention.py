@@ -1,0 +1,147 @@
+"""ALN006: attention's head size and sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tilefit.cost import estimate
+from tilefit.ops import Attention, Gemm, StepOp
+from tilefit.ops.dtypes import elements_per_access
+from tilefit.rules.alignment.padding import arithmetic, best_padding, is_misaligned, replaced_s, run_on
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.resize import resize_streams
+from tilefit.rules.sites import pattern
+from tilefit.units import seconds
+
+#: Head sizes that fused kernels fill completely.
+_HEAD_SIZES = (64, 128)
+
+
+class AttentionSizes(Rule):
+    """The head size or the sequence length does not fit the attention kernels.
+
+    What it sees: fused attention whose head size another number of heads of the same total width would
+    make faster; and attention written out as two batched products whose head size or sequence length is
+    no multiple of 16 bytes.
+
+    Why it costs time: fused kernels are compiled for a few head sizes (64, 96, 128, 256) and fill up the
+    others. Written out, the scores are a
+    matrix [positions, positions] in memory, and 197 or 1500 positions (not a multiple of 8) keep the
+    products on either side of the softmax off the fast kernels, exactly as in ALN001.
+
+    Arithmetic: a head size of 80 filled up to 96 does 20 % more work than it needs. The width, heads x head
+    size, is what the projections see, so that 32 heads of 80 and 20 heads of 128 cost the same elsewhere.
+
+    Example: 2560 features in 32 heads of 80 -> 20 heads of 128 (changes what the model computes; choose it
+    before training). Scores of [197, 197] -> use ``F.scaled_dot_product_attention``, or pad to 200 and mask.
+
+    Sources: Anthony and others, "The Case for Co-Designing Model Architectures with Hardware" (2024), on
+    the head size; NVIDIA, "Matrix Multiplication Background User's Guide".
+    """
+
+    code = "ALN006"
+    title = "attention's head size or sequence length"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        yield from self._heads(context)
+        yield from self._written_out(context)
+
+    def _heads(self, context: Context) -> Iterable[Proposal]:
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for index, entry in enumerate(context.step.ops):
+            op = entry.op
+            # Grouped-query heads are shared by a ratio that another number of heads may not keep.
+            if (
+                isinstance(op, Attention)
+                and op.num_kv_heads == op.num_heads
+                and op.value_dim == op.head_dim
+                and op.head_dim not in _HEAD_SIZES
+            ):
+                groups.setdefault((op.num_heads, op.head_dim, op.seq_len), []).append(index)
+        for (heads, head_dim, _), indices in groups.items():
+            options = {
+                other: {index: (_with_heads(context.step.ops[index], other),) for index in indices}
+                for other in _other_heads(heads, head_dim)
+            }
+            if not options:
+                continue
+            best = min(options, key=lambda other: replaced_s(context, options[other]))
+            size = heads * head_dim // best
+            modules = [context.step.ops[index].site.module for index in indices]
+            entry = context.step.ops[indices[0]]
+            after = estimate(options[best][indices[0]][0].op, context.gpu)
+            yield Proposal(
+                module=pattern(modules),
+                source=entry.site.source,
+                message=f"{heads} heads of {head_dim} suit the attention kernels less than {best} of {size}",
+                fix=f"Train with {best} heads of {size} (the same width of {heads * head_dim}).",
+                safety=UNSAFE,
+                change=Change(options[best]),
+                arithmetic=(
+                    f"{entry.phase} {entry.op.shape}: {seconds(context.estimate.ops[indices[0]].time_s)} -> "
+                    f"{seconds(after.time_s)} with {best} heads",
+                ),
+                sites=len(set(modules)),
+            )
+
+    def _written_out(self, context: Context) -> Iterable[Proposal]:
+        step = context.step
+        groups: dict[tuple[int, str], list[int]] = {}
+        for index, entry in enumerate(step.ops):
+            op = entry.op
+            if not isinstance(op, Gemm) or op.batch == 1 or entry.parameter:
+                continue
+            for size in dict.fromkeys(operand.leading_dimension for operand in op.operands):
+                if is_misaligned(size, op.dtype) and size in (op.m, op.n, op.k):
+                    groups.setdefault((size, op.dtype), []).append(index)
+        for (size, dtype), indices in groups.items():
+            yield self._padded(context, size, dtype, indices)
+
+    def _padded(self, context: Context, size: int, dtype: str, indices: list[int]) -> Proposal:
+        step = context.step
+        sizes, resized = best_padding(
+            context,
+            [size],
+            dtype,
+            lambda to: {index: (_resized(step.ops[index], size, to[size]),) for index in indices},
+        )
+        new = sizes[size]
+        modules = [step.ops[index].site.module for index in indices]
+        return Proposal(
+            module=pattern(modules),
+            source=step.ops[indices[0]].site.source,
+            message=(
+                f"attention is written out over {size} positions or features, no multiple of "
+                f"{elements_per_access(dtype)} ({dtype}, 16 bytes): {run_on(context, indices)}"
+            ),
+            fix=(
+                f"Use F.scaled_dot_product_attention; or pad {size} to {new} inside the attention and "
+                "mask the added positions."
+            ),
+            safety=SAFE,
+            change=Change({**resize_streams(step, sizes), **resized}),
+            arithmetic=arithmetic(context, resized, indices),
+            sites=len(set(modules)),
+        )
+
+
+def _other_heads(heads: int, head_dim: int) -> list[int]:
+    """Numbers of heads with the same width and a head size that suits the kernels."""
+    width = heads * head_dim
+    return [width // size for size in _HEAD_SIZES if width % size == 0]
+
+
+def _with_heads(entry: StepOp, heads: int) -> StepOp:
+    op = entry.op
+    assert isinstance(op, Attention)
+    size = op.num_heads * op.head_dim // heads
+    return replace(entry, op=replace(op, num_heads=heads, num_kv_heads=heads, head_dim=size, value_dim=size))
+
+
+def _resized(entry: StepOp, old: int, new: int) -> StepOp:
+    op = entry.op
+    assert isinstance(op, Gemm)
+    m, n, k = (new if size == old else size for size in (op.m, op.n, op.k))
+    return replace(entry, op=replace(op, m=m, n=n, k=k, ld_a=0, ld_b=0))

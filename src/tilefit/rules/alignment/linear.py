@@ -1,0 +1,74 @@
+"""ALN001: features of linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilefit.ops.dtypes import elements_per_access
+from tilefit.rules.alignment.features import Group, groups
+from tilefit.rules.alignment.padding import arithmetic, gemm_command, run_on
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.sites import pattern
+
+
+class LinearFeatures(Rule):
+    """The features of a linear layer are not a multiple of 16 bytes.
+
+    What it sees: linear layers with an ``in_features`` or ``out_features`` whose rows do not all start at
+    a multiple of 16 bytes: 8 elements in fp16 and bf16, 4 in TF32, 16 in fp8 and int8. Layers that share
+    the size (the output of one is the input of the next) are one finding, because they change together.
+
+    Why it costs time: the fast kernels load operands in 16-byte pieces (on Hopper by TMA, which refuses
+    anything else). A matrix whose rows are not such a multiple falls to an older kernel that loads element
+    by element. Only the dimension that is contiguous in memory counts, and which one that is depends on
+    the layout: in PyTorch's ``F.linear`` (BLAS letters) the forward product ``TN`` needs ``in_features``
+    (A, B) and ``out_features`` (C), its data gradient ``NN`` needs both again, its weight gradient ``NT``
+    too. The number of rows (batch x sequence) is contiguous nowhere.
+
+    Arithmetic: 4096 x 4096 x 4096 in bf16 on an H200 takes 202 µs; with 4090 or 4092 in place of one 4096
+    about 500 µs (2.4 to 2.7 times), with 4089 it takes 1.0 to 1.5 ms (4.9 to 7.3 times). Padding 5461 to
+    5504 adds 0.8 % to the arithmetic.
+
+    Example: a SwiGLU layer of ``int(8 / 3 * 2048) = 5461`` features. Use 5504.
+
+    Fix: choose the padded size when you design or train the model. In a trained one, pad the weights with
+    zeros: the added outputs are zero, and after an activation that maps zero to zero they meet zero
+    columns of the next weight, so outputs and gradients stay the same.
+
+    Sources: NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements, and
+    "Linear/Fully-Connected Layers User's Guide"; the times are measurements on an H200 with cuBLAS 13.
+    """
+
+    code = "ALN001"
+    title = "linear features not a multiple of 16 bytes"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        for group in groups(context.step):
+            # A vocabulary is ALN002's, a recurrent size ALN007's.
+            if not group.vocabularies and not group.recurrent:
+                yield self._proposal(context, group)
+
+    def _proposal(self, context: Context, group: Group) -> Proposal:
+        products = group.products()
+        sizes, resized, streams = group.padded(context)
+        changes = []
+        for old, new in sizes.items():
+            for name in ("out_features", "in_features"):
+                modules = [layer.module for layer in group.layers if getattr(layer, name) == old]
+                if modules:
+                    changes.append(f"{name} of {pattern(modules)} {old} -> {new}")
+        return Proposal(
+            module=pattern(layer.module for layer in group.layers),
+            source=group.layers[0].source,
+            message=(
+                f"{' and '.join(map(str, sizes))} features are no multiple of "
+                f"{elements_per_access(group.dtype)} ({group.dtype}, 16 bytes): {run_on(context, products)}"
+            ),
+            fix=f"Change {', '.join(changes)} (pad trained weights with zeros).",
+            safety=SAFE,
+            change=Change({**streams, **resized}),
+            arithmetic=arithmetic(context, resized, products),
+            sites=len(group.layers),
+            next_command=gemm_command(context, products[0]),
+        )

@@ -1,0 +1,102 @@
+"""What the alignment rules share: which sizes are misaligned, where to, and how to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from tilefit.cost import estimate
+from tilefit.ops import Gemm, StepOp
+from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
+from tilefit.rules.base import Context
+from tilefit.rules.resize import pad
+from tilefit.units import seconds
+
+#: Element types Tensor Cores multiply in units of 16 bytes.
+TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
+#: A full cache line is preferred to 16 bytes unless it is slower by this share: on an H200 it measured a few
+#: per cent faster, never slower.
+_TIE = 0.01
+
+Replacement = Mapping[int, tuple[StepOp, ...]]
+
+
+def is_misaligned(size: int, dtype: str) -> bool:
+    """Whether rows of this many elements do not all start at a multiple of 16 bytes."""
+    return dtype in TENSOR_CORE_DTYPES and size % elements_per_access(dtype) != 0
+
+
+def best_padding(
+    context: Context,
+    sizes: Iterable[int],
+    dtype: str,
+    resized: Callable[[Mapping[int, int]], Replacement],
+) -> tuple[dict[int, int], Replacement]:
+    """New sizes by old ones, and the operations they lead to: multiples of 16 bytes or of a full line."""
+    sizes = tuple(sizes)
+    by_line = {size: pad(size, LINE_BYTES // size_bytes(dtype)) for size in sizes}
+    by_access = {size: pad(size, elements_per_access(dtype)) for size in sizes}
+    line, access = resized(by_line), resized(by_access)
+    if replaced_s(context, access) < (1 - _TIE) * replaced_s(context, line):
+        return by_access, access
+    return by_line, line
+
+
+def replaced_s(context: Context, replaced: Replacement) -> float:
+    """GPU time of the replacements."""
+    return sum(estimate(entry.op, context.gpu).time_s for entries in replaced.values() for entry in entries)
+
+
+def misaligned_operands(op: Gemm) -> str:
+    """The operands whose rows do not start at multiples of 16 bytes, as ``B and C (n = 50257)``."""
+    names: dict[str, list[str]] = {}
+    for operand in op.operands:
+        if is_misaligned(operand.leading_dimension, op.dtype):
+            names.setdefault(f"{operand.contiguous} = {operand.leading_dimension}", []).append(operand.name)
+    return ", ".join(f"{' and '.join(operands)} ({size})" for size, operands in names.items())
+
+
+def arithmetic(context: Context, replaced: Replacement, indices: Iterable[int]) -> tuple[str, ...]:
+    """A line per distinct product: what is misaligned in it, the kernels it gets, the time it would take."""
+    lines: dict[str, int] = {}
+    flop_before = flop_after = 0
+    for index in indices:
+        entry, (after,) = context.step.ops[index], replaced[index]
+        op, padded = entry.op, after.op
+        assert isinstance(op, Gemm)
+        assert isinstance(padded, Gemm)
+        flop_before, flop_after = flop_before + op.flop, flop_after + padded.flop
+        old, new = context.estimate.ops[index], estimate(padded, context.gpu)
+        reason = misaligned_operands(op)
+        line = (
+            f"{entry.phase} {op.layout} {op.shape} {op.dtype}"
+            + (f": {reason} not a multiple of {elements_per_access(op.dtype)}" if reason else ": aligned")
+            + f"; {old.kernel_family} {seconds(old.time_s)} -> {new.kernel_family} {seconds(new.time_s)}"
+        )
+        lines[line] = lines.get(line, 0) + 1
+    text = [f"{line}, {count} times" if count > 1 else line for line, count in lines.items()]
+    if flop_before:
+        text.append(f"padding adds {flop_after / flop_before - 1:.2%} to their FLOPs")
+    return tuple(text)
+
+
+def run_on(context: Context, indices: Iterable[int]) -> str:
+    """How many of these products are misaligned and what they run on, for messages."""
+    found = [
+        context.estimate.ops[index].kernel_family
+        for index in indices
+        if isinstance(op := context.step.ops[index].op, Gemm) and misaligned_operands(op)
+    ]
+    return f"{len(found)} products run on {', '.join(sorted(set(found)))} kernels with narrow loads"
+
+
+def pairs(sizes: Mapping[int, int]) -> str:
+    """``50257 -> 50304 and 650 -> 656``."""
+    return " and ".join(f"{old} -> {new}" for old, new in sizes.items())
+
+
+def gemm_command(context: Context, index: int) -> str:
+    """The command that explains one product."""
+    op = context.step.ops[index].op
+    assert isinstance(op, Gemm)
+    sizes = f"{op.m} {op.n} {op.k}"
+    return f"tilefit gemm {sizes} --dtype {op.dtype} --layout {op.layout} --gpu {context.gpu.name}"

@@ -1,0 +1,68 @@
+"""ALN007: sizes of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilefit.ops.dtypes import elements_per_access
+from tilefit.rules.alignment.features import Group, groups
+from tilefit.rules.alignment.padding import pairs, replaced_s
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.sites import pattern
+from tilefit.units import seconds
+
+
+class RecurrentSizes(Rule):
+    """The hidden or input size of a recurrent layer is not a multiple of 16 bytes.
+
+    What it sees: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` whose hidden, projection or input (embedding) size
+    is no multiple of 8 in fp16 and bf16 or 4 in TF32.
+
+    Why it costs time: the input projection is a product over all time steps, the recurrence one per time
+    step; hidden and input size are contiguous in their weights and inputs, see ALN001. The batch is
+    contiguous nowhere. What cuDNN's persistent kernels ask for besides is another matter (family RNN).
+
+    Arithmetic: an LSTM layer runs a product [steps x batch, 4 hidden, input] and, at every step,
+    [batch, 4 hidden, hidden], each with both gradients.
+
+    Example: ``nn.LSTM(650, 650)`` -> ``nn.LSTM(656, 656)`` (656 = 82 x 8). The unused units of a trained
+    layer stay zero if all their weights and biases are zero.
+
+    Sources: NVIDIA, "Recurrent Layers User's Guide", on hidden size and mini-batch.
+    """
+
+    code = "ALN007"
+    title = "recurrent sizes not a multiple of 16 bytes"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        for group in groups(context.step):
+            # A vocabulary that meets the recurrent size is ALN002's, with both sizes.
+            if group.recurrent and not group.vocabularies:
+                yield self._proposal(context, group)
+
+    def _proposal(self, context: Context, group: Group) -> Proposal:
+        step = context.step
+        sizes, resized, streams = group.padded(context)
+        modules = [step.ops[index].site.module for index in group.recurrent]
+        first = step.ops[group.recurrent[0]]
+        before_s = sum(context.estimate.ops[index].time_s for index in resized)
+        return Proposal(
+            module=pattern(modules),
+            source=first.site.source,
+            message=(
+                f"recurrent sizes of {' and '.join(map(str, sizes))} are no multiple of "
+                f"{elements_per_access(group.dtype)} ({group.dtype}, 16 bytes)"
+            ),
+            fix=(
+                f"Change {pairs(sizes)}, also in the embedding or layer before and after it (pad trained "
+                "weights with zeros)."
+            ),
+            safety=SAFE,
+            change=Change({**streams, **resized}),
+            arithmetic=(
+                f"{first.op.shape} {group.dtype}, all passes and the linear layers beside it: "
+                f"{seconds(before_s)} -> {seconds(replaced_s(context, resized))}",
+            ),
+            sites=len(set(modules)),
+        )

@@ -1,0 +1,91 @@
+"""ALN003: rows, where they are contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
+from tilefit.ops.dtypes import elements_per_access
+from tilefit.rules.alignment.padding import arithmetic, best_padding, gemm_command, is_misaligned, run_on
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import ADVICE
+from tilefit.rules.resize import resize_streams
+from tilefit.rules.sites import pattern
+
+
+class Rows(Rule):
+    """The rows (batch x sequence) are a contiguous dimension, and not a multiple of 16 bytes.
+
+    What it sees: products of a weight from the left, ``weight @ x`` with ``x[features, rows]``, as a
+    convolution of size one written as a product or a layer that mixes positions does. There the rows are
+    contiguous in the input, in the output and in both operands of the weight gradient.
+
+    Why it costs time: as in ALN001. ``F.linear`` is free of it: its rows are contiguous nowhere, and an odd
+    batch or sequence costs it nothing but a partly empty tile.
+
+    Arithmetic: of ``a @ b``, 4096 x 4096 x 4096 in bf16 on an H200, the rows of ``a`` may be 4089 at no
+    cost (202 µs), the columns of ``b`` cost 5.4 times (1049 µs).
+
+    Example: ``torch.matmul(self.weight, x)`` with ``x`` of [batch, 512, 197]: pad 197 positions to 200, or
+    write ``F.linear(x.transpose(1, 2), self.weight)``.
+
+    Sources: NVIDIA, "Matrix Multiplication Background User's Guide"; measurements on an H200 with
+    cuBLAS 13.
+    """
+
+    code = "ALN003"
+    title = "contiguous rows not a multiple of 16 bytes"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        groups: dict[tuple[int, str], list[tuple[int, str]]] = {}
+        for index, entry in enumerate(context.step.ops):
+            found = _rows(entry)
+            if found and is_misaligned(getattr(entry.op, found), entry.op.dtype):
+                groups.setdefault((getattr(entry.op, found), entry.op.dtype), []).append((index, found))
+        for (size, dtype), members in groups.items():
+            yield self._proposal(context, size, dtype, members)
+
+    def _proposal(self, context: Context, size: int, dtype: str, members: list[tuple[int, str]]) -> Proposal:
+        step = context.step
+
+        def resized(to: Mapping[int, int]) -> dict[int, tuple[StepOp, ...]]:
+            return {index: (_with_rows(step.ops[index], rows, to[size]),) for index, rows in members}
+
+        sizes, products = best_padding(context, [size], dtype, resized)
+        indices = [index for index, _ in members]
+        modules = [step.ops[index].site.module for index in indices]
+        return Proposal(
+            module=pattern(modules),
+            source=step.ops[indices[0]].site.source,
+            message=(
+                f"{size} rows are contiguous in memory and no multiple of {elements_per_access(dtype)} "
+                f"({dtype}, 16 bytes): {run_on(context, indices)}"
+            ),
+            fix=(
+                f"Multiply from the other side, F.linear(x.transpose(-1, -2), weight), "
+                f"or pad the {size} positions to {sizes[size]}."
+            ),
+            safety=ADVICE,
+            change=Change({**resize_streams(step, sizes), **products}),
+            arithmetic=arithmetic(context, products, indices),
+            sites=len(set(modules)),
+            next_command=gemm_command(context, indices[0]),
+        )
+
+
+def _with_rows(entry: StepOp, rows: str, new: int) -> StepOp:
+    op = entry.op
+    assert isinstance(op, Gemm)
+    return replace(entry, op=replace(op, n=new) if rows == "n" else replace(op, k=new))
+
+
+def _rows(entry: StepOp) -> str:
+    """The dimension that counts rows if some operand has it contiguous; else empty."""
+    op = entry.op
+    if not isinstance(op, Gemm):
+        return ""
+    if entry.phase == BACKWARD_WEIGHT:
+        return "k" if any(operand.contiguous == "k" for operand in op.operands) else ""
+    weights = [{*ref.shape[-2:]} for ref in entry.inputs if ref.parameter and len(ref.shape) >= 2]
+    return "n" if {op.m, op.k} in weights and {op.k, op.n} not in weights else ""

@@ -1,0 +1,73 @@
+"""What a rule is, and what it looks at."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tilefit.cost import StepEstimate
+from tilefit.gpus import Gpu
+from tilefit.ops import Step, StepOp
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A step with some operations replaced: what a proposal is priced by.
+
+    Attributes:
+        replace: New operations by index into ``Step.ops``; an empty tuple removes the operation.
+        step: The whole changed step, where it is not a matter of single operations (compilation);
+            ``replace`` is then empty.
+        work_ratio: Work the changed step does, relative to the original (a step on twice the batch does
+            2.0); the gain is per unit of the original's work.
+    """
+
+    replace: Mapping[int, tuple[StepOp, ...]] = field(default_factory=dict)
+    work_ratio: float = 1.0
+    step: Step | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a rule proposes, before it is priced; see :class:`~tilefit.rules.finding.Finding` for the fields.
+
+    ``change`` is None only where nothing can be gained because the step cannot run at all
+    (``severity="error"``).
+    """
+
+    module: str
+    source: str
+    message: str
+    fix: str
+    safety: str
+    change: Change | None
+    arithmetic: tuple[str, ...] = ()
+    sites: int = 1
+    next_command: str = ""
+    severity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All that a rule may look at: data, never a live module."""
+
+    step: Step
+    gpu: Gpu
+    estimate: StepEstimate
+
+
+class Rule(ABC):
+    """A rule looks at a priced step and proposes changes.
+
+    A subclass's docstring is its documentation page: what it sees, why it costs time, the arithmetic, an
+    example, the source. ``code`` is the family's three letters and a number; ``title`` one line.
+    """
+
+    code: ClassVar[str]
+    title: ClassVar[str]
+
+    @abstractmethod
+    def check(self, context: Context) -> Iterable[Proposal]:
+        """Yield what should change; the engine prices, filters and ranks."""

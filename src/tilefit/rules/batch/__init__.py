@@ -1,0 +1,1 @@
+"""BAT: a batch too small for the GPU's rate, or too large for its memory."""

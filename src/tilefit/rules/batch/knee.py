@@ -1,0 +1,93 @@
+"""BAT001: a batch below the knee."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilefit.cost import estimate_step
+from tilefit.ops.scaling import scale_batch
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.batch.memory import largest_batch
+from tilefit.rules.finding import UNSAFE
+from tilefit.units import number, seconds, size
+
+#: The largest factor looked at.
+_LARGEST_FACTOR = 64
+#: The knee: the smallest batch that reaches this share of the best throughput that fits.
+_KNEE_SHARE = 0.95
+#: Below this gain in throughput the batch is at the knee already.
+_LEAST_GAIN = 0.15
+
+
+class BatchBelowKnee(Rule):
+    """A larger batch that fits the memory would process clearly more samples per second.
+
+    What it sees: the throughput of the whole step predicted at twice the batch, four times, and so on, as
+    far as the memory goes; the knee is the smallest that reaches 95 % of the best.
+
+    Why it costs time: with few rows a matrix product reads all of its weights for little arithmetic and
+    is bound by memory; the optimizer reads and writes every parameter whatever the batch; small kernels
+    wait for the host's launches. All three cost the same for twice the samples.
+
+    Arithmetic: a linear layer in 16 bits on b rows does about b FLOP per byte of its weights, and an H200
+    needs 206 FLOP per byte to be busy, so that below some 200 rows its time hardly depends on b.
+
+    Example: a step of 5.2 ms with 8 samples and 5.9 ms with 32: 32 samples take 3.5 times less time each.
+
+    Fix: the batch named. It changes training: adapt the learning rate and its schedule. Where you
+    accumulate gradients, accumulate less instead, which changes nothing.
+
+    Sources: NVIDIA, "Linear/Fully-Connected Layers User's Guide", batch size; McCandlish and others, "An
+    Empirical Model of Large-Batch Training" (2018), on how far a batch may grow.
+    """
+
+    code = "BAT001"
+    title = "batch below the knee of the throughput curve"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        step = context.step
+        if not step.batch:
+            return
+        known = step.memory.peak_bytes > 0
+        most = largest_batch(step, context.gpu) if known else _LARGEST_FACTOR * step.batch
+        rates = {1: step.batch / context.estimate.time_s}
+        scaled = {}
+        factor = 2
+        while factor <= _LARGEST_FACTOR and factor * step.batch <= most:
+            scaled[factor] = scale_batch(step, factor)
+            rates[factor] = factor * step.batch / estimate_step(scaled[factor], context.gpu).time_s
+            # Past the knee nothing more is to be learnt.
+            if rates[factor] < 1.02 * rates[factor // 2]:
+                break
+            factor *= 2
+        best = max(rates.values())
+        knee = next(factor for factor, rate in rates.items() if rate >= _KNEE_SHARE * best)
+        if rates[knee] < (1 + _LEAST_GAIN) * rates[1]:
+            return
+        needed = scaled[knee].memory.peak_bytes
+        yield Proposal(
+            module="",
+            source="",
+            message=(
+                f"a batch of {step.batch} does not fill the GPU: with {knee * step.batch} it would do "
+                f"{number(rates[knee] / rates[1])} times as many samples per second"
+            ),
+            fix=(
+                f"Use a batch of {knee * step.batch} (adapt the learning rate), or accumulate gradients "
+                f"{knee} times less."
+                if step.settings.training
+                else f"Put {knee * step.batch} samples into one call."
+            ),
+            safety=UNSAFE,
+            change=Change({i: (entry,) for i, entry in enumerate(scaled[knee].ops)}, work_ratio=knee),
+            arithmetic=(
+                *(
+                    f"batch {factor * step.batch}: {number(rate)} samples/s, "
+                    f"{seconds(factor * step.batch / rate)} a step"
+                    for factor, rate in rates.items()
+                ),
+                f"memory at {knee * step.batch}: {size(needed)} of {size(context.gpu.memory_bytes)}"
+                if known
+                else "memory was not captured: check that the larger batch fits",
+            ),
+        )

@@ -1,0 +1,85 @@
+"""BAT002: a batch beyond the memory; and what fits, for the other rules of the family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+from tilefit.rules.base import Context, Proposal, Rule
+from tilefit.rules.finding import ERROR, UNSAFE
+from tilefit.units import share, size
+
+#: Share of the memory that tensors can fill; the rest goes to the CUDA context, library workspaces and the
+#: allocator's fragmentation. A choice, not a measurement.
+USABLE_SHARE = 0.94
+
+
+def largest_batch(step: Step, gpu: Gpu) -> int:
+    """Samples that fit; 0 if none does. Needs ``step.batch`` and ``step.memory``."""
+    memory = step.memory
+    free = USABLE_SHARE * gpu.memory_bytes - memory.fixed_bytes
+    if not memory.activation_bytes or free < 0:
+        return step.batch if free >= 0 else 0
+    return int(free * step.batch / memory.activation_bytes)
+
+
+class OutOfMemory(Rule):
+    """The step needs more memory than the GPU has.
+
+    What it sees: the most bytes alive at once (parameters, gradients, optimizer state, saved activations,
+    temporaries), against 94 % of the GPU's memory; the rest is taken by the CUDA context, library
+    workspaces and fragmentation.
+
+    Why it matters: the step would stop with an out-of-memory error.
+
+    Arithmetic: parameters, gradients and optimizer state do not depend on the batch; activations grow with
+    it in proportion. The largest batch is what the rest of the memory holds.
+
+    Example: with 10 GB fixed and 8 GB of activations for 4 samples, a GPU of 24 GB holds 6 samples.
+
+    Fix: a smaller batch with gradient accumulation; activation checkpointing, which computes activations
+    again instead of keeping them; where the fixed part alone is too large, sharding (FSDP), an 8-bit
+    optimizer or a larger GPU.
+
+    Source: Rajbhandari and others, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+    (2020), on what fills the memory.
+    """
+
+    code = "BAT002"
+    title = "batch beyond the memory"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        step, gpu = context.step, context.gpu
+        memory = step.memory
+        usable = USABLE_SHARE * gpu.memory_bytes
+        if memory.peak_bytes <= usable:
+            return
+        training = step.settings.training
+        fits = largest_batch(step, gpu) if step.batch else 0
+        if memory.fixed_bytes > usable:
+            gpus = ceil(memory.fixed_bytes / usable)
+            state = "parameters, gradients and optimizer state" if training else "the parameters"
+            fix = f"No batch fits: shard {state} over at least {gpus} GPUs, or take a larger one."
+        elif not fits:
+            fix = "Not one sample fits: shorten the inputs, or take a larger GPU."
+        elif training:
+            fix = f"Use a batch of at most {fits} and accumulate gradients, or checkpoint activations."
+        else:
+            fix = f"Use a batch of at most {fits}."
+        yield Proposal(
+            module="",
+            source="",
+            message=(f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}"),
+            fix=fix,
+            safety=UNSAFE,
+            change=None,
+            arithmetic=(
+                f"parameters {size(memory.parameter_bytes)}, gradients {size(memory.gradient_bytes)}, "
+                f"optimizer {size(memory.optimizer_bytes)}, activations {size(memory.activation_bytes)}"
+                + (f" for a batch of {step.batch}" if step.batch else ""),
+                f"usable: {share(USABLE_SHARE)} of {size(gpu.memory_bytes)} = {size(usable)}",
+            ),
+            severity=ERROR,
+        )

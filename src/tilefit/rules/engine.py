@@ -1,0 +1,156 @@
+"""Runs the rules: prices what they propose, drops what is not worth it, ranks the rest."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import hypot
+
+from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.gpus import Gpu
+from tilefit.ops import Step, StepOp
+from tilefit.rules.base import Change, Context, Proposal
+from tilefit.rules.finding import ERROR, NOTE, WARNING, Finding
+from tilefit.rules.registry import select as select_rules
+
+#: A finding worth this share of the step is a warning, below it a note.
+WARNING_SHARE = 0.05
+#: Below this share of the time of the operations it touches, a change is lost in the noise: runs of the
+#: same GEMM on the same GPU differ by 2 % and more.
+OPERATION_SHARE = 0.03
+
+
+def run(
+    step: Step,
+    gpu: Gpu,
+    estimate: StepEstimate | None = None,
+    *,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    min_gain: float = 0.005,
+    per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+) -> list[Finding]:
+    """What is worth changing in a step on a GPU, best first; errors before everything.
+
+    Every proposal is priced by estimating the whole step again with the change made, its costs (padded
+    arithmetic, copies, larger activations) included.
+
+    Args:
+        step: The captured step.
+        gpu: The GPU it is to run on.
+        estimate: The step's estimate on this GPU, if it is there already.
+        select, ignore: Codes or prefixes of codes (``ALN``, ``ALN002``); all rules when empty.
+        min_gain: Smallest gain worth a finding, as a share of the step.
+        per_module_ignores: Codes or prefixes not to report, by pattern of module path
+            (``{"transformer.h.*": ["QNT"]}``).
+
+    Raises:
+        UsageError: a code fits no rule.
+    """
+    before = estimate or estimate_step(step, gpu)
+    context = Context(step, gpu, before)
+    ignored = {
+        pattern: {rule.code for rule in select_rules(codes)}
+        for pattern, codes in (per_module_ignores or {}).items()
+        if codes
+    }
+    findings = []
+    for rule in select_rules(select, ignore):
+        for proposal in rule.check(context):
+            if any(
+                rule.code in codes and fnmatchcase(proposal.module, pattern)
+                for pattern, codes in ignored.items()
+            ):
+                continue
+            finding = _price(context, rule.code, proposal)
+            if finding.severity == ERROR or _is_worth(context, proposal, finding, min_gain):
+                findings.append(finding)
+    return sorted(findings, key=lambda f: (f.severity != ERROR, -f.gain_s, f.code, f.module))
+
+
+def changed(step: Step, change: Change) -> Step:
+    """The step with the change made. Its memory is left as it is."""
+    if change.step is not None:
+        return change.step
+    ops: list[StepOp] = []
+    for index, op in enumerate(step.ops):
+        ops.extend(change.replace.get(index, (op,)))
+    return replace(step, ops=tuple(ops))
+
+
+def _price(context: Context, code: str, proposal: Proposal) -> Finding:
+    gain_s = low_s = high_s = 0.0
+    if proposal.change is not None:
+        after = estimate_step(changed(context.step, proposal.change), context.gpu)
+        gain_s = context.estimate.time_s - after.time_s / proposal.change.work_ratio
+        spread_s = _spread_s(context.estimate, after, proposal.change)
+        low_s, high_s = gain_s - spread_s, gain_s + spread_s
+    share = gain_s / context.estimate.time_s if context.estimate.time_s else 0.0
+    return Finding(
+        code=code,
+        severity=proposal.severity or (WARNING if share >= WARNING_SHARE else NOTE),
+        module=proposal.module,
+        source=proposal.source,
+        message=proposal.message,
+        fix=proposal.fix,
+        safety=proposal.safety,
+        gain_s=gain_s,
+        gain_low_s=low_s,
+        gain_high_s=high_s,
+        gain_fraction=share,
+        arithmetic=proposal.arithmetic,
+        sites=proposal.sites,
+        next_command=proposal.next_command,
+    )
+
+
+def _is_worth(context: Context, proposal: Proposal, finding: Finding, min_gain: float) -> bool:
+    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten."""
+    assert proposal.change is not None
+    touched_s = sum(context.estimate.ops[index].time_s for index in proposal.change.replace)
+    return (
+        finding.gain_fraction >= min_gain
+        and finding.gain_s >= OPERATION_SHARE * touched_s
+        and finding.gain_low_s > 0
+    )
+
+
+def _spread_s(before: StepEstimate, after: StepEstimate, change: Change) -> float:
+    """Half the width of the gain's 80 % interval.
+
+    How the errors of the operations combine is a choice:
+
+    - The same shape in several layers is wrong in the same way, so equal pairs add up linearly.
+    - An operation and its replacement that take the same path (kernel family and bound) err through the
+      same ceiling, by the same factor: only the difference of the two widths is uncertain. A replacement
+      on another path errs on its own, and the widths add in quadrature.
+    - Different pairs err independently and add in quadrature.
+    - Where the whole step changes there are no pairs: what is said of a pair holds for each path.
+    """
+    if change.step is not None:
+        paths: dict[tuple[str, str], float] = defaultdict(float)
+        for sign, estimates in ((1, before.ops), (-1, after.ops)):
+            for estimate in estimates:
+                paths[estimate.kernel_family, estimate.bound] += sign * _half_width_s(estimate)
+        return hypot(*paths.values())
+    pairs: Counter[tuple[Estimate, tuple[Estimate, ...]]] = Counter()
+    shift = 0
+    for index in sorted(change.replace):
+        count = len(change.replace[index])
+        start = index + shift
+        pairs[before.ops[index], tuple(after.ops[start : start + count])] += 1
+        shift += count - 1
+    widths = []
+    for (old, new), count in pairs.items():
+        same = [e for e in new if (e.kernel_family, e.bound) == (old.kernel_family, old.bound)]
+        other = [e for e in new if (e.kernel_family, e.bound) != (old.kernel_family, old.bound)]
+        shared = _half_width_s(old) - sum(map(_half_width_s, same)) / change.work_ratio
+        own = sum(map(_half_width_s, other)) / change.work_ratio
+        widths.append(count * hypot(shared, own))
+    return hypot(*widths)
+
+
+def _half_width_s(estimate: Estimate) -> float:
+    return (estimate.high_s - estimate.low_s) / 2

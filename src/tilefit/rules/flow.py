@@ -1,0 +1,192 @@
+"""Which operation wrote what another reads, and which gradients belong to which call of a layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from tilefit.ops import BACKWARD_WEIGHT, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.layers import Linear, linears
+
+FLOATS = ("fp64", "fp32", "fp16", "bf16")
+HALVES = ("fp16", "bf16")
+
+
+class Flow:
+    """The data flow of a step.
+
+    Attributes:
+        writers: By operation: for each tensor it reads, by id, the operation that wrote it last.
+        readers: By operation: the later operations that read what it wrote, in order.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.writers: list[dict[int, int]] = []
+        self.readers: list[list[int]] = [[] for _ in step.ops]
+        last: dict[int, int] = {}
+        for index, entry in enumerate(step.ops):
+            found = {ref.id: last[ref.id] for ref in entry.inputs if ref.id in last}
+            self.writers.append(found)
+            for writer in dict.fromkeys(found.values()):
+                self.readers[writer].append(index)
+            last.update((ref.id, index) for ref in entry.outputs)
+
+    def reachable(self, starts: Iterable[int], keep: Callable[[int], bool]) -> set[int]:
+        """Operations that depend on ``starts`` through operations that ``keep`` accepts, without them."""
+        return self._walk(starts, keep, lambda index: self.readers[index])
+
+    def needed(self, starts: Iterable[int], keep: Callable[[int], bool]) -> set[int]:
+        """Operations that ``starts`` depend on through operations that ``keep`` accepts, without them."""
+        return self._walk(starts, keep, lambda index: self.writers[index].values())
+
+    def _walk(
+        self, starts: Iterable[int], keep: Callable[[int], bool], next_: Callable[[int], Iterable[int]]
+    ) -> set[int]:
+        seen: set[int] = set()
+        todo = list(starts)
+        while todo:
+            for index in next_(todo.pop()):
+                if index not in seen and keep(index):
+                    seen.add(index)
+                    todo.append(index)
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """One call of a linear layer: its product and the two gradients, as indices into ``Step.ops``."""
+
+    layer: Linear
+    forward: int
+    backward_data: int | None
+    backward_weight: int | None
+
+
+def linear_calls(step: Step) -> list[LinearCall]:
+    """Every call of every linear layer, in order of the forward products.
+
+    A weight gradient belongs to the call whose input it reads, a data gradient to the weight gradient
+    that reads the same output gradient; where several do (slices of one tensor), the last call's come
+    first. A recomputed call owns the gradients; the first one has none.
+    """
+    calls = []
+    taken: set[int] = set()
+    for layer in linears(step):
+        data_by_gradient = _by_operand(step, layer.backward_data)
+        weight_by_input = _by_operand(step, layer.backward_weight)
+        for forward in sorted(layer.forward, key=lambda index: not step.ops[index].recomputed):
+            data = None
+            weight = _take(weight_by_input, taken, step.ops[forward])
+            if weight is not None:
+                data = _take(data_by_gradient, taken, step.ops[weight])
+            elif len(layer.forward) == len(layer.backward_data) == 1:
+                data = layer.backward_data[0]
+            calls.append(LinearCall(layer, forward, data, weight))
+    return sorted(calls, key=lambda call: call.forward)
+
+
+def _by_operand(step: Step, indices: list[int]) -> dict[int, list[int]]:
+    """Operations by the tensors, not parameters, that they read."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for index in indices:
+        for number in {ref.id for ref in step.ops[index].inputs if not ref.parameter}:
+            found[number].append(index)
+    return found
+
+
+def _take(by_operand: dict[int, list[int]], taken: set[int], entry: StepOp) -> int | None:
+    """The last operation not taken that shares an operand with ``entry``."""
+    for ref in entry.inputs:
+        candidates = [] if ref.parameter else by_operand.get(ref.id, [])
+        while candidates:
+            index = candidates.pop()
+            if index not in taken:
+                taken.add(index)
+                return index
+    return None
+
+
+def activation(entry: StepOp) -> TensorRef | None:
+    """The largest operand of an operation that is not a parameter."""
+    refs = [ref for ref in entry.inputs if not ref.parameter]
+    return max(refs, key=lambda ref: prod(ref.shape), default=None)
+
+
+def is_cast(entry: StepOp) -> bool:
+    """A copy of one floating-point tensor in another element type."""
+    if not isinstance(entry.op, Streaming) or entry.op.role != "copy":
+        return False
+    if len(entry.inputs) != 1 or len(entry.outputs) != 1:
+        return False
+    source, result = entry.inputs[0], entry.outputs[0]
+    return source.dtype != result.dtype and {source.dtype, result.dtype} <= set(FLOATS)
+
+
+def is_add(entry: StepOp) -> bool:
+    """A sum of two tensors, as autograd makes where two gradients meet."""
+    return isinstance(entry.op, Streaming) and entry.name.rstrip("_") == "aten.add" and len(entry.inputs) >= 2
+
+
+def elements(ref: TensorRef) -> int:
+    """Elements of a tensor."""
+    return prod(ref.shape)
+
+
+def tensor_bytes(refs: Iterable[TensorRef]) -> int:
+    """Bytes of tensors, each memory counted once."""
+    return sum(elements(ref) * size_bytes(ref.dtype) for ref in {ref.id: ref for ref in refs}.values())
+
+
+def is_weight_gradient(entry: StepOp) -> bool:
+    """A matrix product that makes the gradient of a weight."""
+    return isinstance(entry.op, Gemm) and entry.phase == BACKWARD_WEIGHT
+
+
+def parent(module: str) -> str:
+    """The path of the module that holds a module."""
+    return module.rpartition(".")[0]
+
+
+def copy_op(source: TensorRef, result: TensorRef) -> Streaming:
+    """The operation that copies (and casts) one tensor into another."""
+    wider = max(source.dtype, result.dtype, key=size_bytes)
+    return Streaming(
+        "copy",
+        elements(source),
+        elements(source) * size_bytes(source.dtype),
+        elements(result) * size_bytes(result.dtype),
+        wider,
+    )
+
+
+def together(entries: list[StepOp]) -> StepOp:
+    """Streaming operations of one kind as one: their bytes, one kernel's fixed cost."""
+    parts = [entry.op for entry in entries if isinstance(entry.op, Streaming)]
+    op = replace(
+        parts[0],
+        elements=sum(part.elements for part in parts),
+        read_bytes=sum(part.read_bytes for part in parts),
+        write_bytes=sum(part.write_bytes for part in parts),
+    )
+    return replace(entries[0], op=op)
+
+
+def bias_gradient(flow: Flow, call: LinearCall) -> int | None:
+    """The sum over rows that makes the gradient of a call's bias."""
+    if call.backward_weight is None:
+        return None
+    step, weight = flow.step, call.backward_weight
+    inputs = {ref.id for ref in step.ops[call.forward].inputs}
+    sums = [
+        index
+        for number, writer in flow.writers[weight].items()
+        if number not in inputs
+        for index in flow.readers[writer]
+        if step.ops[index].name == "aten.sum" and step.ops[index].site.module == call.layer.module
+    ]
+    # Output gradients that are slices of one tensor look alike: the sum is run next to the product.
+    return min(sums, key=lambda index: abs(index - weight), default=None)

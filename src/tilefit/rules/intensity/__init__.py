@@ -1,0 +1,1 @@
+"""INT: too little arithmetic for the bytes that are moved."""

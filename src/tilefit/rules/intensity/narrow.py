@@ -1,0 +1,136 @@
+"""INT003: narrow products that could be folded away."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilefit.ops import Gemm, StepOp, Streaming
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.flow import Flow, LinearCall, activation, is_add, linear_calls
+from tilefit.rules.sites import pattern
+
+#: A product narrower than this does not fill the columns of one efficient tile.
+_NARROW = 128
+
+
+class NarrowPair(Rule):
+    """In inference, two linear layers with a narrow waist between them could be one, or none.
+
+    What it sees: In inference, a linear layer of fewer than 128 outputs whose result, but for a constant
+    factor, goes only into another linear layer: an adapter (LoRA), a factorised layer. If the pair's
+    result is added to that of a full layer on the same input, the pair can be merged into its weight.
+
+    Why it costs time: A product with few columns, then one with few terms, both do little arithmetic for
+    the rows they read and write, and each pays a kernel's fixed cost. Efficient tiles are 128 to 256 wide.
+
+    Arithmetic: An adapter of rank 8 on a 4096x4096 layer adds 0.4 % to its FLOPs, but reads its input
+    and writes its output again, and the addition reads and writes them once more.
+
+    Example: PEFT's `model.merge_and_unload()`; by hand, `W + scale * B @ A` in place of the three.
+
+    Source: Hu et al., "LoRA" (2021), section 4.1: no added latency once merged.
+    """
+
+    code = "INT003"
+    title = "narrow products that could be folded away"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step = context.step
+        if step.settings.training:
+            return
+        flow = Flow(step)
+        calls = {call.forward: call for call in linear_calls(step)}
+        found: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, dict[int, tuple[StepOp, ...]]]]]
+        found = defaultdict(list)
+        for index, call in calls.items():
+            pair = _second(flow, calls, index)
+            if pair is None:
+                continue
+            between, second = pair
+            narrow, wide = step.ops[index].op, step.ops[second].op
+            assert isinstance(narrow, Gemm)
+            assert isinstance(wide, Gemm)
+            replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys((index, *between, second), ())
+            after = _added_to_full(flow, calls, index, second)
+            if after is None:
+                folded = replace(narrow, n=wide.n, bias=wide.bias, ld_a=0, ld_b=0)
+                replaced[second] = (replace(step.ops[second], op=folded),)
+            else:
+                replaced.update((i, ()) for i in after)
+            found[narrow, wide, after is not None].append((call, replaced))
+        for (narrow, wide, merges), places in found.items():
+            modules = list(dict.fromkeys(call.layer.module for call, _ in places))
+            yield Proposal(
+                module=pattern(modules),
+                source=places[0][0].layer.source,
+                message=f"linear layers {narrow.k} -> {narrow.n} -> {wide.n} run as two narrow products",
+                fix=(
+                    "Merge the pair into the weight of the layer it is added to (LoRA: merge_and_unload)."
+                    if merges
+                    else "Multiply the two weights once and use one linear layer."
+                ),
+                safety=SAFE,
+                change=Change({i: ops for _, replaced in places for i, ops in replaced.items()}),
+                arithmetic=(
+                    f"{narrow.shape} and {wide.shape} -> "
+                    + ("no product" if merges else f"{narrow.m}x{wide.n}x{narrow.k}"),
+                ),
+                sites=len(modules),
+            )
+
+
+def _second(flow: Flow, calls: dict[int, LinearCall], index: int) -> tuple[list[int], int] | None:
+    """The scalings after a narrow product and the product they lead to, if that is all they lead to."""
+    step = flow.step
+    op = step.ops[index].op
+    assert isinstance(op, Gemm)
+    if op.n >= _NARROW or op.bias:
+        return None
+    between: list[int] = []
+    at = index
+    while True:
+        if len(flow.readers[at]) != 1:
+            return None
+        at = flow.readers[at][0]
+        second = step.ops[at].op
+        if isinstance(second, Gemm):
+            fits = at in calls and second.k == op.n and second.m == op.m
+            return (between, at) if fits else None
+        if not _is_scaling(step.ops[at]):
+            return None
+        between.append(at)
+
+
+def _is_scaling(entry: StepOp) -> bool:
+    return (
+        isinstance(entry.op, Streaming)
+        and entry.name.rstrip("_") in ("aten.mul", "aten.div", "aten._to_copy")
+        and len([ref for ref in entry.inputs if ref.shape]) == 1
+    )
+
+
+def _added_to_full(flow: Flow, calls: dict[int, LinearCall], index: int, second: int) -> list[int] | None:
+    """The scaling and the addition after a pair, if the other term is a linear layer of the same input."""
+    step = flow.step
+    after: list[int] = []
+    at = second
+    while len(flow.readers[at]) == 1:
+        at = flow.readers[at][0]
+        after.append(at)
+        entry = step.ops[at]
+        if is_add(entry):
+            others = set(flow.writers[at].values()) - {second, *after}
+            own, narrow = activation(step.ops[index]), step.ops[index].op
+            for other in others & set(calls):
+                full = activation(step.ops[other])
+                same = full is not None and own is not None and full.id == own.id
+                op = step.ops[other].op
+                if same and isinstance(op, Gemm) and isinstance(narrow, Gemm) and op.k == narrow.k:
+                    return after
+            return None
+        if not _is_scaling(entry):
+            return None
+    return None

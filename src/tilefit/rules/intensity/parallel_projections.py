@@ -1,0 +1,210 @@
+"""INT004: parallel projections of one input."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tilefit.ops import BACKWARD_DATA, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.flow import (
+    Flow,
+    LinearCall,
+    activation,
+    bias_gradient,
+    is_add,
+    is_cast,
+    linear_calls,
+    parent,
+    together,
+)
+from tilefit.rules.sites import pattern
+
+
+class ParallelProjections(Rule):
+    """Several linear layers multiply the same input and could be one product.
+
+    What it sees: Forward products in sibling modules that read the same tensor (or casts of the same
+    tensor) with the same rows, contraction, element type and layout, each with its own weight: the query,
+    key and value projections of attention, the gate and up projections of a gated MLP.
+
+    Why it costs time: Each product reads the whole input again. Under autocast each one also casts it
+    again, and in the backward pass each makes its own input gradient, which must be cast back and added
+    up. Narrow products (the keys and values of grouped-query attention) do not fill the GPU.
+
+    Arithmetic: With rows m, inputs k and outputs n1, n2, ...: the products read `m k` elements once
+    instead of once each. The merged data gradient `m x k x (n1+n2+...)` adds the parts up in its
+    accumulator, so that the separate additions of `m k` elements disappear. In training the gradients of
+    the parts must first be concatenated: one copy of `m (n1+n2+...)` elements, which is part of the price.
+
+    Example: `q, k, v = self.qkv(x).chunk(3, dim=-1)` with one `nn.Linear(d, 3 * d)` instead of three
+    `nn.Linear(d, d)`. The rows of the old weights, stacked, are the new weight: the function is the same.
+
+    Source: NVIDIA, "Linear/Fully-Connected Layers User's Guide": efficiency grows with the number of
+    outputs of one product.
+    """
+
+    code = "INT004"
+    title = "parallel projections of one input that could be one product"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step = context.step
+        flow = Flow(step)
+        found: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)
+        for group in _groups(flow):
+            names = tuple(call.layer.module.rpartition(".")[2] for call in group)
+            sizes = tuple(_product(step, call.forward) for call in group)
+            found[(names, sizes)].append(group)
+        for groups in found.values():
+            yield self._proposal(flow, groups)
+
+    def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
+        step = flow.step
+        replaced: dict[int, tuple[StepOp, ...]] = {}
+        for group in groups:
+            replaced.update(_merged(flow, group))
+        first = groups[0]
+        products = [_product(step, call.forward) for call in first]
+        names = [call.layer.module.rpartition(".")[2] for call in first]
+        outputs = [product.n for product in products]
+        m, k = products[0].m, products[0].k
+        parents = list(dict.fromkeys(parent(group[0].layer.module) for group in groups))
+        lines = [
+            f"forward {m} x n x {k} for n in {', '.join(map(str, outputs))} -> {m}x{sum(outputs)}x{k}: "
+            f"the input is read once, not {len(outputs)} times"
+        ]
+        if any(call.backward_data is not None for call in first):
+            lines.append(
+                f"data gradients -> one {m}x{k}x{sum(outputs)}: {len(outputs) - 1} additions of {m}x{k} go; "
+                f"a concatenation of {m}x{sum(outputs)} is new and counted"
+            )
+        return Proposal(
+            module=pattern(parents),
+            source=first[0].layer.source,
+            message=f"{', '.join(names)} multiply the same input in {len(names)} separate products",
+            fix=f"Merge them into one linear layer of {sum(outputs)} outputs (stack the weights) and split "
+            "its result.",
+            safety=SAFE,
+            change=Change(replaced),
+            arithmetic=tuple(lines),
+            sites=len(parents),
+        )
+
+
+def _product(step: Step, index: int) -> Gemm:
+    op = step.ops[index].op
+    assert isinstance(op, Gemm)
+    return op
+
+
+def _groups(flow: Flow) -> Iterator[list[LinearCall]]:
+    step = flow.step
+    groups: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
+    for call in linear_calls(step):
+        entry = step.ops[call.forward]
+        op = _product(step, call.forward)
+        operand = activation(entry)
+        if operand is None or op.batch != 1:
+            continue
+        number, writer = operand.id, flow.writers[call.forward].get(operand.id)
+        while writer is not None and is_cast(step.ops[writer]):
+            number = step.ops[writer].inputs[0].id
+            writer = flow.writers[writer].get(number)
+        key = (number, writer, op.m, op.k, op.dtype, op.layout, parent(entry.site.module), entry.recomputed)
+        groups[key].append(call)
+    for group in groups.values():
+        if len(group) > 1 and len({call.layer.parameter for call in group}) == len(group):
+            yield group
+
+
+def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]]:
+    """The operations of one group of parallel products, merged."""
+    step = flow.step
+    replaced: dict[int, tuple[StepOp, ...]] = {}
+    outputs = sum(_product(step, call.forward).n for call in group)
+
+    def merge(indices: list[int], at: int, size: str) -> None:
+        entries = [step.ops[index] for index in indices]
+        replaced.update((index, ()) for index in indices)
+        sizes: dict[str, Any] = {size: outputs}
+        bias = any(_product(step, index).bias for index in indices)
+        merged = replace(
+            entries[0],
+            op=replace(_product(step, indices[0]), bias=bias, ld_a=0, ld_b=0, **sizes),
+            inputs=_distinct(ref for entry in entries for ref in entry.inputs),
+            outputs=_distinct(ref for entry in entries for ref in entry.outputs),
+        )
+        replaced[at] = (merged,)
+
+    forward = [call.forward for call in group]
+    merge(forward, forward[0], "n")
+    before = [w for i in forward for w in flow.writers[i].values() if is_cast(step.ops[w])]
+    activations = [w for w in before if not step.ops[w].inputs[0].parameter]
+    replaced.update((index, ()) for index in activations[1:])
+    _join(step, replaced, [w for w in before if w not in activations])
+
+    weight = [call.backward_weight for call in group if call.backward_weight is not None]
+    if len(weight) == len(group):
+        features = _product(step, forward[0]).k
+        op = _product(step, weight[0])
+        merge(weight, max(weight), "m" if op.n == features else "n")
+        biases = [index for call in group if (index := bias_gradient(flow, call)) is not None]
+        _join(step, replaced, biases)
+        _join(
+            step, replaced, [i for w in (*weight, *biases) for i in flow.readers[w] if is_cast(step.ops[i])]
+        )
+
+    data = [call.backward_data for call in group if call.backward_data is not None]
+    if len(data) == len(group):
+        merge(data, max(data), "k")
+        sums = set(data)
+        adds: list[int] = []
+        casts: list[int] = []
+        for index in range(min(data) + 1, len(step.ops)):
+            entry = step.ops[index]
+            if entry.phase != BACKWARD_DATA or not sums & set(flow.writers[index].values()):
+                continue
+            if is_cast(entry):
+                casts.append(index)
+                sums.add(index)
+            elif is_add(entry):
+                adds.append(index)
+                sums.add(index)
+            if len(adds) == len(group) - 1:
+                break
+        replaced.update((index, ()) for index in adds)
+        replaced.update((index, ()) for index in casts[1:])
+    ends = [max(rows) for rows in (data, weight) if len(rows) == len(group)]
+    if ends:
+        # The merged gradients read the parts' output gradients side by side.
+        at = min(ends)
+        replaced[at] = (_concatenation(step.ops[at], _product(step, forward[0]), outputs), *replaced[at])
+    return replaced
+
+
+def _join(step: Step, replaced: dict[int, tuple[StepOp, ...]], indices: list[int]) -> None:
+    """Casts of weights and sums for biases run once for all parts: for matrices and for vectors apart."""
+    kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index in dict.fromkeys(indices):
+        entry = step.ops[index]
+        kinds[entry.name, len(entry.inputs[0].shape)].append(index)
+    for same in kinds.values():
+        replaced.update((index, ()) for index in same)
+        replaced[same[-1]] = (together([step.ops[index] for index in same]),)
+
+
+def _concatenation(reader: StepOp, product: Gemm, outputs: int) -> StepOp:
+    """The copy that puts the output gradients of the parts side by side."""
+    size = product.m * outputs
+    moved = size * size_bytes(product.dtype)
+    return StepOp(
+        Streaming("copy", size, moved, moved, product.dtype), BACKWARD_DATA, reader.site, "aten.cat"
+    )
+
+
+def _distinct(refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
+    return tuple({ref.id: ref for ref in refs}.values())

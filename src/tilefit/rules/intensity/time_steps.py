@@ -1,0 +1,99 @@
+"""INT005: products per time step that could be one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilefit.ops import Gemm, StepOp
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.flow import Flow, bias_gradient, is_add, together
+from tilefit.rules.recurrent.loops import Repeated, cell_loops, repeated_weights
+from tilefit.rules.sites import pattern
+
+
+class TimeSteps(Rule):
+    """The same weight is multiplied once per time step although all inputs are known beforehand.
+
+    What it sees: At least eight forward products of one shape with the same weight, none of whose
+    inputs depends on an earlier one's output: the input projection inside a loop over time steps, a
+    classifier applied to one position after another. The loop of a plain LSTM, GRU or RNN cell is left to
+    RNN002, which replaces all of it.
+
+    Why it costs time: Each product has only a mini-batch of rows, reads the whole weight, and pays a
+    kernel's fixed cost. One product over all steps reads the weight once and is limited by arithmetic.
+
+    Arithmetic: T products `m x n x k` become one `(T m) x n x k`. In the backward pass the T weight
+    gradients become one with a contraction of `T m`, and the T - 1 additions that sum them up disappear.
+
+    Example: Before the loop, `gates = self.ih(x)` for `x` of shape `[T, B, inputs]`; in the loop,
+    `gates[t] + self.hh(h)`.
+
+    Source: Appleyard, Kocisky and Blunsom, "Optimizing Performance of Recurrent Neural Networks on
+    GPUs" (2016), batching of the input products.
+    """
+
+    code = "INT005"
+    title = "products per time step that could be one"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        flow = Flow(context.step)
+        repeated = [group for group in repeated_weights(flow) if not group.sequential]
+        if not repeated:
+            return
+        in_cells = {loop.inputs.calls[0].forward for loop in cell_loops(flow)}
+        found: dict[tuple[int, Gemm], list[Repeated]] = defaultdict(list)
+        for group in repeated:
+            if group.calls[0].forward not in in_cells:
+                found[len(group.calls), _product(flow, group.calls[0].forward)].append(group)
+        for (count, op), groups in found.items():
+            replaced: dict[int, tuple[StepOp, ...]] = {}
+            for group in groups:
+                replaced.update(_at_once(flow, group))
+            layer = groups[0].calls[0].layer
+            yield Proposal(
+                module=pattern(group.calls[0].layer.module for group in groups),
+                source=layer.source,
+                message=f"{layer.parameter} is multiplied {count} times, {op.m} rows at a time, "
+                "although no input waits for an earlier result",
+                fix=f"Apply the layer once to all {count} inputs stacked, outside the loop.",
+                safety=SAFE,
+                change=Change(replaced),
+                arithmetic=(f"{count} products {op.shape} -> one {count * op.m}x{op.n}x{op.k}",),
+                sites=len(groups),
+            )
+
+
+def _product(flow: Flow, index: int) -> Gemm:
+    op = flow.step.ops[index].op
+    assert isinstance(op, Gemm)
+    return op
+
+
+def _at_once(flow: Flow, group: Repeated) -> dict[int, tuple[StepOp, ...]]:
+    step = flow.step
+    replaced: dict[int, tuple[StepOp, ...]] = {}
+
+    def merge(indices: list[int], at: int, size: str) -> None:
+        op = _product(flow, indices[0])
+        total = sum(getattr(_product(flow, index), size) for index in indices)
+        replaced.update((index, ()) for index in indices)
+        replaced[at] = (replace(step.ops[at], op=replace(op, ld_a=0, ld_b=0, **{size: total})),)
+
+    forward = [call.forward for call in group.calls]
+    merge(forward, forward[0], "m")
+    data = [call.backward_data for call in group.calls if call.backward_data is not None]
+    if data:
+        merge(data, max(data), "m")
+    weight = [call.backward_weight for call in group.calls if call.backward_weight is not None]
+    if weight:
+        merge(weight, max(weight), "k")
+        biases = [index for call in group.calls if (index := bias_gradient(flow, call)) is not None]
+        if biases:
+            replaced.update((index, ()) for index in biases)
+            replaced[biases[-1]] = (together([step.ops[index] for index in biases]),)
+        sums = flow.reachable([*weight, *biases], lambda index: is_add(step.ops[index]))
+        replaced.update((index, ()) for index in sums)
+    return replaced

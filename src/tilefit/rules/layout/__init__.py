@@ -1,0 +1,1 @@
+"""LAY: data that lies in memory the wrong way round."""

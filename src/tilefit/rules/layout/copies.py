@@ -1,0 +1,78 @@
+"""LAY002: copies that only change the layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tilefit.ops import Conv, Streaming
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import ADVICE
+from tilefit.rules.sites import pattern
+from tilefit.units import seconds, size
+
+
+class LayoutCopies(Rule):
+    """Time goes into copies that only change how data lies in memory.
+
+    What it sees: copies between layouts (``contiguous``, ``reshape`` of a transposed view, ``permute`` and
+    copy, casts that transpose), grouped by the place they come from, where they are a visible share.
+
+    Why it costs time: such a copy reads and writes the whole tensor and computes nothing, and because one
+    side is not contiguous it reaches less of the memory's bandwidth than a plain copy.
+
+    Arithmetic: bytes read and written over the bandwidth that strided access reaches; the gain named is all
+    of it, so it is the most that can be had.
+
+    Example: ``x.permute(0, 2, 3, 1).contiguous()`` before a ``LayerNorm`` and back after it: keep the tensor
+    in channels-last memory and the permuted view is contiguous already.
+
+    Fix: keep one layout through the layer: write the producer's output in the order the consumer reads it,
+    drop ``contiguous()`` where the consumer takes strides (matrix products and fused attention do).
+
+    Source: NVIDIA, "CUDA C++ Best Practices Guide", coalesced access to global memory.
+    """
+
+    code = "LAY002"
+    title = "copies that only change the layout"
+
+    def check(self, context: Context) -> Iterable[Proposal]:
+        ops = context.step.ops
+        groups: dict[tuple[str, str], list[int]] = {}
+        for index, entry in enumerate(ops):
+            if isinstance(entry.op, Streaming) and entry.op.role == "copy" and entry.op.strided:
+                place = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.site.module)
+                groups.setdefault((place, entry.site.source), []).append(index)
+        # Copies around NCHW convolutions go away with LAY001's change.
+        images = {
+            ref.id
+            for entry in ops
+            if isinstance(entry.op, Conv) and not entry.op.channels_last
+            for ref in (*entry.inputs, *entry.outputs)
+        }
+        for (_, source), indices in groups.items():
+            if any(ref.id in images for i in indices for ref in (*ops[i].inputs, *ops[i].outputs)):
+                continue
+            modules = list(dict.fromkeys(ops[index].site.module for index in indices))
+            moved = sum(ops[index].op.moved_bytes for index in indices)
+            time_s = sum(context.estimate.ops[index].time_s for index in indices)
+            names = ", ".join(dict.fromkeys(ops[index].name for index in indices if ops[index].name))
+            yield Proposal(
+                module=pattern(modules),
+                source=source,
+                message=f"{len(indices)} copies only change the layout of tensors ({names})",
+                fix="Keep one layout: write the tensor in the order it is read in, without contiguous().",
+                safety=ADVICE,
+                change=Change(dict.fromkeys(indices, ())),
+                arithmetic=(
+                    f"{size(moved)} in {seconds(time_s)}: {size(moved / time_s)}/s of "
+                    f"{size(context.gpu.memory_bandwidth_bytes_per_s)}/s",
+                    f"{ops[indices[0]].phase}: tensors of "
+                    + " -> ".join(
+                        "x".join(map(str, refs[0].shape))
+                        for refs in (ops[indices[0]].inputs, ops[indices[0]].outputs)
+                        if refs
+                    ),
+                ),
+                sites=len(modules),
+            )

@@ -1,0 +1,1 @@
+"""NTC: time spent outside the Tensor Cores."""

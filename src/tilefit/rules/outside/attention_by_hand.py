@@ -1,0 +1,280 @@
+"""NTC002: attention written out by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, StepOp, Streaming, TensorRef
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.flow import Flow, activation, elements, tensor_bytes
+from tilefit.rules.sites import pattern
+from tilefit.units import size
+
+#: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
+_LARGEST_HEAD = 256
+
+
+class AttentionByHand(Rule):
+    """Attention is computed as two batched products with a softmax in between, each a kernel of its own.
+
+    What it sees: A batched product whose result goes through scaling, masking and casts into a softmax
+    over its last dimension, and from there, through dropout and casts, into a second batched product.
+
+    Why it costs time: The matrix of scores, queries x keys for every head, is written to memory and read
+    back by every one of these kernels, and kept for the backward pass. A fused kernel keeps a tile of it on
+    chip: its traffic is Q, K, V and the output.
+
+    Arithmetic: Batch B, heads H, sequence S: each pass over the scores moves `B H S^2` elements, against
+    `B H S d` for an operand. At S = 1024 and d = 64 one pass over the scores is 16 passes over an operand.
+
+    Example: `F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p if self.training else 0.0)`;
+    with `is_causal=True` in place of a causal mask it also skips half of the work (not counted here: a mask's
+    values are not known).
+
+    Source: Dao et al., "FlashAttention" (2022); PyTorch, `scaled_dot_product_attention`.
+    """
+
+    code = "NTC002"
+    title = "attention written out by hand"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        flow = Flow(context.step)
+        found: dict[tuple[Attention, str], list[AttentionChain]] = defaultdict(list)
+        for chain in attention_chains(flow):
+            site = context.step.ops[chain.softmax].site
+            found[chain.fused, context.step.modules.get(site.module, "")].append(chain)
+        for (fused, _), chains in found.items():
+            replaced: dict[int, tuple[StepOp, ...]] = {}
+            for chain in chains:
+                replaced.update(_fused(flow, chain))
+            sites = [context.step.ops[chain.softmax].site for chain in chains]
+            modules = list(dict.fromkeys(site.module for site in sites))
+            scores = context.step.ops[chains[0].softmax].inputs[0]
+            kernels = len(chains[0].forward) + len(chains[0].backward)
+            yield Proposal(
+                module=pattern(modules),
+                source=sites[0].source,
+                message=f"attention runs as {kernels} kernels that pass the scores "
+                f"{'x'.join(map(str, scores.shape))} through memory",
+                fix="Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
+                safety=SAFE,
+                change=Change(replaced),
+                arithmetic=(
+                    f"scores: {size(tensor_bytes([scores]))} for each pass of each kernel; "
+                    f"fused, Q, K, V and the output: {size(fused.moved_bytes)} in all",
+                ),
+                sites=len(modules),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChain:
+    """One attention: its operations, and the fused kernel that does the same."""
+
+    softmax: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    fused: Attention
+
+
+def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
+    """The attentions of a step that are written out by hand."""
+    for index, entry in enumerate(flow.step.ops):
+        if entry.phase == FORWARD and isinstance(entry.op, Streaming) and entry.op.role == "softmax":
+            chain = _chain(flow, index)
+            if chain is not None:
+                yield chain
+
+
+def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
+    step = flow.step
+    before = _upstream(flow, softmax, softmax)
+    after = _downstream(flow, softmax)
+    if before is None or after is None:
+        return None
+    first, second = _gemm(step.ops[before[0]]), _gemm(step.ops[after[-1]])
+    if first is None or second is None:
+        return None
+    if (first.batch, first.m, first.n) != (second.batch, second.m, second.k):
+        return None
+    if max(first.k, second.n) > _LARGEST_HEAD:
+        return None
+    scores = step.ops[softmax].inputs[0]
+    heads = scores.shape[1] if len(scores.shape) == 4 else 1
+    masks = {
+        ref.id: ref
+        for index in (*before, *after)
+        for ref in step.ops[index].inputs
+        if isinstance(step.ops[index].op, Streaming)
+        and index != softmax
+        and len(ref.shape) >= 2
+        and ref.shape[-1] == first.n
+        and flow.writers[index].get(ref.id) not in (softmax, *before, *after)
+    }
+    fused = Attention(
+        batch=first.batch // heads,
+        num_heads=heads,
+        seq_len=first.m,
+        head_dim=first.k,
+        kv_len=first.n,
+        value_dim=second.n,
+        mask_bytes=tensor_bytes(masks.values()),
+        dropout_p=0.1 if any("dropout" in step.ops[i].name for i in after) else 0.0,
+        dtype=first.dtype,
+    )
+    forward = _with_copies(flow, {*before, softmax, *after})
+    backward = _backward(flow, softmax, after)
+    return AttentionChain(softmax, tuple(sorted(forward)), tuple(sorted(backward)), fused)
+
+
+def _gemm(entry: StepOp) -> Gemm | None:
+    op = entry.op
+    return op if isinstance(op, Gemm) and not any(ref.parameter for ref in entry.inputs) else None
+
+
+def _upstream(flow: Flow, index: int, softmax: int) -> list[int] | None:
+    """From the product that makes the scores to before ``index``; None if something else is on the way."""
+    step = flow.step
+    scores = elements(step.ops[softmax].inputs[0])
+    way: list[int] = []
+    while True:
+        operand = activation(step.ops[index])
+        writer = flow.writers[index].get(operand.id) if operand else None
+        if writer is None or len(way) > 8:
+            return None
+        way.insert(0, writer)
+        entry = step.ops[writer]
+        if isinstance(entry.op, Gemm):
+            return way
+        if not _keeps_scores(entry, scores):
+            return None
+        index = writer
+
+
+def _downstream(flow: Flow, index: int) -> list[int] | None:
+    """From after the softmax to the product with the values."""
+    step = flow.step
+    scores = elements(step.ops[index].inputs[0])
+    phase = step.ops[index].phase
+    way: list[int] = []
+    while len(way) <= 8:
+        readers = [i for i in flow.readers[index] if step.ops[i].phase == phase]
+        # The weights are returned to the caller, or read by something a fused kernel does not do.
+        if len(readers) != 1:
+            return None
+        index = readers[0]
+        way.append(index)
+        if isinstance(step.ops[index].op, Gemm):
+            return way
+        if not _keeps_scores(step.ops[index], scores):
+            return None
+    return None
+
+
+def _keeps_scores(entry: StepOp, scores: int) -> bool:
+    """An elementwise operation or a copy over as many elements as there are scores."""
+    op = entry.op
+    return (
+        isinstance(op, Streaming)
+        and op.role in ("pointwise", "copy")
+        and any(elements(ref) == scores for ref in entry.outputs)
+    )
+
+
+def _with_copies(flow: Flow, own: set[int]) -> set[int]:
+    """The operations and the copies that are made only for them."""
+    step = flow.step
+    copies = {
+        writer
+        for index in own
+        for writer in flow.writers[index].values()
+        if step.ops[writer].name == "aten.clone" and set(flow.readers[writer]) <= own
+    }
+    return own | copies
+
+
+def _backward(flow: Flow, softmax: int, after: list[int]) -> set[int]:
+    """The gradients: four products, the softmax's gradient and what lies between."""
+    step = flow.step
+    outputs = {ref.id for ref in step.ops[softmax].outputs}
+    scores = elements(step.ops[softmax].inputs[0])
+    gradient = next(
+        (
+            index
+            for index in flow.readers[softmax]
+            if step.ops[index].phase == BACKWARD_DATA
+            and isinstance(step.ops[index].op, Streaming)
+            and "softmax" in step.ops[index].name
+            and outputs & {ref.id for ref in step.ops[index].inputs}
+        ),
+        None,
+    )
+    if gradient is None:
+        return set()
+    own = {gradient}
+    # Up to the gradient of the probabilities: dO V^T.
+    index = gradient
+    while not isinstance(step.ops[index].op, Gemm):
+        incoming = [
+            writer
+            for number, writer in flow.writers[index].items()
+            if number not in outputs and step.ops[writer].phase == BACKWARD_DATA
+        ]
+        if len(incoming) != 1:
+            return set()
+        index = incoming[0]
+        own.add(index)
+    probability_gradient = index
+    # Down to the gradients of Q and K.
+    products = flow.reachable(
+        [gradient],
+        lambda i: isinstance(step.ops[i].op, Gemm) or _keeps_scores(step.ops[i], scores),
+    )
+    down = {gradient}
+    for i in sorted(products):
+        if down & set(flow.writers[i].values()):
+            own.add(i)
+            if not isinstance(step.ops[i].op, Gemm):
+                down.add(i)
+    # The gradient of V reads the probabilities that the second product read, and the output's gradient.
+    probabilities = {ref.id for ref in step.ops[after[-1]].inputs} & _written(flow, [softmax, *after[:-1]])
+    output_gradient = {ref.id for ref in step.ops[probability_gradient].inputs}
+    sources = {flow.writers[after[-1]][number] for number in probabilities}
+    for i in {reader for source in sources for reader in flow.readers[source]}:
+        entry = step.ops[i]
+        is_product = isinstance(entry.op, Gemm) and entry.phase == BACKWARD_DATA
+        if is_product and output_gradient & {ref.id for ref in entry.inputs}:
+            own.add(i)
+    return _with_copies(flow, own)
+
+
+def _written(flow: Flow, indices: list[int]) -> set[int]:
+    return {ref.id for index in indices for ref in flow.step.ops[index].outputs}
+
+
+def _fused(flow: Flow, chain: AttentionChain) -> dict[int, tuple[StepOp, ...]]:
+    replaced: dict[int, tuple[StepOp, ...]] = {}
+    for indices, direction in ((chain.forward, FORWARD), (chain.backward, BACKWARD_DATA)):
+        if not indices:
+            continue
+        replaced.update((index, ()) for index in indices)
+        entries = [flow.step.ops[index] for index in indices]
+        made = {ref.id for entry in entries for ref in entry.outputs}
+        reads = {ref.id: ref for entry in entries for ref in entry.inputs if ref.id not in made}
+        ends = [e for e in entries if isinstance(e.op, Gemm)]
+        kept = ends[-1:] if direction == FORWARD else ends
+        writes: dict[int, TensorRef] = {ref.id: ref for entry in kept for ref in entry.outputs}
+        replaced[indices[-1]] = (
+            StepOp(
+                replace(chain.fused, direction=direction),
+                direction,
+                flow.step.ops[chain.softmax].site,
+                "aten.scaled_dot_product_attention",
+                tuple(reads.values()),
+                tuple(writes.values()),
+            ),
+        )
+    return replaced

@@ -1,0 +1,82 @@
+"""NTC001: unfused streaming operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tilefit.cost import estimate_step
+from tilefit.cost.fusion import fuse
+from tilefit.ops import Step, Streaming
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.units import seconds, share, size
+
+_WORST = 3
+
+
+class Unfused(Rule):
+    """Chains of streaming operations run as one kernel each, and could be compiled into few.
+
+    What it sees: A step that is not compiled, and what is left of its streaming operations when chains
+    of pointwise operations, casts, normalisations, softmax and reductions become one kernel each.
+
+    Why it costs time: Such an operation costs what its bytes cost. In a chain every operation writes its
+    result to memory for the next one to read it back, and every one is launched by the host. None of it uses
+    the Tensor Cores, so a faster GPU hardly helps.
+
+    Arithmetic: A chain of c pointwise operations over N half-precision elements moves about 4 c N bytes,
+    compiled 4 N. The finding gives the share of the GPU's time outside matrix products, convolutions,
+    attention and recurrence, the kernels and bytes before and after, and the modules where most is saved.
+    The model of compilation fuses along the data flow within the forward and the backward pass, writes only
+    results that are needed outside a chain, and leaves products as they are.
+
+    Example: `model = torch.compile(model)`, or a fused form of one chain: `F.gelu(x, approximate="tanh")`,
+    `F.rms_norm`.
+
+    Source: Ansel et al., "PyTorch 2" (2024); NVIDIA, "Memory-Limited Layers User's Guide".
+    """
+
+    code = "NTC001"
+    title = "streaming operations that could be fused"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step, gpu, before = context.step, context.gpu, context.estimate
+        if step.settings.compiled:
+            return
+        fused = fuse(step)
+        after = estimate_step(fused, gpu)
+        outside_s = sum(
+            e.time_s for op, e in zip(step.ops, before.ops, strict=True) if isinstance(op.op, Streaming)
+        )
+        saved: dict[str, float] = defaultdict(float)
+        for sign, ops, estimates in ((1, step, before), (-1, fused, after)):
+            for entry, estimate in zip(ops.ops, estimates.ops, strict=True):
+                saved[_class(step, entry.site.module)] += sign * estimate.time_s
+        ranked = sorted(saved.items(), key=lambda item: -item[1])
+        worst = [f"{name} {seconds(time_s)}" for name, time_s in ranked[:_WORST] if time_s > 0]
+        yield Proposal(
+            module="",
+            source="",
+            message=f"{_count(step)} streaming operations take {share(outside_s / before.gpu_time_s)} of "
+            f"the GPU time, outside the Tensor Cores; compiled, {_count(fused)} are left",
+            fix="Compile the model: model = torch.compile(model).",
+            safety=SAFE,
+            change=Change(step=fused),
+            arithmetic=(
+                f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}",
+                f"most GPU time is saved in {', '.join(worst)}",
+            ),
+        )
+
+
+def _class(step: Step, module: str) -> str:
+    return step.modules.get(module) or module or "the model's own code"
+
+
+def _count(step: Step) -> int:
+    return sum(isinstance(entry.op, Streaming) for entry in step.ops)
+
+
+def _moved(step: Step) -> int:
+    return sum(entry.op.moved_bytes for entry in step.ops if isinstance(entry.op, Streaming))

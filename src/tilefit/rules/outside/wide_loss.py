@@ -1,0 +1,103 @@
+"""NTC004: logits and loss in fp32 over a large vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
+from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import ADVICE
+from tilefit.rules.flow import HALVES, Flow, elements, linear_calls, tensor_bytes
+from tilefit.units import size
+
+_LARGE_VOCABULARY = 8192
+#: A tensor with this share of the logits' elements is one of their copies (a shifted target drops rows).
+_SAME_SIZE = 0.9
+
+
+class WideLoss(Rule):
+    """The logits of a large vocabulary pass through memory in fp32 several times.
+
+    What it sees: In training, a linear layer of at least 8192 outputs in half precision, whose result is
+    widened to fp32 for a softmax and a loss, and the gradients on the way back.
+
+    Why it costs time: The logits are the largest tensor of a language model. Cast, log-softmax, its
+    gradient and the cast back each read and write all of them, and the fp32 copies are kept for the backward
+    pass: they often set the peak of memory, hence the largest batch.
+
+    Arithmetic: For N logits the chain moves 6 N (cast) + 8 N (log-softmax) + 8 N to 12 N (gradient) + 6 N
+    (cast) bytes. A fused loss reads the half-precision logits twice (once for maximum and sum, once for the
+    gradient, computing in fp32 registers) and writes the gradient over them: 6 N in all. Chunked over the
+    rows it need not hold all logits either; that saves memory, not time, and is not in the price.
+
+    Example: Liger Kernel's fused linear cross-entropy in place of `lm_head` and `F.cross_entropy`;
+    `F.linear_cross_entropy` with chunking in recent PyTorch for the memory.
+
+    Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024); Wijmans et al.,
+    "Cut Your Losses in Large-Vocabulary Language Models" (2024).
+    """
+
+    code = "NTC004"
+    title = "logits and loss in fp32 over a large vocabulary"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step = context.step
+        if not step.settings.training:
+            return
+        flow = Flow(step)
+        for call in linear_calls(step):
+            entry = step.ops[call.forward]
+            op = entry.op
+            assert isinstance(op, Gemm)
+            if op.n < _LARGE_VOCABULARY or op.dtype not in HALVES or entry.recomputed:
+                continue
+            gradients = [i for i in (call.backward_data, call.backward_weight) if i is not None]
+            if not gradients:
+                continue
+            chain = _chain(flow, call.forward, gradients, op.m * op.n)
+            roles = {e.op.role for e in (step.ops[i] for i in chain) if isinstance(e.op, Streaming)}
+            wide = {
+                ref.id: ref
+                for i in chain
+                for ref in step.ops[i].outputs
+                if ref.dtype == "fp32" and elements(ref) >= _SAME_SIZE * op.m * op.n
+            }
+            if not wide or "softmax" not in roles:
+                continue
+            logits = op.m * op.n
+            half = size_bytes(op.dtype)
+            fused = Streaming("loss", logits, 2 * logits * half, logits * half, op.dtype, inner=op.n)
+            replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys(chain, ())
+            site = step.ops[chain[0]].site
+            replaced[chain[0]] = (StepOp(fused, FORWARD, site, "fused cross entropy"),)
+            moved = sum(step.ops[i].op.moved_bytes for i in chain)
+            yield Proposal(
+                module=call.layer.module,
+                source=call.layer.source,
+                message=f"{op.m} x {op.n} logits pass through {len(chain)} kernels, in fp32",
+                fix="Use a fused cross-entropy that reads the logits in half precision and writes their "
+                "gradient over them, such as Liger Kernel's (chunked over rows it also saves their memory).",
+                safety=ADVICE,
+                change=Change(replaced),
+                arithmetic=(
+                    f"{size(moved)} moved; fused {size(fused.moved_bytes)}",
+                    f"copies of the logits in fp32: {size(tensor_bytes(wide.values()))} of memory, "
+                    "less what is freed in between",
+                ),
+            )
+
+
+def _chain(flow: Flow, head: int, gradients: list[int], logits: int) -> list[int]:
+    """The streaming operations over all logits, from the head's product to its gradients."""
+    step = flow.step
+
+    def is_large(index: int) -> bool:
+        entry = step.ops[index]
+        return isinstance(entry.op, Streaming) and any(
+            elements(ref) >= _SAME_SIZE * logits for ref in (*entry.inputs, *entry.outputs)
+        )
+
+    forward = flow.reachable([head], lambda i: is_large(i) and step.ops[i].phase == FORWARD)
+    backward = flow.needed(gradients, lambda i: is_large(i) and step.ops[i].phase != FORWARD)
+    return sorted(forward | backward)

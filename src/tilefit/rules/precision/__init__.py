@@ -1,0 +1,1 @@
+"""PRC: element types that keep a product off the fast path, and casts that only cost time."""

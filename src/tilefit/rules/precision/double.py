@@ -1,0 +1,73 @@
+"""PRC003: float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilefit.ops import Op, StepOp, Streaming, TensorRef
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import UNSAFE
+from tilefit.rules.sites import pattern
+from tilefit.units import number, size
+
+_NARROWER = {"fp64": "fp32", "complex128": "complex64"}
+
+
+class Double(Rule):
+    """Operations run in float64.
+
+    What it sees: Operations whose operands are float64 or complex128; often a NumPy array or a Python
+    constant that was turned into a tensor without a `dtype` and made everything after it double.
+
+    Why it costs time: Twice the bytes of fp32, and products that run on fp64 units: half to one
+    sixty-fourth of fp32's rate, and never on fp16/bf16 Tensor Cores.
+
+    Arithmetic: An RTX 4090 has 82.6 TFLOP/s in fp32 and 1.29 in fp64; every streaming operation moves 8
+    bytes per element, not 4.
+
+    Example: `torch.from_numpy(array)` of a float64 array gives a float64 tensor:
+    `torch.from_numpy(array).float()`, or `torch.tensor(values, dtype=torch.float32)`.
+
+    Source: NVIDIA, "Ada GPU Architecture" whitepaper (fp64 at 1/64 of fp32).
+    """
+
+    code = "PRC003"
+    title = "float64 on the GPU"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step, gpu = context.step, context.gpu
+        replaced = {
+            index: (_single(entry),) for index, entry in enumerate(step.ops) if entry.op.dtype in _NARROWER
+        }
+        if not replaced:
+            return
+        entries = [step.ops[index] for index in replaced]
+        modules = list(dict.fromkeys(entry.site.module for entry in entries))
+        ratio = gpu.peak_flop_per_s("fp32") / gpu.peak_flop_per_s("fp64")
+        yield Proposal(
+            module=pattern(modules),
+            source=entries[0].site.source,
+            message=f"{len(entries)} operations run in float64",
+            fix="Make the tensors float32 where they are created (dtype=torch.float32, or .float()).",
+            safety=UNSAFE,
+            change=Change(replaced),
+            arithmetic=(
+                f"{size(sum(e.op.moved_bytes for e in entries))} in 8-byte elements: half in fp32",
+                f"this GPU's fp32 peak is {number(ratio)} times its fp64 peak",
+            ),
+            sites=len(modules),
+        )
+
+
+def _single(entry: StepOp) -> StepOp:
+    op = entry.op
+    narrow = _NARROWER[op.dtype]
+    changed: Op = replace(op, dtype=narrow)  # type: ignore[type-var]
+    if isinstance(changed, Streaming):
+        changed = replace(changed, read_bytes=op.read_bytes // 2, write_bytes=op.write_bytes // 2)
+    return replace(entry, op=changed, inputs=_narrowed(entry.inputs), outputs=_narrowed(entry.outputs))
+
+
+def _narrowed(refs: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
+    return tuple(replace(ref, dtype=_NARROWER.get(ref.dtype, ref.dtype)) for ref in refs)

@@ -1,0 +1,68 @@
+"""PRC002: no mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilefit.ops import Streaming
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import UNSAFE
+from tilefit.rules.precision.autocast import under_autocast
+from tilefit.units import number, share
+
+
+class MixedPrecision(Rule):
+    """The step multiplies in fp32 or TF32 on a GPU whose Tensor Cores are faster in half precision.
+
+    What it sees: A step without autocast whose products are mostly fp32 or TF32, on a GPU with bf16 (or
+    else fp16) Tensor Cores.
+
+    Why it costs time: Half precision doubles the Tensor Cores' rate over TF32 (and is 15 times fp32's on
+    the CUDA cores), and activations between the products take half the bytes.
+
+    Arithmetic: The step is estimated again as autocast would run it: products in half precision; a cast
+    of each weight once and of each fp32 activation that enters a product; normalisations, softmax, losses
+    and reductions still in fp32; other operations in the type their operands have; weight gradients cast
+    back to fp32; with fp16 the gradient scaler's pass. Amdahl's law bounds the gain: if products take the
+    share s of the step, making them infinitely fast gives at most 1 / (1 - s), apart from the bytes saved
+    elsewhere. That is why a small or memory-bound model gains little.
+
+    Example: `with torch.autocast("cuda", dtype=torch.bfloat16): loss = model(x)`; for inference
+    `model.to(torch.bfloat16)`.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018); PyTorch, "Automatic Mixed Precision",
+    autocast's operation lists.
+    """
+
+    code = "PRC002"
+    title = "no mixed precision"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step, gpu, estimate = context.step, context.gpu, context.estimate
+        half = next((dtype for dtype in ("bf16", "fp16") if gpu.supports(dtype)), None)
+        products = [index for index, entry in enumerate(step.ops) if not isinstance(entry.op, Streaming)]
+        wide = [index for index in products if step.ops[index].op.dtype in ("fp32", "tf32")]
+        flop = sum(step.ops[index].op.flop for index in wide)
+        if step.settings.amp or half is None or 2 * flop <= step.tensor_flop:
+            return
+        product_s = sum(estimate.ops[index].time_s for index in wide)
+        total_s = sum(op.time_s for op in estimate.ops)
+        part = product_s / total_s
+        dtype = step.ops[wide[0]].op.dtype
+        ratio = gpu.peak_flop_per_s(half) / gpu.peak_flop_per_s(dtype)
+        bound = number(1 / (1 - part))
+        scaler = " and a torch.amp.GradScaler" if half == "fp16" and step.settings.training else ""
+        name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
+        yield Proposal(
+            module="",
+            source="",
+            message=f"products run in {dtype}; in {half} this GPU's peak is {number(ratio)} times as high",
+            fix=f'Run forward and loss under torch.autocast("cuda", dtype={name}){scaler}.',
+            safety=UNSAFE,
+            change=Change(under_autocast(step, half)),
+            arithmetic=(
+                f"products take {share(part)} of the GPU time: infinitely fast, they would make the step at "
+                f"most {bound} times as fast (Amdahl), before bytes saved elsewhere",
+                "priced with autocast's casts and with normalisation, softmax and loss left in fp32",
+            ),
+        )

@@ -1,0 +1,197 @@
+"""PRC004: upcasts on the hot path."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import ADVICE, UNSAFE
+from tilefit.rules.flow import HALVES, Flow, elements, is_cast, tensor_bytes
+from tilefit.rules.outside.attention_by_hand import attention_chains
+from tilefit.rules.sites import pattern
+from tilefit.units import share, size
+
+# A detour through fp32 shorter than this is a kernel launch, not memory traffic.
+_LEAST_ELEMENTS = 1 << 16
+_REDUCING = {"reduction", "normalization", "softmax"}
+_FUSABLE = ("pointwise", "reduction", "normalization", "softmax", "copy")
+
+
+class Upcasts(Rule):
+    """A mixed-precision step goes back to fp32 where it need not.
+
+    What it sees: Two things. (1) Detours: a large half-precision activation is cast to fp32 by a kernel
+    of its own, a few operations stream it in fp32, and another kernel casts the result back. (2) fp32 or
+    TF32 products inside a step whose other products are in half precision.
+
+    Why it costs time: A separate cast moves 6 bytes per element and computes nothing, and all
+    operations in between move 4 bytes instead of 2. A kernel that reads half, computes in fp32 registers and
+    writes half gives the same precision for 4 bytes in all. An fp32 product runs without the half-precision
+    Tensor Cores, 2 to 15 times slower.
+
+    Arithmetic: A detour of one normalisation over N elements moves 6 N (cast) + 8 N (normalise) + 6 N
+    (cast) bytes; fused, 4 N.
+
+    Example: `F.rms_norm(x, (d,), weight)` on a bf16 `x` in place of `x.float()`, `pow`, `mean`, `rsqrt`,
+    `mul`, `.to(bf16)`; `F.softmax(x, -1, dtype=torch.float32)` in place of `F.softmax(x.float(), -1)`.
+
+    Source: NVIDIA, "Memory-Limited Layers User's Guide": such layers cost what their bytes cost.
+    """
+
+    code = "PRC004"
+    title = "upcasts on the hot path"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        yield from _detours(Flow(context.step))
+        yield from _wide_products(context)
+
+
+def _detours(flow: Flow) -> Iterator[Proposal]:
+    step = flow.step
+    found: dict[str, list[tuple[list[int], StepOp]]] = defaultdict(list)
+    # Attention written out by hand is replaced as a whole (NTC002).
+    taken = {i for chain in attention_chains(flow) for i in (*chain.forward, *chain.backward)}
+    for index, entry in enumerate(step.ops):
+        if index in taken or not _is_upcast(entry):
+            continue
+        region = _region(flow, index)
+        if region is None or taken & set(region):
+            continue
+        taken.update(region)
+        fused = _fused(flow, region)
+        # The gradient of a detour belongs to the same finding.
+        found[step.modules.get(fused.site.module, "") or fused.site.module].append((region, fused))
+    for regions in found.values():
+        replaced: dict[int, tuple[StepOp, ...]] = {}
+        saved = 0
+        for region, fused in regions:
+            replaced.update((i, ()) for i in region)
+            replaced[region[-1]] = (fused,)
+            saved += sum(step.ops[i].op.moved_bytes for i in region) - fused.op.moved_bytes
+        modules = list(dict.fromkeys(fused.site.module for _, fused in regions))
+        first, fused = regions[0]
+        half = step.ops[first[0]].inputs[0].dtype
+        names = ", ".join(dict.fromkeys(step.ops[i].name.rpartition(".")[2].strip("_") for i in first))
+        yield Proposal(
+            module=pattern(modules),
+            source=fused.site.source,
+            message=f"{half} activations are cast to fp32 and back around {len(first)} kernels ({names})",
+            fix="Use a kernel that computes in fp32 inside: F.rms_norm, F.layer_norm, "
+            "F.softmax(dtype=torch.float32), or torch.compile."
+            if any(_reduces(fused) for _, fused in regions)
+            else 'Use a kernel that computes in fp32 inside: F.gelu(approximate="tanh"), F.silu, or '
+            "torch.compile.",
+            safety=ADVICE,
+            change=Change(replaced),
+            arithmetic=(
+                f"{len(regions)} detours through fp32 move {size(saved)} more than one kernel each "
+                f"that reads and writes {half}",
+            ),
+            sites=len(modules),
+        )
+
+
+def _reduces(entry: StepOp) -> bool:
+    return isinstance(entry.op, Streaming) and entry.op.role in _REDUCING
+
+
+def _is_upcast(entry: StepOp) -> bool:
+    if not is_cast(entry) or entry.inputs[0].parameter:
+        return False
+    source, result = entry.inputs[0], entry.outputs[0]
+    return source.dtype in HALVES and result.dtype == "fp32" and elements(source) >= _LEAST_ELEMENTS
+
+
+def _region(flow: Flow, start: int) -> list[int] | None:
+    """The operations from an upcast to the casts back, if nothing of the same phase leaves in between."""
+    step = flow.step
+    is_forward = step.ops[start].phase == FORWARD
+    inside = {start}
+    ends = set()
+    todo = [start]
+    while todo:
+        current = todo.pop()
+        readers = [i for i in flow.readers[current] if (step.ops[i].phase == FORWARD) == is_forward]
+        if not readers:
+            return None  # an fp32 result of the step itself
+        for index in readers:
+            entry = step.ops[index]
+            if index in inside:
+                continue
+            if not isinstance(entry.op, Streaming) or entry.op.role not in _FUSABLE:
+                return None
+            inside.add(index)
+            if is_cast(entry) and entry.outputs[0].dtype in HALVES:
+                ends.add(index)
+            else:
+                todo.append(index)
+    # Where several upcasts meet, as on an fp32 residual stream, fp32 is a choice and not a detour; a cast
+    # alone has nothing to be fused with.
+    if not ends or len(inside) < 3 or sum(_is_upcast(step.ops[i]) for i in inside) > 1:
+        return None
+    return sorted(inside)
+
+
+def _fused(flow: Flow, region: list[int]) -> StepOp:
+    """One kernel that reads what enters a region and writes what leaves it."""
+    step = flow.step
+    inside = set(region)
+    entries = [step.ops[i] for i in region]
+    made = {ref.id for entry in entries for ref in entry.outputs}
+    reads = {ref.id: ref for entry in entries for ref in entry.inputs if ref.id not in made}
+    ends = [e for e in entries if is_cast(e) and e.outputs[0].dtype in HALVES]
+    writes = {ref.id: ref for entry in ends for ref in entry.outputs}
+    # What the backward pass reads is kept, in half.
+    half = ends[-1].outputs[0].dtype
+    for i in region:
+        if set(flow.readers[i]) - inside:
+            writes.update((ref.id, replace(ref, dtype=half)) for ref in step.ops[i].outputs)
+    last = ends[-1]
+    largest = max(elements(ref) for ref in (*reads.values(), *writes.values()))
+    roles = {entry.op.role for entry in entries if isinstance(entry.op, Streaming)}
+    reduces = roles & _REDUCING
+    inner = max(entry.op.inner for entry in entries if isinstance(entry.op, Streaming))
+    op = Streaming(
+        "normalization" if reduces else "pointwise",
+        largest,
+        tensor_bytes(reads.values()),
+        tensor_bytes(writes.values()),
+        last.outputs[0].dtype,
+        inner=inner if reduces else 0,
+    )
+    site = next(entry.site for entry in entries if not is_cast(entry))
+    return replace(last, op=op, site=site, inputs=tuple(reads.values()), outputs=tuple(writes.values()))
+
+
+def _wide_products(context: Context) -> Iterator[Proposal]:
+    step = context.step
+    products = [(i, e.op) for i, e in enumerate(step.ops) if isinstance(e.op, Gemm)]
+    halves = [op for _, op in products if op.dtype in HALVES]
+    wide = [(i, op) for i, op in products if op.dtype in ("fp32", "tf32")]
+    if not wide or sum(op.flop for op in halves) < sum(op.flop for _, op in wide):
+        return
+    half = halves[0].dtype
+    found: dict[str, list[tuple[int, Gemm]]] = defaultdict(list)
+    for index, op in wide:
+        site = step.ops[index].site
+        found[step.modules.get(site.module, "") or site.module].append((index, op))
+    for group in found.values():
+        replaced = {i: (replace(step.ops[i], op=replace(op, dtype=half, out_dtype="")),) for i, op in group}
+        entries = [step.ops[i] for i, _ in group]
+        modules = list(dict.fromkeys(entry.site.module for entry in entries))
+        site = next((e.site for e in entries if e.phase == FORWARD), entries[0].site)
+        part = sum(op.flop for _, op in group) / step.flop
+        yield Proposal(
+            module=pattern(modules),
+            source=site.source,
+            message=f"{len(group)} products run in {group[0][1].dtype} inside a {half} step",
+            fix=f"Remove the cast to fp32 (or the autocast(enabled=False) region) in front of them, so that "
+            f"they run in {half}.",
+            safety=UNSAFE,
+            change=Change(replaced),
+            arithmetic=(f"{group[0][1].shape} and alike: {share(part)} of the step's FLOPs",),
+            sites=len(modules),
+        )

@@ -1,0 +1,1 @@
+"""RNN: recurrent layers off their fast algorithm."""

@@ -1,0 +1,161 @@
+"""RNN001: cuDNN cannot use its persistent algorithm."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
+from tilefit.gpus import Gpu
+from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.resize import pad
+from tilefit.rules.sites import pattern
+
+_HIDDEN_MULTIPLE = 128
+_BATCH_MULTIPLE = 8
+
+
+def _unpack(op: Recurrent) -> list[Recurrent]:
+    return [replace(op, packed=False)]
+
+
+def _split(op: Recurrent) -> list[Recurrent]:
+    """One module per layer and direction."""
+    single = replace(op, num_layers=1, bidirectional=False)
+    wide = op.output_size * op.directions
+    layers = [single] + [replace(single, input_size=wide)] * (op.num_layers - 1)
+    return [layer for layer in layers for _ in range(op.directions)]
+
+
+def _half(op: Recurrent) -> list[Recurrent]:
+    return [replace(op, dtype="fp16")]
+
+
+def _pad_hidden(op: Recurrent) -> list[Recurrent]:
+    return [replace(op, hidden_size=pad(op.hidden_size, _HIDDEN_MULTIPLE))]
+
+
+def _pad_input(op: Recurrent) -> list[Recurrent]:
+    return [replace(op, input_size=pad(op.input_size, _HIDDEN_MULTIPLE))]
+
+
+def _pad_batch(op: Recurrent) -> list[Recurrent]:
+    return [replace(op, batch=pad(op.batch, _BATCH_MULTIPLE))]
+
+
+class _Change(NamedTuple):
+    """A change to a layer: the layers it becomes, what to tell the user, whether it is safe."""
+
+    apply: Callable[[Recurrent], list[Recurrent]]
+    advice: str
+    safety: str
+
+
+#: The changes that can meet a condition, in the order they are made, with what to tell the user.
+_CHANGES: tuple[_Change, ...] = (
+    _Change(_unpack, "pass a padded tensor, not a PackedSequence (mask the padding in the loss)", UNSAFE),
+    _Change(_half, "run it under fp16 autocast", UNSAFE),
+    _Change(_pad_hidden, "make the hidden size {op.hidden_size}", UNSAFE),
+    _Change(_split, "use a module per layer and direction", SAFE),
+    _Change(_pad_input, "pad the input to {op.input_size} features", SAFE),
+    _Change(_pad_batch, "pad the mini-batch to {op.batch}", SAFE),
+)
+
+
+class PersistentAlgorithm(Rule):
+    """A recurrent layer misses a condition of cuDNN's persistent algorithm.
+
+    What it sees: A layer for which PyTorch asks cuDNN for its standard algorithm, although a change
+    of element type, sizes or module structure would let it ask for the persistent one. The finding names
+    the algorithm that runs, the condition that fails, and the smallest set of changes that meets all.
+
+    Why it costs time: The standard algorithm launches a product and a pointwise kernel for every time
+    step, and every product loads the recurrent weights again. The persistent algorithm is one kernel that
+    keeps the weights on chip for the whole sequence.
+
+    Arithmetic: PyTorch asks for the persistent algorithm in fp16 only, for one layer and one direction,
+    no projection, no PackedSequence, hidden size at most 1024, hidden and input size multiples of 128. On
+    compute capability 8.0 and later with at least 98 SMs: never for a GRU; LSTM with a mini-batch that is a
+    multiple of 8 and at most 128. On an H200 an LSTM of 1024 units at mini-batch 16 takes 2.3 us per time
+    step, of 1152 units 13.7. It does not always pay: at mini-batch 128 the standard algorithm can win, and
+    the rule is then silent.
+
+    Example: Two stacked `nn.LSTM(d, d)` in place of `nn.LSTM(d, d, num_layers=2)`; mini-batch 16 in
+    place of 12.
+
+    Source: PyTorch, `aten/src/ATen/native/cudnn/RNN.cpp`, `get_algo`.
+    """
+
+    code = "RNN001"
+    title = "cuDNN's persistent algorithm is out of reach"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step, gpu = context.step, context.gpu
+        layers: dict[tuple[str, Recurrent], list[int]] = defaultdict(list)
+        for index, entry in enumerate(step.ops):
+            if isinstance(entry.op, Recurrent):
+                layers[entry.site.module, replace(entry.op, direction="forward")].append(index)
+        found: dict[Recurrent, list[tuple[str, list[int]]]] = defaultdict(list)
+        for (module, op), indices in layers.items():
+            found[op].append((module, indices))
+        for op, places in found.items():
+            algorithm, reason = cudnn_algorithm(op, gpu)
+            if algorithm != STANDARD:
+                continue
+            directions = {step.ops[i].op.direction for _, rows in places for i in rows}  # type: ignore[attr-defined]
+            changes = _fewest(op, gpu, directions - {BACKWARD_WEIGHT})
+            if not changes:
+                continue
+            replaced: dict[int, tuple[StepOp, ...]] = {}
+            for _, rows in places:
+                for index in rows:
+                    entry = step.ops[index]
+                    assert isinstance(entry.op, Recurrent)
+                    replaced[index] = tuple(replace(entry, op=new) for new in _applied(entry.op, changes))
+            after = _applied(op, changes)[-1]
+            advice = "; ".join(change.advice.format(op=after) for change in changes)
+            first = step.ops[places[0][1][0]].site
+            yield Proposal(
+                module=pattern(module for module, _ in places),
+                source=first.source,
+                message=f"cuDNN runs its {algorithm} algorithm: {reason}",
+                fix=advice[0].upper() + advice[1:] + ".",
+                safety=UNSAFE if any(change.safety == UNSAFE for change in changes) else SAFE,
+                change=Change(replaced),
+                arithmetic=(
+                    f"{op.shape}, {op.dtype}: {algorithm}, a product and a pointwise kernel per time step",
+                    f"{after.shape}, {after.dtype}: {cudnn_algorithm(after, gpu)[0]}, one kernel",
+                ),
+                sites=len(places),
+            )
+
+
+def _applied(op: Recurrent, changes: list[_Change]) -> list[Recurrent]:
+    ops = [op]
+    for change in changes:
+        ops = [new for old in ops for new in change.apply(old)]
+    return ops
+
+
+def _fewest(op: Recurrent, gpu: Gpu, directions: set[str]) -> list[_Change]:
+    """A smallest set of changes that lets every pass persist; empty if not even all of them do."""
+
+    def persists(changes: list[_Change]) -> bool:
+        return all(
+            cudnn_algorithm(replace(new, direction=direction), gpu)[0] != STANDARD
+            for direction in directions
+            for new in _applied(op, changes)
+        )
+
+    changes = list(_CHANGES)
+    if not persists(changes):
+        return []
+    for change in _CHANGES:
+        without = [other for other in changes if other is not change]
+        if persists(without):
+            changes = without
+    return changes

@@ -1,0 +1,170 @@
+"""Weights that a step multiplies again and again, and recurrent cells that run in a Python loop."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from tilefit.ops import BACKWARD_DATA, FORWARD, StepOp, Streaming
+from tilefit.rules.flow import Flow, LinearCall, bias_gradient, linear_calls, parent
+
+#: A weight used fewer times than this is shared, not looped over.
+LEAST_STEPS = 8
+
+_LSTM, _GRU, _TANH, _RELU = "LSTM", "GRU", "RNN_TANH", "RNN_RELU"
+_FUSED_CELL = "thnn_fused_cell"
+#: Between two time steps of a plain cell there is nothing but these (names without namespace and ``_``).
+_CELL_OPS = frozenset(
+    """add sub rsub mul div sigmoid tanh relu clone cat stack copy to_copy select_backward slice_backward
+    sigmoid_backward tanh_backward threshold_backward neg zeros zeros_like
+    split_backward unsafe_split_with_sizes sum new_zeros fill zero where le""".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """One weight in many equal forward products.
+
+    Attributes:
+        calls: The calls, in order.
+        sequential: An input depends on an earlier output, so the calls cannot run at once.
+    """
+
+    calls: tuple[LinearCall, ...]
+    sequential: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CellLoop:
+    """A recurrent cell in a loop over time steps.
+
+    Attributes:
+        mode: As in :class:`~tilefit.ops.Recurrent`.
+        recurrent, inputs: The products with the hidden state and with the input.
+        forward, backward: Operations of the loop that one recurrent layer does instead.
+    """
+
+    mode: str
+    recurrent: Repeated
+    inputs: Repeated
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def repeated_weights(flow: Flow) -> list[Repeated]:
+    """Weights that at least :data:`LEAST_STEPS` forward products of one shape use."""
+    step = flow.step
+    calls: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
+    for call in linear_calls(step):
+        entry = step.ops[call.forward]
+        calls[(call.layer.parameter, call.layer.module, entry.op, entry.recomputed)].append(call)
+    groups = [group for group in calls.values() if len(group) >= LEAST_STEPS]
+    bits = {call.forward: 1 << bit for bit, group in enumerate(groups) for call in group}
+    sequential = 0
+    depends: Counter[int] = Counter()  # tensor -> the weights, as bits, that its value depends on
+    for index, entry in enumerate(step.ops):
+        if entry.phase != FORWARD:
+            continue
+        mask = 0
+        for ref in entry.inputs:
+            mask |= depends[ref.id]
+        own = bits.get(index, 0)
+        sequential |= mask & own
+        for ref in entry.outputs:
+            depends[ref.id] |= mask | own
+    return [Repeated(tuple(group), bool(sequential >> bit & 1)) for bit, group in enumerate(groups)]
+
+
+def cell_loops(flow: Flow) -> list[CellLoop]:
+    """Loops whose body is a plain LSTM, GRU or vanilla cell, as ``torch.nn`` knows them."""
+    repeated = repeated_weights(flow)
+    loops = []
+    for recurrent in repeated:
+        if recurrent.sequential:
+            loop = _cell_loop(flow, recurrent, [other for other in repeated if not other.sequential])
+            if loop is not None:
+                loops.append(loop)
+    return loops
+
+
+def _cell_loop(flow: Flow, recurrent: Repeated, others: list[Repeated]) -> CellLoop | None:
+    step = flow.step
+    layer = recurrent.calls[0].layer
+    inputs = next(
+        (
+            other
+            for other in others
+            if len(other.calls) == len(recurrent.calls)
+            and other.calls[0].layer.out_features == layer.out_features
+            and _share_cell(other.calls[0].layer.module, layer.module)
+        ),
+        None,
+    )
+    if inputs is None:
+        return None
+    products = [call.forward for call in recurrent.calls]
+    between = _between(flow, products, FORWARD)
+    if between is None:
+        return None
+    names = [step.ops[index].name for index in between]
+    mode = _mode(layer.out_features, layer.in_features, names)
+    if mode is None:
+        return None
+    forward = {*products, *between, *(call.forward for call in inputs.calls)}
+    backward = _backward(flow, recurrent, inputs)
+    return CellLoop(mode, recurrent, inputs, tuple(sorted(forward)), tuple(sorted(backward)))
+
+
+def _share_cell(first: str, second: str) -> bool:
+    return first == second or parent(first) == parent(second)
+
+
+def _between(flow: Flow, products: list[int], phase: str) -> set[int] | None:
+    """The cell's operations besides the products; None if one of them is none that a cell holds.
+
+    They lie on a way from one of the products to another; before the first and after the last product,
+    those of the same names and modules belong to the cell too.
+    """
+    step = flow.step
+    own = set(products)
+
+    def in_phase(index: int) -> bool:
+        return step.ops[index].phase == phase
+
+    both = flow.reachable(products, in_phase) & flow.needed(products, in_phase) - own
+    if not all(_is_cell_op(step.ops[index]) for index in both):
+        return None
+    kinds = {(step.ops[index].name, step.ops[index].site.module) for index in both}
+
+    def is_alike(index: int) -> bool:
+        return in_phase(index) and (step.ops[index].name, step.ops[index].site.module) in kinds
+
+    return both | flow.reachable(products, is_alike) | flow.needed(products, is_alike)
+
+
+def _is_cell_op(entry: StepOp) -> bool:
+    short = entry.name.rpartition(".")[2].strip("_")
+    return isinstance(entry.op, Streaming) and (short in _CELL_OPS or _FUSED_CELL in short)
+
+
+def _mode(gates: int, hidden: int, names: list[str]) -> str | None:
+    short = {name.rpartition(".")[2].strip("_") for name in names}
+    gated = {"sigmoid", "tanh"} <= short or any(_FUSED_CELL in name for name in short)
+    if gates == 4 * hidden and gated:
+        return _LSTM
+    if gates == 3 * hidden and gated:
+        return _GRU
+    if gates == hidden and "sigmoid" not in short and not {"mul", "cat"} & short:
+        if "tanh" in short:
+            return _TANH
+        if "relu" in short:
+            return _RELU
+    return None
+
+
+def _backward(flow: Flow, recurrent: Repeated, inputs: Repeated) -> set[int]:
+    calls = (*recurrent.calls, *inputs.calls)
+    gradients = [(call.backward_data, call.backward_weight, bias_gradient(flow, call)) for call in calls]
+    own = {index for indices in gradients for index in indices if index is not None}
+    data = [call.backward_data for call in recurrent.calls if call.backward_data is not None]
+    return own | (_between(flow, data, BACKWARD_DATA) or set())

@@ -1,0 +1,37 @@
+"""ALN004 and ALN005: channels."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import StepBuilder, resnet
+from tilefit.gpus import Gpu
+from tilefit.rules import run
+
+
+def test_a_healthy_resnet_is_left_alone(h200: Gpu, a100: Gpu) -> None:
+    for gpu in (h200, a100):
+        assert run(resnet(), gpu, select=["ALN"]) == []
+
+
+def test_channels_that_change_together_are_one_finding(h200: Gpu) -> None:
+    b = StepBuilder(batch=256)
+    x = b.conv("conv1", 64, 60, 56, x=b.tensor(256, 64, 56, 56))
+    b.conv("conv2", 60, 60, 56, x=x)
+    (finding,) = run(b.step(), h200, select=["ALN"])
+    assert (finding.code, finding.sites, finding.module) == ("ALN004", 2, "*")
+    assert "Use 64 channels instead of 60" in finding.fix
+
+
+def test_grouped_convolutions_are_not_padded(h200: Gpu) -> None:
+    b = StepBuilder(batch=64)
+    b.conv("depthwise", 60, 60, 56, groups=60, x=b.tensor(64, 60, 56, 56))
+    assert run(b.step(), h200, select=["ALN"]) == []
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_first_convolution_gains_nothing_worth_a_finding(channels_last: bool, h200: Gpu) -> None:
+    """Measured on an H200 (benchmarks/first_convolution.py): 2 % of the layer with the copy paid."""
+    b = StepBuilder(batch=256)
+    b.conv("conv1", 3, 64, 224, 7, 2, channels_last=channels_last)
+    assert run(b.step(), h200, select=["ALN"]) == []

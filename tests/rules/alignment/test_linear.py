@@ -1,0 +1,91 @@
+"""ALN001: features of linear layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import StepBuilder, gpt2, llama
+from tilefit.cost import estimate_step
+from tilefit.gpus import Gpu
+from tilefit.ops import Gemm
+from tilefit.rules import get, run
+from tilefit.rules.base import Context
+
+
+def test_layers_that_share_a_size_are_one_finding(h200: Gpu) -> None:
+    (finding,) = run(llama(intermediate=5461, features=2048), h200, select=["ALN"])
+    assert finding.code == "ALN001"
+    assert finding.sites == 6
+    assert finding.module == "model.layers.*.mlp.*"
+    assert "out_features of model.layers.*.mlp.* 5461 -> 5504" in finding.fix
+    assert "in_features of model.layers.*.mlp.down_proj 5461 -> 5504" in finding.fix
+    assert "sm80" in finding.message
+
+
+def test_identical_layers_are_one_finding_with_their_pattern(h200: Gpu) -> None:
+    b = StepBuilder()
+    for i in range(12):
+        b.linear(f"transformer.h.{i}.mlp.c_fc", 16384, 768, 3071, conv1d=True)
+    (finding,) = run(b.step(), h200, select=["ALN"])
+    assert (finding.module, finding.sites) == ("transformer.h.*.mlp.c_fc", 12)
+
+
+def test_the_change_covers_the_products_and_what_lies_between(h200: Gpu) -> None:
+    step = llama(intermediate=5461, features=2048, layers=1)
+    (proposal,) = get("ALN001").check(Context(step, h200, estimate_step(step, h200)))
+    assert proposal.change is not None
+    replaced = proposal.change.replace
+    for index, entry in enumerate(step.ops):
+        if isinstance(entry.op, Gemm):
+            assert (index in replaced) == (5461 in (entry.op.m, entry.op.n, entry.op.k))
+    activation = next(i for i, entry in enumerate(step.ops) if entry.name == "aten.silu")
+    assert replaced[activation][0].op.moved_bytes == pytest.approx(
+        step.ops[activation].op.moved_bytes * 5504 / 5461, rel=1e-6
+    )
+
+
+def test_two_misaligned_sizes_of_one_layer_are_padded_together(h200: Gpu) -> None:
+    b = StepBuilder()
+    b.linear("a", 16384, 2050, 2050)
+    b.linear("b", 16384, 2050, 4099)
+    (finding,) = run(b.step(), h200, select=["ALN"])
+    assert "2050 and 4099 features" in finding.message
+
+
+def test_the_smaller_padding_is_taken_where_a_line_costs_more(h200: Gpu) -> None:
+    b = StepBuilder()
+    for i in range(8):
+        b.linear(f"wide.{i}", 65536, 4096, 129)
+    found = run(b.step(), h200, select=["ALN"])
+    assert len(found) == 1
+    assert "129 -> 136" in found[0].fix or "129 -> 192" in found[0].fix
+    sizes = [int(text.split("-> ")[1].split()[0]) for text in [found[0].fix]]
+    assert sizes[0] % 8 == 0
+
+
+def test_a_small_head_is_not_worth_a_finding(h200: Gpu) -> None:
+    step_builder = StepBuilder()
+    for i in range(12):
+        step_builder.linear(f"layer.{i}", 16384, 768, 3072)
+    step_builder.linear("classifier", 32, 768, 2)
+    assert run(step_builder.step(), h200, select=["ALN"]) == []
+
+
+def test_fp32_without_tf32_has_no_tensor_cores_to_lose(h200: Gpu) -> None:
+    b = StepBuilder(dtype="fp32")
+    b.linear("a", 16384, 2047, 2047)
+    assert run(b.step(), h200, select=["ALN"]) == []
+
+
+def test_tf32_needs_multiples_of_four(h200: Gpu) -> None:
+    for size, findings in ((2044, 0), (2046, 1)):
+        b = StepBuilder(dtype="tf32")
+        b.linear("a", 16384, size, size)
+        assert len(run(b.step(), h200, select=["ALN001"])) == findings
+
+
+@pytest.mark.parametrize("gpu_name", ["h200", "a100"])
+def test_healthy_models_are_left_alone(gpu_name: str, request: pytest.FixtureRequest) -> None:
+    gpu = request.getfixturevalue(gpu_name)
+    assert run(gpt2(50304, layers=12), gpu, select=["ALN", "QNT", "LAY"]) == []
+    assert run(llama(), gpu, select=["ALN", "QNT", "LAY"]) == []

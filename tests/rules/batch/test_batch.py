@@ -1,0 +1,64 @@
+"""BAT: below the knee, beyond the memory."""
+
+from __future__ import annotations
+
+from builders import StepBuilder, gpt2
+from tilefit.gpus import Gpu
+from tilefit.ops import Memory, Settings, Step
+from tilefit.rules import run
+
+GB = 10**9
+
+
+def small(batch: int, peak_bytes: int = 0, *, training: bool = True) -> Step:
+    b = StepBuilder(batch, training=training, settings=Settings(training=training, amp="bf16"))
+    for i in range(8):
+        b.linear(f"layers.{i}", batch, 4096, 4096)
+    return b.step(memory=Memory(parameter_bytes=GB, peak_bytes=peak_bytes))
+
+
+def advised(fix: str) -> int:
+    return next(int(word.strip(".,")) for word in fix.split() if word.strip(".,").isdigit())
+
+
+def test_a_batch_far_below_the_knee(h200: Gpu) -> None:
+    (finding,) = run(small(16), h200, select=["BAT"])
+    assert finding.code == "BAT001"
+    assert finding.safety == "unsafe"
+    assert advised(finding.fix) >= 256
+    assert finding.gain_fraction > 0.5
+
+
+def test_the_memory_limits_the_advice(h200: Gpu) -> None:
+    # 1 GB fixed and 1 GB a sample: 131 fit in 94 % of 141 GB.
+    (finding,) = run(small(16, 17 * GB), h200, select=["BAT"])
+    assert 16 < advised(finding.fix) <= 131
+
+
+def test_beyond_the_knee_it_is_silent(h200: Gpu) -> None:
+    assert run(small(8192), h200, select=["BAT"]) == []
+    assert run(gpt2(layers=12), h200, select=["BAT"]) == []
+
+
+def test_a_step_beyond_the_memory_is_an_error_that_names_what_fits(h200: Gpu) -> None:
+    (finding,) = run(small(256, 257 * GB), h200, select=["BAT"])
+    assert (finding.code, finding.severity) == ("BAT002", "error")
+    limit = int((0.94 * h200.memory_bytes - GB) / GB)
+    assert f"at most {limit} " in finding.fix
+    assert finding.gain_s == 0
+
+
+def test_parameters_beyond_the_memory_need_more_gpus(h200: Gpu) -> None:
+    memory = Memory(parameter_bytes=280 * GB, gradient_bytes=280 * GB, optimizer_bytes=560 * GB)
+    step = StepBuilder(4).step(memory=Memory(**{**_fields(memory), "peak_bytes": 1200 * GB}))
+    (finding,) = run(step, h200, select=["BAT002"])
+    gpus = -(-1120 * GB // int(0.94 * h200.memory_bytes))
+    assert f"at least {gpus} GPUs" in finding.fix
+
+
+def test_a_step_that_fits_is_no_error(h200: Gpu) -> None:
+    assert run(small(8192, 100 * GB), h200, select=["BAT002"]) == []
+
+
+def _fields(memory: Memory) -> dict[str, int]:
+    return {name: getattr(memory, name) for name in memory.__slots__}

@@ -1,0 +1,62 @@
+"""NTC001, NTC003, NTC004: fusing what streams memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tilefit.capture import capture
+from tilefit.cost.fusion import fuse
+from toys import LanguageModel, tokens
+from whatif import findings, saved_s
+
+
+def test_compiling_is_worth_what_the_fused_step_saves() -> None:
+    step = capture(LanguageModel(), tokens(), amp="bf16")
+    (finding,) = findings(step, "NTC001")
+    assert finding.gain_s == pytest.approx(saved_s(step, fuse(step)))
+    assert finding.gain_low_s < finding.gain_s < finding.gain_high_s
+    assert "torch.compile" in finding.fix
+
+
+def test_a_compiled_step_is_healthy() -> None:
+    assert not findings(capture(LanguageModel(), tokens(), amp="bf16", compiled=True), "NTC001", min_gain=0)
+
+
+def test_bare_products_leave_nothing_to_fuse() -> None:
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))).bfloat16()
+    x = torch.empty(16384, 4096, device="meta", dtype=torch.bfloat16)
+    assert not findings(capture(model, x, train=False), "NTC001")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_fused_optimizer_is_worth_what_its_capture_saves(optimizer: str) -> None:
+    unfused = capture(LanguageModel(), tokens(), amp="bf16", optimizer=optimizer)
+    fused = capture(LanguageModel(), tokens(), amp="bf16", optimizer=optimizer, fused_optimizer=True)
+    for finding in findings(unfused, "NTC003", min_gain=0):
+        assert finding.gain_s == pytest.approx(saved_s(unfused, fused), rel=0.02)
+        assert finding.safety == "safe"
+    assert bool(findings(unfused, "NTC003")) == (saved_s(unfused, fused) > 0.05e-3)
+    assert not findings(fused, "NTC003", min_gain=0)
+
+
+def test_without_an_optimizer_there_is_nothing_to_fuse() -> None:
+    assert not findings(capture(LanguageModel(), tokens(), optimizer="none"), "NTC003", min_gain=0)
+    assert not findings(capture(LanguageModel(), tokens(), train=False), "NTC003", min_gain=0)
+
+
+def test_wide_logits_cost_their_passes() -> None:
+    step = capture(LanguageModel(vocabulary=64000, layers=1), tokens(), amp="bf16")
+    (finding,) = findings(step, "NTC004")
+    assert finding.module == "head"
+    logits = 8 * 1024 * 64000
+    # At least the four fp32 and two half passes that go, at the datasheet's 4.8 TB/s.
+    assert finding.gain_s > (6 + 8 + 8 + 6 - 6) * logits / 4.8e12
+
+
+@pytest.mark.parametrize("options", [{"train": False}, {}])
+def test_half_losses_small_vocabularies_and_inference_are_healthy(options: dict[str, bool]) -> None:
+    small = 64000 if options else 4096
+    step = capture(LanguageModel(vocabulary=small, layers=1), tokens(), amp="bf16", **options)
+    assert not findings(step, "NTC004", min_gain=0)

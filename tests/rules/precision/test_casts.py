@@ -1,0 +1,136 @@
+"""PRC004, PRC005: casts that only cost time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilefit.capture import capture
+from toys import Attention, LanguageModel, tokens
+from whatif import findings, saved_s
+
+
+class Norm(nn.Module):
+    """Layer normalisation computed in fp32: written out, or by the kernel itself."""
+
+    def __init__(self, *, written_out: bool) -> None:
+        super().__init__()
+        self.written_out = written_out
+        self.weight = nn.Parameter(torch.ones(2048))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.written_out:
+            return F.layer_norm(x, (2048,), self.weight)
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+def model_of(*, written_out: bool, layers: int = 3) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(Norm(written_out=written_out), nn.Linear(2048, 2048)) for _ in range(layers))
+    ).bfloat16()
+
+
+X = torch.empty(16384, 2048, device="meta", dtype=torch.bfloat16)
+
+
+def test_a_detour_through_fp32_is_found_in_inference() -> None:
+    detour = capture(model_of(written_out=True), X, train=False)
+    (finding,) = findings(detour, "PRC004")
+    assert finding.module == "*.0"
+    assert finding.sites == 3
+    # The product with the weight, after the cast back, is not part of the detour.
+    direct = saved_s(detour, capture(model_of(written_out=False), X, train=False))
+    assert 0.7 * direct < finding.gain_s < 1.05 * direct
+
+
+def test_its_gradient_belongs_to_it() -> None:
+    training = capture(model_of(written_out=True), X, optimizer="none")
+    inference = capture(model_of(written_out=True), X, train=False)
+    (finding,) = findings(training, "PRC004")
+    assert finding.sites == 3
+    assert finding.gain_s > findings(inference, "PRC004")[0].gain_s
+
+
+def test_a_direct_normalisation_is_healthy() -> None:
+    assert not findings(capture(model_of(written_out=False), X), "PRC004", min_gain=0)
+
+
+def test_autocast_itself_is_healthy() -> None:
+    assert not findings(capture(LanguageModel(), tokens(), amp="bf16"), "PRC004")
+
+
+def test_attention_by_hand_is_left_to_its_own_rule() -> None:
+    model = Attention(fused=False).bfloat16()
+    x = torch.empty(8, 1024, 1024, device="meta", dtype=torch.bfloat16)
+    step = capture(model, x, amp="bf16")
+    assert findings(step, "NTC002")
+    assert not findings(step, "PRC004", min_gain=0)
+
+
+class WideHead(nn.Module):
+    """A model whose last layer leaves autocast."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.wide = wide
+        self.body = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+        self.head = nn.Linear(2048, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        if not self.wide:
+            return self.head(x)
+        with torch.autocast("cuda", enabled=False):
+            return self.head(x.float())
+
+
+def test_an_fp32_product_in_a_half_step_is_found() -> None:
+    wide = capture(WideHead(wide=True), X, amp="bf16")
+    half = capture(WideHead(wide=False), X, amp="bf16")
+    (finding,) = findings(wide, "PRC004")
+    assert finding.module == "head"
+    assert finding.gain_s == pytest.approx(saved_s(wide, half), rel=0.1)
+    assert not findings(half, "PRC004", min_gain=0)
+
+
+def test_weights_cast_in_every_call() -> None:
+    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+    x = torch.empty(64, 4096, device="meta")
+    cast = capture(model, x, amp="bf16", train=False)
+    half = capture(model.bfloat16(), x.bfloat16(), train=False)
+    (finding,) = findings(cast, "PRC005")
+    assert "model.to(torch.bfloat16)" in finding.fix
+    assert finding.gain_s == pytest.approx(saved_s(cast, half), rel=0.1)
+    assert not findings(half, "PRC005", min_gain=0)
+
+
+class MicroBatches(nn.Module):
+    """Four micro-batches under one autocast region, or one region each."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+        self.layer = nn.Linear(4096, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.apart:
+            return torch.stack([self.region(part) for part in x]).mean()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return torch.stack([self.layer(part) for part in x]).mean()
+
+    def region(self, part: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.layer(part)
+
+
+def test_a_region_per_micro_batch_casts_again() -> None:
+    x = torch.empty(4, 64, 4096, device="meta")
+    (finding,) = findings(capture(MicroBatches(apart=True), x, fused_optimizer=True), "PRC005")
+    assert finding.safety == "safe"
+    assert finding.message.startswith("6 casts")
+    assert not findings(capture(MicroBatches(apart=False), x, fused_optimizer=True), "PRC005", min_gain=0)

@@ -1,0 +1,72 @@
+"""PRC001, PRC002, PRC003: the element type of the products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tilefit.capture import capture
+from toys import LanguageModel, tokens
+from whatif import findings, saved_s
+
+
+def test_tf32_is_worth_what_a_tf32_capture_saves() -> None:
+    fp32 = capture(LanguageModel(), tokens())
+    tf32 = capture(LanguageModel(), tokens(), tf32=True)
+    (finding,) = findings(fp32, "PRC001")
+    assert finding.gain_s == pytest.approx(saved_s(fp32, tf32), rel=0.001)
+    assert finding.safety == "unsafe"
+    assert "set_float32_matmul_precision" in finding.fix
+
+
+def test_tf32_is_not_proposed_where_it_is_on_missing_or_not_needed() -> None:
+    fp32 = capture(LanguageModel(), tokens())
+    assert not findings(fp32, "PRC001", gpu="t4", min_gain=0)
+    assert not findings(capture(LanguageModel(), tokens(), tf32=True), "PRC001", min_gain=0)
+    assert not findings(capture(LanguageModel(), tokens(), amp="bf16"), "PRC001", min_gain=0)
+
+
+@pytest.mark.parametrize(("gpu", "half"), [("h200", "bf16"), ("t4", "fp16")])
+@pytest.mark.parametrize("train", [True, False])
+def test_mixed_precision_is_worth_what_an_autocast_capture_saves(gpu: str, half: str, train: bool) -> None:
+    fp32 = capture(LanguageModel(), tokens(), train=train)
+    mixed = capture(LanguageModel(), tokens(), amp=half, train=train)
+    (finding,) = findings(fp32, "PRC002", gpu=gpu)
+    assert finding.gain_s == pytest.approx(saved_s(fp32, mixed, gpu), rel=0.05)
+    assert ("GradScaler" in finding.fix) == (half == "fp16" and train)
+    assert any("Amdahl" in line for line in finding.arithmetic)
+
+
+def test_mixed_precision_of_a_convolutional_model() -> None:
+    def layers(width: int) -> list[nn.Module]:
+        return [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 1, bias=False), *layers(64), *layers(64), nn.AvgPool2d(2), *layers(64)
+    )
+    images = torch.empty(64, 3, 112, 112, device="meta")
+    fp32 = capture(model, images, channels_last=True)
+    mixed = capture(model, images, channels_last=True, amp="bf16")
+    (finding,) = findings(fp32, "PRC002")
+    assert finding.gain_s == pytest.approx(saved_s(fp32, mixed), rel=0.05)
+
+
+def test_a_mixed_or_half_step_is_healthy() -> None:
+    assert not findings(capture(LanguageModel(), tokens(), amp="bf16"), "PRC002", min_gain=0)
+    assert not findings(capture(LanguageModel().bfloat16(), tokens()), "PRC002", min_gain=0)
+
+
+def test_a_gpu_without_half_precision_products_gets_no_advice() -> None:
+    assert not findings(capture(LanguageModel(), tokens()), "PRC002", gpu="p100-pcie-16gb", min_gain=0)
+
+
+@pytest.mark.parametrize("gpu", ["l40s", "rtx-4090"])
+def test_float64_is_worth_what_the_float32_model_saves(gpu: str) -> None:
+    x = torch.empty(4096, 1024, device="meta")
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+    single = capture(model, x, optimizer="none")
+    double = capture(model.double(), x.double(), optimizer="none")
+    (finding,) = findings(double, "PRC003", gpu=gpu)
+    assert finding.gain_s == pytest.approx(saved_s(double, single, gpu), rel=0.001)
+    assert not findings(single, "PRC003", gpu=gpu, min_gain=0)

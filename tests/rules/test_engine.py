@@ -1,0 +1,136 @@
+"""The engine with rules made for the test, so that its arithmetic is seen alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+
+from builders import StepBuilder
+from tilefit.cost import estimate, estimate_step
+from tilefit.errors import UsageError
+from tilefit.gpus import Gpu
+from tilefit.ops import Gemm, Step
+from tilefit.ops.scaling import scale_batch
+from tilefit.rules import Change, Context, Finding, Proposal, Rule, engine, run
+
+
+def proposal(change: Change | None, module: str = "a", severity: str = "") -> Proposal:
+    return Proposal(module, "model.py:1", "message", "fix", "safe", change, severity=severity)
+
+
+@pytest.fixture
+def step() -> Step:
+    b = StepBuilder(training=False)
+    b.linear("a", 16384, 4096, 4096)
+    b.linear("b", 16384, 4096, 4096)
+    b.linear("c", 16384, 4096, 4096)
+    return b.step()
+
+
+@pytest.fixture
+def run_with(monkeypatch: pytest.MonkeyPatch, h200: Gpu) -> Callable[..., list[Finding]]:
+    """Runs the engine with one rule that proposes what it is given."""
+
+    def call(step: Step, *proposals: Proposal, **options: object) -> list[Finding]:
+        class Made(Rule):
+            code = "TST001"
+            title = "made for the test"
+
+            def check(self, context: Context) -> Iterable[Proposal]:
+                return proposals
+
+        monkeypatch.setattr(engine, "select_rules", lambda *_: (Made(),))
+        return run(step, h200, **options)  # type: ignore[arg-type]
+
+    return call
+
+
+def test_a_gain_is_the_difference_of_the_two_steps(step: Step, run_with, h200: Gpu) -> None:
+    half = replace(step.ops[0], op=Gemm(8192, 4096, 4096))
+    (finding,) = run_with(step, proposal(Change({0: (half,)})))
+    before = estimate_step(step, h200)
+    after = estimate_step(replace(step, ops=(half, *step.ops[1:])), h200)
+    assert finding.gain_s == pytest.approx(before.time_s - after.time_s)
+    assert finding.gain_fraction == pytest.approx(finding.gain_s / before.time_s)
+    assert 0 < finding.gain_low_s < finding.gain_s < finding.gain_high_s
+    assert finding.severity == "warning"
+
+
+def test_an_operation_can_be_removed_or_become_several(step: Step, run_with, h200: Gpu) -> None:
+    (gone,) = run_with(step, proposal(Change({1: ()})))
+    assert gone.gain_s == pytest.approx(estimate(step.ops[1].op, h200).time_s, rel=0.05)
+    quarter = replace(step.ops[1], op=Gemm(4096, 4096, 4096))
+    (split,) = run_with(step, proposal(Change({1: (quarter, quarter)})))
+    assert split.gain_s == pytest.approx(gone.gain_s / 2, rel=0.1)
+
+
+def test_a_larger_batch_is_judged_by_its_time_for_the_same_work(run_with, h200: Gpu) -> None:
+    b = StepBuilder(batch=8)
+    b.linear("a", 8, 4096, 4096)
+    step = b.step()
+    scaled = scale_batch(step, 4)
+    change = Change({i: (entry,) for i, entry in enumerate(scaled.ops)}, work_ratio=4)
+    (finding,) = run_with(step, proposal(change))
+    before, after = estimate_step(step, h200), estimate_step(scaled, h200)
+    assert finding.gain_s == pytest.approx(before.time_s - after.time_s / 4)
+
+
+def test_what_is_not_worth_it_is_dropped(step: Step, run_with) -> None:
+    worse = replace(step.ops[0], op=Gemm(16384, 4224, 4096))
+    same = replace(step.ops[0], op=Gemm(16384, 4096, 4096))
+    # 2 % less of one product: below the noise of the product itself, though above 0.5 % of the step.
+    little = replace(step.ops[0], op=Gemm(16384, 4096, 4032))
+    for after in (worse, same, little):
+        assert run_with(step, proposal(Change({0: (after,)}))) == []
+    assert run_with(step, proposal(Change({0: ()})), min_gain=0.5) == []
+
+
+def test_ranked_by_gain_with_errors_first(step: Step, run_with) -> None:
+    found = run_with(
+        step,
+        proposal(Change({0: ()}), "one"),
+        proposal(Change({0: (), 1: ()}), "two"),
+        proposal(None, "cannot run", severity="error"),
+    )
+    assert [f.module for f in found] == ["cannot run", "two", "one"]
+    assert found[0].severity == "error"
+    assert found[0].gain_s == 0
+
+
+def test_a_small_gain_is_a_note(run_with) -> None:
+    b = StepBuilder(training=False)
+    b.linear("small", 8192, 2048, 2048)
+    for i in range(4):
+        b.linear(f"large{i}", 16384, 4096, 4096)
+    (finding,) = run_with(b.step(), proposal(Change({0: ()})))
+    assert 0.005 < finding.gain_fraction < 0.05
+    assert finding.severity == "note"
+
+
+def test_rules_can_be_silenced_by_module(step: Step, run_with) -> None:
+    change = Change({0: ()})
+    ignored = {"transformer.h.*": ["TST"]}
+    assert run_with(step, proposal(change, "transformer.h.*.mlp"), per_module_ignores=ignored) == []
+    assert len(run_with(step, proposal(change, "lm_head"), per_module_ignores=ignored)) == 1
+
+
+def test_unknown_codes_are_refused(step: Step, h200: Gpu) -> None:
+    with pytest.raises(UsageError):
+        run(step, h200, select=["ALM001"])
+    with pytest.raises(UsageError):
+        run(step, h200, per_module_ignores={"a": ["ALM001"]})
+
+
+def test_the_interval_of_equal_sites_adds_up(run_with) -> None:
+    """Twelve equal layers are wrong in the same way: their interval is twelve times as wide."""
+    b = StepBuilder(training=False)
+    for i in range(12):
+        b.linear(f"h.{i}", 16384, 4096, 4096)
+    step = b.step()
+    (one,) = run_with(step, proposal(Change({0: ()})))
+    (twelve,) = run_with(step, proposal(Change(dict.fromkeys(range(12), ()))))
+    assert twelve.gain_high_s - twelve.gain_low_s == pytest.approx(
+        12 * (one.gain_high_s - one.gain_low_s), rel=1e-6
+    )
