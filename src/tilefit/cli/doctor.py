@@ -1,0 +1,82 @@
+"""``tilefit doctor``: what this environment offers."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from tilefit import __version__
+from tilefit.cli import output
+
+#: Optional packages: what each gives.
+OPTIONAL = {
+    "transformers": "hf: targets",
+    "torchvision": "torchvision: targets",
+    "timm": "timm: targets",
+    "nvidia-ml-py": "clocks, power and throttling of a local GPU",
+}
+
+
+def doctor() -> None:
+    """Show the environment: Python, torch, CUDA, the GPU, optional packages and what each gives."""
+    from rich.text import Text
+
+    table = output.table("", "")
+    with output.progress("Looking around"):
+        rows = [*_base(), *_torch(), *_packages()]
+    for label, value in rows:
+        table.add_row(Text(label, style="bold"), Text(value))
+    output.stdout().print(table)
+
+
+def _base() -> list[tuple[str, str]]:
+    return [
+        ("tilefit", __version__),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.system()} {platform.machine()}"),
+    ]
+
+
+def _torch() -> list[tuple[str, str]]:
+    if find_spec("torch") is None:
+        return [("torch", "not installed: models cannot be captured")]
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [("torch", f"does not import: {error}")]
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    rows = [("torch", f"{torch.__version__}, {built}"), ("driver", _driver())]
+    if not torch.cuda.is_available():
+        return [*rows, ("GPU", "none that torch can use; checks work without one: name it with --gpu")]
+    for index in range(torch.cuda.device_count()):
+        rows.append((f"GPU {index}", torch.cuda.get_device_name(index)))
+    return rows
+
+
+def _driver() -> str:
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except FileNotFoundError:
+        return "none (no nvidia-smi)"
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"nvidia-smi failed: {error}"
+    return found.stdout.strip().splitlines()[0] if found.stdout.strip() else "none"
+
+
+def _packages() -> list[tuple[str, str]]:
+    rows = []
+    for name, gives in OPTIONAL.items():
+        try:
+            rows.append((name, f"{version(name)}: {gives}"))
+        except PackageNotFoundError:
+            rows.append((name, f"not installed; would give {gives}"))
+    return rows

@@ -1,0 +1,106 @@
+"""The entry point: verbs, and what happens when one fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from tilefit import __version__
+from tilefit.cli import check, doctor, gemm, gpu, rule, rules
+from tilefit.errors import TilefitError
+
+#: Exit codes beside the 0 and 1 of a check that found nothing or something.
+COULD_NOT_RUN = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="tilefit",
+    help="Find where a PyTorch model wastes a GPU, and what each fix is worth. No GPU needed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_VERBS: tuple[Callable[..., object], ...] = (
+    check.check,
+    rules.rules,
+    rule.rule,
+    gpu.gpu,
+    gemm.gemm,
+    doctor.doctor,
+)
+for _verb in _VERBS:
+    app.command()(_verb)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"tilefit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What stands before the verb."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code; no failure ends in a traceback.
+
+    Exit codes: 0 nothing found, 1 findings, 2 could not run, 130 interrupted. ``TILEFIT_DEBUG=1`` lets an
+    unexpected exception through, for the traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets a question mark, not a crash.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(arguments, prog_name="tilefit", standalone_mode=False)
+        sys.stdout.flush()
+    except TilefitError as error:
+        _say("error", str(error))
+        return COULD_NOT_RUN
+    except typer.TyperException as error:
+        # Without a verb the help was printed, and there is nothing to add.
+        if message := error.format_message():
+            _say("error", f"{message}\n  Try: {_help_command(arguments)}")
+        return COULD_NOT_RUN
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough (``tilefit check … | head``). Python would complain again when it
+        # flushes the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get("TILEFIT_DEBUG"):
+            raise
+        _say("error", f"{type(error).__name__}: {error}")
+        _say(
+            "",
+            "This is a bug in tilefit. Set TILEFIT_DEBUG=1 to see where it happened, and please report it.",
+        )
+        return COULD_NOT_RUN
+    return code if isinstance(code, int) else 0
+
+
+def _help_command(arguments: Sequence[str]) -> str:
+    is_verb = bool(arguments) and arguments[0] in {verb.__name__ for verb in _VERBS}
+    return f"tilefit {arguments[0]} --help" if is_verb else "tilefit --help"
+
+
+def _say(label: str, message: str) -> None:
+    color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    start = f"\x1b[1;31m{label}:\x1b[0m " if color else f"{label}: "
+    print(f"{start if label else ''}{message}", file=sys.stderr)

@@ -1,0 +1,63 @@
+"""Where output goes: data to stdout or a file, words about progress to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def stdout() -> Console:
+    """The console for data. rich honours ``NO_COLOR`` and ``COLUMNS``."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def table(*columns: str) -> Table:
+    """A table without lines; a heading that starts with ``>`` aligns its column to the right."""
+    from rich.table import Table
+
+    made = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        show_header=any(columns),
+        header_style="dim",
+    )
+    for column in columns:
+        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return made
+
+
+@contextmanager
+def progress(message: str) -> Iterator[None]:
+    """Say what is going on while it is, if anybody watches."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(message):
+        yield
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a report to a file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error

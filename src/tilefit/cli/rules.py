@@ -1,0 +1,17 @@
+"""``tilefit rules``: the list of all rules."""
+
+from __future__ import annotations
+
+from tilefit.cli import output
+
+
+def rules() -> None:
+    """List the rules."""
+    from rich.text import Text
+
+    from tilefit.rules import all_rules
+
+    table = output.table("", "")
+    for rule in all_rules():
+        table.add_row(Text(rule.code, style="bold"), Text(rule.title))
+    output.stdout().print(table)

@@ -1,0 +1,7 @@
+"""Reports: plain data, built once and rendered in any format."""
+
+from tilefit.report.build import build
+from tilefit.report.formats import FORMATS, render
+from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, Report
+
+__all__ = ["FORMATS", "REPORT_SCHEMA", "Comparison", "Document", "Report", "build", "render"]

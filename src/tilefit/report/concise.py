@@ -1,0 +1,22 @@
+"""For other programs and for grep: a line per finding."""
+
+from __future__ import annotations
+
+from tilefit.report import text
+from tilefit.report.report import Document, Report
+from tilefit.rules.finding import Finding
+
+
+def render(document: Document) -> str:
+    """``source: CODE message [gain]`` per finding, best first; nothing where nothing was found."""
+    several = len(document.reports) > 1
+    return "".join(
+        f"{_line(report, finding)}{f' on {report.gpu}' if several else ''}\n"
+        for report in document.reports
+        for finding in report.findings
+    )
+
+
+def _line(report: Report, finding: Finding) -> str:
+    where = finding.source or finding.module or report.model
+    return f"{text.plain(where)}: {finding.code} {text.plain(finding.message)} [{text.gain(finding)}]"

@@ -1,0 +1,328 @@
+"""For people at a terminal: the answer first, on one screen."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tilefit import units
+from tilefit.report import text
+from tilefit.report.report import Document, Report, across
+from tilefit.rules.finding import ERROR, NOTE, WARNING, Finding
+
+#: Lines of a screen, and the fewest findings shown whatever their length.
+SCREEN_LINES = 40
+FEWEST_FINDINGS = 3
+#: Rows of the table of operations unless all are asked for.
+OP_ROWS = 25
+
+_INDENT = 8
+_BAR_WIDTH = 16
+#: Narrower than this, the table of operations does without the bound.
+_WIDE = 100
+_SEVERITY_STYLE = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "bold cyan"}
+# A glyph each, so that the bar can be read without colour.
+_BOUND_BAR = {
+    "math": ("█", "green"),
+    "memory": ("▒", "yellow"),
+    "latency": ("░", "magenta"),
+    "launch": ("·", "red"),
+}
+
+
+class Terminal:
+    """A rich renderable of a report or a comparison.
+
+    Args:
+        document: What to show.
+        show_all: Every finding with all its arithmetic, and more totals.
+        ops: The table of operations by time as well.
+    """
+
+    def __init__(self, document: Document, *, show_all: bool = False, ops: bool = False) -> None:
+        self._document = document
+        self._show_all = show_all
+        self._ops = ops
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        reports = self._document.reports
+        if len(reports) > 1:
+            yield _comparison(reports, options.max_width)
+            return
+        report = reports[0]
+        head = _headline(report, options.max_width)
+        tail = _totals(report, self._show_all)
+        yield head
+        yield Text()
+        room = SCREEN_LINES - sum(len(console.render_lines(part, options)) for part in (head, tail))
+        yield from self._findings(report, room, console, options)
+        if self._ops:
+            yield _ops_table(report, options.max_width, self._show_all)
+            yield Text()
+        yield tail
+
+    def _findings(
+        self, report: Report, room: int, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        if not report.findings:
+            yield Text(text.NOTHING, style="bold green")
+            yield Text()
+            return
+        for shown, finding in enumerate(report.findings):
+            block = _finding(finding, options.max_width, self._show_all)
+            room -= len(console.render_lines(block, options))
+            if not self._show_all and shown >= FEWEST_FINDINGS and room < 0:
+                rest = report.findings[shown:]
+                most_s = max(f.gain_s for f in rest)
+                yield Text(
+                    f"{len(rest)} more, saving at most {units.seconds(most_s)} each: add --all", style="dim"
+                )
+                yield Text()
+                return
+            yield block
+
+
+def render(
+    document: Document, *, show_all: bool = False, ops: bool = False, width: int = 80, color: bool = False
+) -> str:
+    """The report as text of a given width, with ANSI colours if wanted."""
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=color,
+        no_color=not color,
+        color_system="standard" if color else None,
+        legacy_windows=False,
+    )
+    console.print(Terminal(document, show_all=show_all, ops=ops))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def _headline(report: Report, width: int) -> RenderableType:
+    step = report.step
+    title = Text.assemble((text.heading(report), "bold"), f" on {text.plain(report.device.title)}")
+    setup = Text(_flowed(text.setup(report), width), style="dim")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("Time", _time(report))
+    grid.add_row("Rate", _rate(report))
+    grid.add_row("Bound", _bounds(report))
+    memory = f"{units.capacity(step.memory_bytes)} of {units.capacity(report.device.memory_bytes)}"
+    fit = "" if step.largest_batch is None else f"  largest batch that fits {step.largest_batch}"
+    too_much = step.memory.share > 1
+    grid.add_row(
+        "Memory",
+        Text.assemble(
+            (memory, "bold red" if too_much else "bold"), f" ({units.share(step.memory.share)})", fit
+        ),
+    )
+    return Group(title, setup, Text(), grid)
+
+
+def _time(report: Report) -> Text:
+    step = report.step
+    return Text.assemble(
+        (units.seconds(step.time_s), "bold"),
+        f" ({units.interval(step.low_s, step.high_s)})",
+        f"  GPU {units.seconds(step.gpu_time_s)}, host {units.seconds(step.host_time_s)}",
+    )
+
+
+def _rate(report: Report) -> Text:
+    step, device = report.step, report.device
+    return Text.assemble(
+        (units.rate(step.flop_per_s), "bold"),
+        f"  {units.share(step.peak_share)} of the {device.peak_dtype} peak,"
+        f" {units.rate(device.peak_flop_per_s)}",
+    )
+
+
+def _bounds(report: Report) -> Text:
+    """A bar of the step's time, and the same in words."""
+    parts = [(name, report.step.bounds_s.get(name, 0.0), *_BOUND_BAR[name]) for name in _BOUND_BAR]
+    total_s = sum(time_s for _, time_s, _, _ in parts) or 1.0
+    bar, words = Text(), Text()
+    edges = [0.0]
+    for name, time_s, glyph, style in parts:
+        edges.append(edges[-1] + time_s)
+        start, end = (round(_BAR_WIDTH * edge / total_s) for edge in edges[-2:])
+        bar.append(glyph * (end - start), style=style)
+        if time_s >= 0.005 * total_s:
+            words.append(f"  {glyph} ", style=style)
+            words.append(f"{name} {time_s / total_s:.0%}".replace("%", " %"))
+    return bar + words
+
+
+def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
+    style = _SEVERITY_STYLE[finding.severity]
+    head = Text.assemble((f"{finding.code:<{_INDENT}}", style), (text.gain(finding), "bold"))
+    place, source = text.site(finding), text.plain(finding.source)
+    if not show_all:
+        source = source.rpartition("/")[2]
+        place = _shortened(place, max(12, width - len(head) - 4 - len(source)))
+    head.append(f"  {place}")
+    if source and not show_all:
+        head.append(f"  {source}", style="dim")
+    # A mark before each kind of line, so that plain text is as clear as colour.
+    body = Table.grid(padding=(0, 1, 0, 0))
+    body.add_column(no_wrap=True)
+    body.add_column()
+    if source and show_all:
+        body.add_row("", Text(source, style="dim"))
+    body.add_row("", Text(text.plain(finding.message)))
+    for line in finding.arithmetic if show_all else finding.arithmetic[:1]:
+        body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
+    body.add_row(
+        Text("→", style="green"), Text.assemble(text.plain(finding.fix), (f" ({finding.safety})", "dim"))
+    )
+    if show_all and finding.severity != ERROR:
+        between = units.interval(finding.gain_low_s, finding.gain_high_s)
+        body.add_row(Text("±", style="dim"), Text(f"80 % interval {between}", style="dim"))
+    if show_all and finding.next_command:
+        body.add_row(Text("$", style="dim"), Text(text.plain(finding.next_command), style="cyan"))
+    return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
+
+
+def _totals(report: Report, show_all: bool) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    kinds = sorted(report.step.kinds_s.items(), key=lambda pair: -pair[1])
+    grid.add_row("GPU time", _shares(kinds if show_all else kinds[:5], sum(report.step.kinds_s.values())))
+    if show_all:
+        grid.add_row("By phase", _shares(list(report.step.phases_s.items()), report.step.gpu_time_s))
+        grid.add_row(
+            "Arithmetic", f"{units.flop(report.step.flop)}, {units.size(report.step.moved_bytes)} moved"
+        )
+        memory = report.step.memory
+        held = {
+            "parameters": memory.parameter_bytes,
+            "gradients": memory.gradient_bytes,
+            "optimizer": memory.optimizer_bytes,
+            "buffers": memory.buffer_bytes,
+            "saved activations": memory.saved_bytes,
+        }
+        grid.add_row(
+            "Memory", ", ".join(f"{name} {units.capacity(value)}" for name, value in held.items() if value)
+        )
+    grid.add_row("Covers", text.coverage(report))
+    grid.add_row("Times", text.PROVENANCE[report.step.provenance])
+    for note in report.notes:
+        grid.add_row("Note", Text(text.plain(note)))
+    for index, command in enumerate(text.next_commands(report)):
+        grid.add_row("" if index else "Next", Text(command, style="cyan"))
+    return grid
+
+
+def _shares(parts: Sequence[tuple[str, float]], total_s: float) -> str:
+    return ", ".join(
+        f"{name} {units.share(time_s / (total_s or 1.0))}" for name, time_s in parts if time_s > 0
+    )
+
+
+def _ops_table(report: Report, width: int, show_all: bool) -> RenderableType:
+    groups = text.grouped(report.ops)
+    shown = groups if show_all else groups[:OP_ROWS]
+    total_s = sum(group.time_s for group in groups) or 1.0
+    wide = width >= _WIDE
+    header = ["time", "share", "count", "operation", "phase", *(["bound"] if wide else []), "module"]
+    rows = [
+        [
+            units.seconds(group.time_s),
+            units.share(group.time_s / total_s),
+            str(group.count),
+            _shortened(text.op_label(group.op), width // 2 - 4),
+            text.PHASES[group.op.phase],
+            *([group.op.bound] if wide else []),
+            text.plain(group.module),
+        ]
+        for group in shown
+    ]
+    table = _plain_table(gap=2)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    room = max(8, width - sum(widths[:-1]) - 2 * len(widths[:-1]))
+    for name in header:
+        table.add_column(
+            name, justify="right" if name in ("time", "share", "count") else "left", no_wrap=True
+        )
+    for *cells, module in rows:
+        table.add_row(*map(Text, cells), Text(_shortened(module, room)))
+    if len(shown) == len(groups):
+        return table
+    rest_s = sum(group.time_s for group in groups[len(shown) :])
+    more = f"{len(groups) - len(shown)} more rows, {units.share(rest_s / total_s)} of the time: add --all"
+    return Group(table, Text(more, style="dim"))
+
+
+def _comparison(reports: Sequence[Report], width: int) -> RenderableType:
+    first = reports[0]
+    parts: list[RenderableType] = [
+        Text.assemble((text.heading(first), "bold"), f" on {len(reports)} GPUs"),
+        Text(_flowed(text.setup(first), width), style="dim"),
+        Text(),
+    ]
+    found = across(reports)
+    # As many GPUs beside each other as fit, the rest below.
+    labels = [label for label, _ in text.COMPARED]
+    cells = [[cell(report) for _, cell in text.COMPARED] for report in reports]
+    columns = [
+        [report.gpu, *column, *(text.gain_cell(row.per_gpu[index]) for row in found)]
+        for index, (report, column) in enumerate(zip(reports, cells, strict=True))
+    ]
+    side = [f"{row.code}  {text.plain(row.module)}".rstrip() for row in found]
+    saves = "what a change saves"
+    gap = 3
+    widest = max(len(cell) for column in columns for cell in column) + gap
+    side_width = min(max(map(len, [*labels, *side, saves])), width - 2 * widest)
+    per_table = max(1, (width - side_width) // widest)
+    for start in range(0, len(reports), per_table):
+        table = _plain_table(gap)
+        table.add_column("", width=side_width, no_wrap=True)
+        here = columns[start : start + per_table]
+        for column in here:
+            table.add_column(Text(text.plain(column[0]), style="bold"), justify="right", no_wrap=True)
+        for index, label in enumerate(labels, 1):
+            table.add_row(Text(label, style="dim"), *(column[index] for column in here))
+        if found:
+            table.add_row()
+            table.add_row(Text(saves, style="bold"))
+        for index, (row, label) in enumerate(zip(found, side, strict=True), 1 + len(labels)):
+            name = Text(_shortened(label, side_width))
+            name.stylize(_SEVERITY_STYLE[row.best.severity], 0, len(row.code))
+            table.add_row(name, *(column[index] for column in here))
+        parts += [table, Text()]
+    if not found:
+        return Group(*parts, Text(text.NOTHING, style="bold green"))
+    hint = f"Name one GPU to see what to change, such as --gpu {text.plain(first.gpu)}"
+    return Group(*parts, Text(hint, style="dim"))
+
+
+def _plain_table(gap: int) -> Table:
+    return Table(box=None, padding=(0, gap, 0, 0), show_edge=False, header_style="dim", pad_edge=False)
+
+
+def _flowed(phrases: Sequence[str], width: int) -> str:
+    """Phrases with dots between them, broken between phrases only."""
+    lines = [""]
+    for phrase in phrases:
+        longer = f"{lines[-1]} · {phrase}" if lines[-1] else phrase
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(phrase)
+    return "\n".join(filter(None, lines))
+
+
+def _shortened(text: str, width: int) -> str:
+    """The text with its middle left out where it is too long: both ends of a path say something."""
+    if len(text) <= width:
+        return text
+    left = (width - 1) // 2
+    return f"{text[:left]}…{text[len(text) - (width - 1 - left) :]}"

@@ -1,0 +1,154 @@
+"""Words that several renderers share, and the grouping of what would otherwise repeat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tilefit import units
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
+from tilefit.report.report import Document, OpRow, Report
+from tilefit.rules.finding import ERROR, Finding
+from tilefit.rules.sites import pattern
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
+
+#: Short names of the phases, for tables.
+PHASES = {FORWARD: "fwd", BACKWARD_DATA: "dgrad", BACKWARD_WEIGHT: "wgrad", OPTIMIZER: "opt"}
+
+#: Kinds whose shape says everything; of the others the framework's name is told too.
+_TENSOR_KINDS = ("gemm", "conv", "attention", "recurrent")
+
+PROVENANCE = {
+    "datasheet": "from the GPU's datasheet",
+    "estimated": "from a model fitted to measurements of this GPU",
+    "measured": "from measurements of this GPU",
+}
+
+NOTHING = "Nothing worth changing."
+
+
+def plain(text: str) -> str:
+    """One line without control characters: names come from the user's code and may hold anything."""
+    return _CONTROL.sub(" ", text).strip()
+
+
+def heading(report: Report) -> str:
+    """``gpt2 · training step``."""
+    kind = "training step" if report.settings.training else "inference"
+    return f"{plain(report.model) or 'model'} · {kind}"
+
+
+def setup(report: Report) -> list[str]:
+    """What was run, a phrase each: inputs, precision, optimizer, size."""
+    settings = report.settings
+    names = {"bf16": "bf16 autocast", "fp16": "fp16 autocast", "": "no autocast"}
+    optimizer = {"adamw": "AdamW", "sgd": "SGD"}.get(settings.optimizer, settings.optimizer)
+    if optimizer and settings.fused_optimizer:
+        optimizer = f"fused {optimizer}"
+    return [
+        *map(plain, report.inputs),
+        names[settings.amp],
+        *(["TF32"] if settings.tf32 else []),
+        *(["channels-last"] if settings.channels_last else []),
+        *(["compiled"] if settings.compiled else []),
+        *([optimizer] if settings.training and optimizer else []),
+        f"{units.count(report.step.parameter_count)} parameters",
+    ]
+
+
+def gain(finding: Finding) -> str:
+    """``saves 24.3 ms (16.4 %)``; an error has no price."""
+    if finding.severity == ERROR:
+        return "cannot run"
+    return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
+
+
+def site(finding: Finding) -> str:
+    """``transformer.h.*.mlp.c_fc (12 modules)``."""
+    module = plain(finding.module) or "the whole step"
+    return f"{module} ({finding.sites} modules)" if finding.sites > 1 else module
+
+
+def coverage(report: Report) -> str:
+    """What share of the step the cost model knows, and what it does not."""
+    text = (
+        f"{units.share(report.coverage)} of the FLOP and {units.share(report.coverage_time)} of the GPU time "
+        f"of {units.count(report.step.op_count)} operations"
+    )
+    if report.unmodelled:
+        known = ", ".join(
+            f"{plain(op.name)} ({op.count}, {units.size(op.moved_bytes)})" for op in report.unmodelled[:3]
+        )
+        more = len(report.unmodelled) - 3
+        text += f"; by bytes alone: {known}" + (f" and {more} more" if more > 0 else "")
+    return text
+
+
+def next_commands(document: Document) -> list[str]:
+    """Commands that show more, the first finding's own first."""
+    findings = [finding for report in document.reports for finding in report.findings]
+    commands = [plain(finding.next_command) for finding in findings[:1] if finding.next_command]
+    commands += [f"tilefit rule {finding.code}" for finding in findings[:1]]
+    return commands
+
+
+#: What a comparison of GPUs shows of each, by label.
+COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
+    ("time", lambda r: units.seconds(r.step.time_s)),
+    ("80 % interval", lambda r: units.interval(r.step.low_s, r.step.high_s)),
+    ("GPU busy", lambda r: units.seconds(r.step.gpu_time_s)),
+    ("host", lambda r: units.seconds(r.step.host_time_s)),
+    ("rate", lambda r: units.rate(r.step.flop_per_s)),
+    ("share of peak", lambda r: units.share(r.step.peak_share)),
+    ("memory used", lambda r: units.share(r.step.memory.share)),
+    ("largest batch", lambda r: "unknown" if r.step.largest_batch is None else str(r.step.largest_batch)),
+    ("findings", lambda r: str(len(r.findings))),
+)
+
+
+def gain_cell(finding: Finding | None) -> str:
+    """A finding's gain in a table, a dash where the GPU does not have it."""
+    if finding is None:
+        return "–"
+    return "cannot run" if finding.severity == ERROR else units.share(finding.gain_fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class OpGroup:
+    """Operations that are the same but for their site.
+
+    Attributes:
+        op: One of them.
+        count: How many there are.
+        time_s: Their time together.
+        module: Their sites' common pattern.
+    """
+
+    op: OpRow
+    count: int
+    time_s: float
+    module: str
+
+
+def grouped(ops: Iterable[OpRow]) -> list[OpGroup]:
+    """Identical operations together, those that take the most time first."""
+    groups: dict[tuple[str, ...], list[OpRow]] = {}
+    for op in ops:
+        key = (_what(op), op.phase, op.shape, op.dtype, op.layout, op.bound, op.kernel_family)
+        groups.setdefault(key, []).append(op)
+    rows = [
+        OpGroup(same[0], len(same), sum(op.time_s for op in same), pattern(op.module for op in same))
+        for same in groups.values()
+    ]
+    return sorted(rows, key=lambda row: -row.time_s)
+
+
+def op_label(op: OpRow) -> str:
+    """What an operation is, as a person would say it: ``gemm 16384x768x50257 TN bf16``."""
+    return plain(" ".join(part for part in (_what(op), op.shape, op.layout, op.dtype) if part))
+
+
+def _what(op: OpRow) -> str:
+    return op.kind if op.kind in _TENSOR_KINDS or not op.name else op.name.removeprefix("aten.")

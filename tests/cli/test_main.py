@@ -1,0 +1,162 @@
+"""The command line as a whole: how it starts, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tilefit as package
+from tilefit.cli import main
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["check", "--help"],
+        ["rules"],
+        ["rule", "ALN002"],
+        ["gpu"],
+        ["gpu", "h200"],
+        ["gemm", "64", "64", "64", "--gpu", "h200"],
+        ["check", "hf:gpt2", "--gpu", "nope"],
+    ],
+)
+def test_what_needs_no_model_does_not_import_torch(arguments: list[str]) -> None:
+    ran = _python(
+        "import sys\n"
+        "from tilefit.cli import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert ran.stdout.splitlines()[-1] == "False"
+
+
+def test_importing_the_package_imports_neither_torch_nor_anything_of_its_own() -> None:
+    ran = _python(
+        "import sys, tilefit; print([m for m in sys.modules if m.startswith(('tilefit.', 'torch'))])"
+    )
+    assert ran.stdout.strip() == "[]"
+
+
+def test_version(tilefit) -> None:
+    ran = tilefit("--version")
+    assert (ran.code, ran.out) == (0, f"tilefit {package.__version__}\n")
+
+
+def test_without_a_verb_the_help_is_shown(tilefit) -> None:
+    ran = tilefit()
+    assert ran.code == 2
+    assert "check" in ran.out
+    assert "error" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["chek"], "Did you mean 'check'?"),
+        (["check", "hf:gpt2", "--gpuu", "h200"], "--gpu"),
+        (["gpu", "h20"], "Did you mean h200?"),
+        (["rule", "ALN0002"], "Did you mean ALN002?"),
+        (["check", "hf:gpt2", "--gpu", "h200", "--select", "ALM"], "Did you mean ALN?"),
+        (["check", "hf:gpt2", "--gpu", "h200", "--amp", "bf6"], "'bf16'"),
+        (["gemm", "64", "64", "64", "--gpu", "h200", "--dtype", "bf61"], "bf16"),
+        (["gemm", "64", "64"], "tilefit gemm --help"),
+    ],
+)
+def test_a_typo_is_one_clear_message(tilefit, arguments: list[str], suggestion: str) -> None:
+    ran = tilefit(*arguments)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert suggestion in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_without_a_gpu_one_must_be_named(tilefit) -> None:
+    ran = tilefit("gemm", "64", "64", "64")
+    assert ran.code == 2
+    assert "--gpu h200" in ran.err
+
+
+def _failing(error: BaseException):
+    def names() -> tuple[str, ...]:
+        raise error
+
+    return names
+
+
+def test_an_interrupt_ends_quietly(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.gpus.names", _failing(KeyboardInterrupt()))
+    ran = tilefit("gpu")
+    assert (ran.code, ran.err) == (130, "")
+
+
+def test_an_interrupt_while_a_model_is_captured_ends_quietly(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    model = tmp_path / "slow.py"
+    model.write_text(
+        "import pathlib, time\n"
+        "def build():\n"
+        f"    pathlib.Path({str(started)!r}).touch()\n"
+        "    time.sleep(60)\n"
+    )
+    # A group of its own: a terminal sends the interrupt to every process in it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tilefit", "check", f"{model}:build", "--gpu", "h200"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and not started.exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_a_bug_says_so_and_how_to_see_more(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.gpus.names", _failing(ValueError("unforeseen")))
+    ran = tilefit("gpu")
+    assert ran.code == 2
+    assert "ValueError: unforeseen" in ran.err
+    assert "TILEFIT_DEBUG=1" in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_bug_can_be_debugged(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.gpus.names", _failing(ValueError("unforeseen")))
+    monkeypatch.setenv("TILEFIT_DEBUG", "1")
+    with pytest.raises(ValueError, match="unforeseen"):
+        main(["gpu"])
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = f"{sys.executable} -m tilefit gpu | true"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert ran.stderr == ""
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tilefit", "gemm", "4096", "50257", "64", "--gpu", "h200"],
+        capture_output=True,
+        check=False,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert ran.returncode == 0
+    assert b"?s" in ran.stdout  # µs

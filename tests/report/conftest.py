@@ -1,0 +1,200 @@
+"""A synthetic report: every number is round, so that a reader can check the rendering by eye."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tilefit.cost import Estimate, StepEstimate
+from tilefit.gpus import Gpu
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OPTIMIZER,
+    Gemm,
+    Memory,
+    Parameter,
+    Settings,
+    Site,
+    Step,
+    StepOp,
+    Streaming,
+)
+from tilefit.report import Comparison, Report, build
+from tilefit.rules import Finding
+
+HOSTILE = "[red]<script>alert(1)</script>|`*_x_*`[/red]\x1b[31m\n# y"
+
+GPU = Gpu(
+    name="big",
+    title="Big GPU 100GB",
+    architecture="hopper",
+    compute_capability=(9, 0),
+    sms=100,
+    boost_clock_hz=1e9,
+    flop_per_clock_per_sm={"fp32": 256, "tf32": 2048, "bf16": 4096},
+    memory_bytes=100_000_000_000,
+    memory_bandwidth_bytes_per_s=4e12,
+    l2_bytes=50_000_000,
+    shared_memory_bytes_per_sm=228 * 1024,
+)
+SMALL_GPU = replace(GPU, name="small", title="Small GPU 10GB", sms=20, memory_bytes=10_000_000_000)
+
+_HEAD = Site("lm_head", "transformers/models/gpt2/modeling_gpt2.py:712")
+_OPS = (
+    *(
+        StepOp(
+            Gemm(16384, 3072, 768), FORWARD, Site(f"transformer.h.{layer}.mlp.c_fc", "model.py:41"), "aten.mm"
+        )
+        for layer in range(12)
+    ),
+    StepOp(
+        Streaming("pointwise", 50_331_648, 100_663_296, 100_663_296, "bf16"),
+        FORWARD,
+        Site("transformer.h.0.mlp.act", "model.py:42"),
+        "aten.gelu",
+    ),
+    StepOp(Gemm(16384, 50257, 768), FORWARD, _HEAD, "aten.mm"),
+    StepOp(Gemm(16384, 768, 50257, layout="NN"), BACKWARD_DATA, _HEAD, "aten.mm"),
+    StepOp(Gemm(50257, 768, 16384, layout="NT"), BACKWARD_WEIGHT, _HEAD, "aten.mm"),
+    StepOp(Streaming("other", 1000, 2_000_000, 2_000_000, "bf16"), FORWARD, _HEAD, "mylib.scan"),
+    StepOp(
+        Streaming("optimizer", 124_000_000, 2_000_000_000, 1_500_000_000, "fp32"), OPTIMIZER, Site(), "adamw"
+    ),
+)
+
+STEP = Step(
+    ops=_OPS,
+    memory=Memory(
+        parameter_bytes=500_000_000,
+        gradient_bytes=500_000_000,
+        optimizer_bytes=1_000_000_000,
+        saved_bytes=7_000_000_000,
+        peak_bytes=10_000_000_000,
+    ),
+    settings=Settings(amp="bf16", optimizer="adamw"),
+    inputs=("input_ids: int64[16,1024]",),
+    batch=16,
+    parameters={"transformer.wte.weight": Parameter((50257, 768), "fp32")},
+    model="gpt2",
+    notes=("The loss is the mean of the output.",),
+)
+
+FINDINGS = (
+    Finding(
+        code="ALN002",
+        severity="warning",
+        module="lm_head",
+        source="transformers/models/gpt2/modeling_gpt2.py:712",
+        message="The vocabulary of 50257 is odd, so the three products of the head cannot use TMA.",
+        fix="Pad the embedding and the head to 50304 rows.",
+        safety="safe",
+        gain_s=8.0e-3,
+        gain_low_s=6.0e-3,
+        gain_high_s=10.0e-3,
+        gain_fraction=0.2,
+        arithmetic=("50257 = 29 x 1733; 50304 = 64 x 786", "sm80 at 10.0 ms against sm90 at 2.00 ms"),
+        next_command="tilefit gemm 16384 50257 768 --gpu big",
+    ),
+    Finding(
+        code="NTC003",
+        severity="note",
+        module="transformer.h.*.mlp.act",
+        source="model.py:42",
+        message="A chain of 3 pointwise operations reads and writes its activation 3 times.",
+        fix="Compile the block, or call the fused form.",
+        safety="advice",
+        gain_s=1.2e-3,
+        gain_low_s=1.0e-3,
+        gain_high_s=1.4e-3,
+        gain_fraction=0.03,
+        arithmetic=("3 x 201 MB at 4 TB/s",),
+        sites=12,
+    ),
+)
+
+
+def estimate(scale: float = 1.0) -> StepEstimate:
+    """Round estimates for :data:`STEP`, ``scale`` times as slow."""
+    times = [1e-3] * 12 + [0.5e-3, 10e-3, 8e-3, 7e-3, 0.1e-3, 2.4e-3]
+    bounds = ["math"] * 12 + ["memory", "math", "math", "math", "latency", "memory"]
+    ops = tuple(
+        Estimate(
+            time_s * scale,
+            0.8 * time_s * scale,
+            1.25 * time_s * scale,
+            bound,
+            kernel_family="sm90",
+            provenance="estimated",
+        )
+        for time_s, bound in zip(times, bounds, strict=True)
+    )
+    return StepEstimate(
+        ops=ops,
+        time_s=40e-3 * scale,
+        low_s=32e-3 * scale,
+        high_s=50e-3 * scale,
+        gpu_time_s=sum(times) * scale,
+        host_time_s=5e-3,
+        flop=STEP.flop,
+        bound_time_s={
+            "math": 37e-3 * scale,
+            "memory": 2.9e-3 * scale,
+            "latency": 0.1e-3 * scale,
+            "launch": 0.0,
+        },
+    )
+
+
+@pytest.fixture
+def report() -> Report:
+    return build(STEP, GPU, estimate(), FINDINGS)
+
+
+@pytest.fixture
+def healthy() -> Report:
+    """A step with nothing worth changing."""
+    return build(STEP, GPU, estimate(), ())
+
+
+@pytest.fixture
+def comparison(report: Report) -> Comparison:
+    """The step on a GPU it fits and on one it does not."""
+    error = Finding(
+        code="BAT002",
+        severity="error",
+        module="",
+        source="",
+        message="The step needs 12 GiB, the GPU has 10 GiB.",
+        fix="Use a batch of 12.",
+        safety="unsafe",
+        gain_s=0.0,
+        gain_low_s=0.0,
+        gain_high_s=0.0,
+        gain_fraction=0.0,
+    )
+    small = build(STEP, SMALL_GPU, estimate(5.0), (error, replace(FINDINGS[0], gain_fraction=0.25)))
+    return Comparison((report, small))
+
+
+@pytest.fixture
+def hostile() -> Report:
+    """Names that try to be markup in every format."""
+    name = HOSTILE
+    finding = replace(
+        FINDINGS[0],
+        module=name,
+        source=f"{name}.py:1",
+        message=name,
+        fix=name,
+        arithmetic=(name,),
+        next_command=name,
+    )
+    ops = tuple(
+        replace(op, site=Site(name, name), name=name if isinstance(op.op, Streaming) else op.name)
+        for op in STEP.ops
+    )
+    step = replace(STEP, ops=ops, model=name, inputs=(name,), notes=(name,))
+    return build(step, replace(GPU, title=name), estimate(), (finding,))

@@ -1,0 +1,69 @@
+"""The whole check, from Python."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tilefit
+
+
+def _model(features: int) -> torch.nn.Module:
+    return torch.nn.Linear(4096, features, bias=False)
+
+
+def test_a_misaligned_layer_is_found_and_its_neighbour_is_healthy() -> None:
+    rows = torch.empty(8192, 4096)
+    bad = tilefit.check(_model(4095), rows, gpu="h200", amp="bf16", select=["ALN"])
+    good = tilefit.check(_model(4096), rows, gpu="h200", amp="bf16", select=["ALN"])
+    assert isinstance(bad, tilefit.Report)
+    assert isinstance(good, tilefit.Report)
+    assert [finding.code for finding in bad.findings] == ["ALN001"]
+    assert good.findings == ()
+    # What the finding promises is what the healthy layer has.
+    assert bad.step.time_s - bad.findings[0].gain_s == pytest.approx(good.step.time_s, rel=0.05)
+
+
+def test_several_gpus_give_a_comparison() -> None:
+    both = tilefit.check(_model(4096), torch.empty(64, 4096), gpu=["h200", "l4"], train=False)
+    assert isinstance(both, tilefit.Comparison)
+    assert both["l4"].step.time_s > both["h200"].step.time_s
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = _model(64).eval()
+    before = copy.deepcopy(model.state_dict())
+    tilefit.check(model, torch.empty(8, 4096), gpu="h200", channels_last=True)
+    assert not model.training
+    assert model.weight.device.type == "cpu"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_step_captured_once_is_assessed_on_any_gpu() -> None:
+    from tilefit.capture import capture
+
+    step = capture(_model(4096), torch.empty(64, 4096), train=False)
+    again = tilefit.Step.from_json(step.to_json())
+    assert tilefit.assess(again, "h200").to_json(ops=True) == tilefit.assess(step, "h200").to_json(ops=True)
+
+
+def test_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.gpus.local", lambda: None)
+    with pytest.raises(tilefit.TilefitError, match="no GPU was named"):
+        tilefit.check(_model(64), torch.empty(8, 4096))
+
+
+def test_the_local_gpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.gpus.local", lambda: tilefit.gpus.get("l4"))
+    report = tilefit.check(_model(64), torch.empty(8, 4096), train=False)
+    assert isinstance(report, tilefit.Report)
+    assert report.gpu == "l4"
+
+
+def test_every_public_name_is_there_and_a_wrong_one_is_not() -> None:
+    for name in tilefit.__all__:
+        assert getattr(tilefit, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'chek'"):
+        tilefit.chek  # noqa: B018 - the access is the test

@@ -1,0 +1,68 @@
+"""The programs in ``examples/`` and the code in the documentation run as they are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilefit.cli.config import parse
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def _blocks(language: str) -> list[tuple[str, str]]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        (f"{page.name}-{index}", code)
+        for page in PAGES
+        for index, code in enumerate(pattern.findall(page.read_text(encoding="utf-8")), 1)
+    ]
+
+
+def _name(value: str) -> str:
+    """The block's name, not its code, in the test's."""
+    return value if "\n" not in value else ""
+
+
+def _run(*arguments: str) -> str:
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_padding_the_vocabulary_makes_the_step_faster() -> None:
+    out = _run("examples/pad_the_vocabulary.py")
+    assert "ALN002" in out
+    before, after = (float(time) for time in re.findall(r": ([\d.]+) ms a step", out))
+    assert after < before
+
+
+def test_the_batch_curve_rises_to_a_knee() -> None:
+    out = _run("examples/batch_curve.py")
+    rates = [float(line.split()[1]) for line in out.splitlines()[2:]]
+    assert rates == sorted(rates)
+    assert "memory" in out
+    assert "math" in out
+
+
+@pytest.mark.parametrize(("name", "code"), _blocks("python"), ids=_name)
+def test_python_in_the_documentation_runs(name: str, code: str) -> None:
+    exec(compile(code, name, "exec"), {})
+
+
+@pytest.mark.parametrize(("name", "text"), _blocks("toml"), ids=_name)
+def test_configuration_in_the_documentation_is_understood(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text(text, encoding="utf-8")
+    assert parse(path).gpu
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
