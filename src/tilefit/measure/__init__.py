@@ -1,0 +1,1 @@
+"""What the hardware really does: timers, microbenchmarks, suites and the result store."""

@@ -1,0 +1,212 @@
+"""From an operation to a PyTorch call that runs it, and nothing else, on data of a :class:`Pool`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from tilefit.errors import UsageError
+from tilefit.measure import streaming
+from tilefit.measure.pool import TORCH_DTYPES, Pool
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Attention,
+    Conv,
+    Gemm,
+    Op,
+    Recurrent,
+    Streaming,
+)
+
+#: A call that runs one operation once.
+Call = Callable[[], object]
+
+
+def instance(op: Op, pool: Pool) -> Call:
+    """A call that runs ``op`` on fresh pieces of the pool.
+
+    What the operation needs besides its operands (the forward pass before a backward pass, the weights
+    of a recurrent layer) is prepared here and not in the call. Two instances share no operand, so a
+    sequence of instances is cold in L2 and repeated calls of one are warm.
+
+    Raises:
+        UsageError: PyTorch has no call for this operation (for example fp8 in a layout other than TN).
+    """
+    if isinstance(op, Gemm):
+        return _gemm(op, pool)
+    if isinstance(op, Conv):
+        return _conv(op, pool)
+    if isinstance(op, Attention):
+        return _attention(op, pool)
+    if isinstance(op, Recurrent):
+        return _recurrent(op, pool)
+    if isinstance(op, Streaming):
+        return streaming.instance(op, pool)
+    raise UsageError(f"no microbenchmark for {type(op).__name__}")
+
+
+def set_tf32(op: Op) -> None:
+    """Choose how fp32 storage is multiplied; other element types are not concerned."""
+    if op.dtype in ("fp32", "tf32"):
+        allow = op.dtype == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = allow
+        torch.backends.cudnn.allow_tf32 = allow
+
+
+# --- matrix products -------------------------------------------------------------------------------
+
+
+def _matrix(pool: Pool, op: Gemm, rows: int, columns: int, transposed: bool, ld: int) -> torch.Tensor:
+    """A rows x columns operand: row-major, or the transposed view of a row-major one, ``ld`` apart."""
+    if transposed:
+        rows, columns = columns, rows
+    width = ld or columns
+    shape = (op.batch, rows, width) if op.batch > 1 else (rows, width)
+    matrix = pool.take(shape, TORCH_DTYPES[op.dtype])[..., :columns]
+    return matrix.transpose(-1, -2) if transposed else matrix
+
+
+def _gemm(op: Gemm, pool: Pool) -> Call:
+    dtype = TORCH_DTYPES[op.dtype]
+    letter_b, letter_a = op.layout[0], op.layout[1]
+    a = _matrix(pool, op, op.m, op.k, letter_a == "T", op.ld_a)
+    b = _matrix(pool, op, op.k, op.n, letter_b == "T", op.ld_b)
+    if op.dtype == "fp8":
+        if op.layout != "TN" or op.batch > 1:
+            raise UsageError(
+                "PyTorch multiplies fp8 matrices one at a time in layout TN", where=f"{op.shape} {op.layout}"
+            )
+        one = torch.ones((), device=pool.device)
+        out_dtype = TORCH_DTYPES[op.out_dtype or "bf16"]
+        return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=out_dtype)
+    if op.dtype == "int8":
+        if op.batch > 1:
+            raise UsageError("PyTorch multiplies int8 matrices one at a time", where=op.shape)
+        c = pool.blank((op.m, op.n), torch.int32)
+        return lambda: torch._int_mm(a, b, out=c)
+    set_tf32(op)
+    if op.batch > 1:
+        out = pool.blank((op.batch, op.m, op.n), dtype)
+        return lambda: torch.bmm(a, b, out=out)
+    out = pool.blank((op.m, op.n), dtype)
+    if op.bias:
+        bias = pool.take((op.n,), dtype)
+        return lambda: torch.addmm(bias, a, b, out=out)
+    return lambda: torch.mm(a, b, out=out)
+
+
+# --- convolution -----------------------------------------------------------------------------------
+
+
+def _image(pool: Pool, op: Conv, batch: int, channels: int, size: tuple[int, ...]) -> torch.Tensor:
+    dtype = TORCH_DTYPES[op.dtype]
+    if not op.channels_last:
+        return pool.take((batch, channels, *size), dtype)
+    return pool.take((batch, *size, channels), dtype).movedim(-1, 1)
+
+
+def _conv(op: Conv, pool: Pool) -> Call:
+    x = _image(pool, op, op.batch, op.in_channels, op.input_size)
+    weight = _image(pool, op, op.out_channels, op.in_channels // op.groups, op.kernel_size)
+    spatial = (list(op.stride), list(op.padding), list(op.dilation))
+    transposed = (False, [0] * len(op.stride), op.groups)
+    set_tf32(op)
+    if op.direction == FORWARD:
+        return lambda: torch.ops.aten.convolution(x, weight, None, *spatial, *transposed)
+    dy = _image(pool, op, op.batch, op.out_channels, op.output_size)
+    mask = [op.direction == BACKWARD_DATA, op.direction == BACKWARD_WEIGHT, False]
+    return lambda: torch.ops.aten.convolution_backward(dy, x, weight, None, *spatial, *transposed, mask)
+
+
+# --- attention -------------------------------------------------------------------------------------
+
+
+def _attention(op: Attention, pool: Pool) -> Call:
+    dtype = TORCH_DTYPES[op.dtype]
+
+    def heads(count: int, length: int, width: int) -> torch.Tensor:
+        # As a model has them: a view of the projection's output (batch, length, heads * width).
+        return pool.take((op.batch, length, count, width), dtype).transpose(1, 2)
+
+    q = heads(op.num_heads, op.seq_len, op.head_dim)
+    k = heads(op.num_kv_heads, op.kv_len, op.head_dim)
+    v = heads(op.num_kv_heads, op.kv_len, op.value_dim)
+    mask = _mask(op, pool)
+    set_tf32(op)
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=op.dropout_p,
+            is_causal=op.is_causal,
+            enable_gqa=op.num_kv_heads != op.num_heads,
+        )
+
+    if op.direction == FORWARD:
+        return forward
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = forward()
+    dy = heads(op.num_heads, op.seq_len, op.value_dim)
+    return lambda: torch.autograd.grad(out, inputs, dy, retain_graph=True)
+
+
+def _mask(op: Attention, pool: Pool) -> torch.Tensor | None:
+    """A mask of ``op.mask_bytes``: additive or boolean, per head, per sample or shared by all."""
+    if not op.mask_bytes:
+        return None
+    for dtype in (TORCH_DTYPES[op.dtype], torch.bool):
+        for shape in (
+            (1, 1, op.seq_len, op.kv_len),
+            (op.batch, 1, op.seq_len, op.kv_len),
+            (op.batch, op.num_heads, op.seq_len, op.kv_len),
+            (op.batch, 1, 1, op.kv_len),
+        ):
+            if prod(shape) * dtype.itemsize == op.mask_bytes:
+                full = (*shape[:2], op.seq_len, op.kv_len)
+                return pool.take(shape, dtype).expand(full)
+    raise UsageError(f"no mask of {op.mask_bytes} bytes for attention {op.shape}")
+
+
+# --- recurrent layers ------------------------------------------------------------------------------
+
+
+def _recurrent(op: Recurrent, pool: Pool) -> Call:
+    """Forward in training mode; ``backward-data`` alone; ``backward-weight`` **with** the data gradient.
+
+    PyTorch has no call for the weight gradient alone: subtract the data gradient's time to get it.
+    """
+    dtype = TORCH_DTYPES[op.dtype]
+    mode, nonlinearity = op.mode, {}
+    if mode.startswith("RNN_"):
+        mode, nonlinearity = "RNN", {"nonlinearity": op.mode.removeprefix("RNN_").lower()}
+    layer = getattr(torch.nn, mode)(
+        op.input_size,
+        op.hidden_size,
+        num_layers=op.num_layers,
+        bidirectional=op.bidirectional,
+        device=pool.device,
+        dtype=dtype,
+        **nonlinearity,
+        **({"proj_size": op.proj_size} if op.proj_size else {}),
+    )
+    set_tf32(op)
+    x = pool.take((op.seq_len, op.batch, op.input_size), dtype).requires_grad_()
+    inputs: torch.Tensor | torch.nn.utils.rnn.PackedSequence = x
+    if op.packed:
+        # Equal lengths: the same arithmetic, the packed code path.
+        inputs = torch.nn.utils.rnn.pack_padded_sequence(x, torch.full((op.batch,), op.seq_len))
+    if op.direction == FORWARD:
+        return lambda: layer(inputs)
+    out = layer(inputs)[0]
+    out = out.data if op.packed else out
+    dy = pool.take(out.shape, dtype)
+    wanted = [x] if op.direction == BACKWARD_DATA else [x, *layer.parameters()]
+    return lambda: torch.autograd.grad(out, wanted, dy, retain_graph=True)
