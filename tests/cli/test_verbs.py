@@ -61,3 +61,13 @@ def test_doctor_says_what_is_there_and_what_more_would_give(tilefit, monkeypatch
     assert "torch" in out
     assert "Python" in out
     assert "not installed; would give magic" in out
+
+
+def test_doctor_names_the_gpus_and_how_to_check_for_them(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NVIDIA L4", "Unheard-of 9000"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_name", names.__getitem__)
+    out = tilefit("doctor").out
+    assert "NVIDIA L4: --gpu l4" in out
+    assert "Unheard-of 9000: its facts are not known" in out

@@ -49,7 +49,7 @@ def test_a_head_of_80_costs_nearly_one_of_96() -> None:
     def time_s(head_dim: int) -> float:
         return estimate(Attention(8, 16, 4096, head_dim, is_causal=True), "h200").time_s
 
-    assert time_s(80) == pytest.approx(time_s(96), rel=0.02)
+    assert time_s(80) == pytest.approx(time_s(96), rel=0.05)
     assert time_s(64) < time_s(80)
 
 

@@ -46,6 +46,13 @@ def test_a_first_layer_gains_nothing_forward_from_a_fourth_channel(
     assert estimate(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.1)
 
 
+@pytest.mark.parametrize(("direction", "measured_us"), [(FORWARD, 517), (BACKWARD_WEIGHT, 309)])
+def test_the_first_layer_of_vgg(direction: str, measured_us: float) -> None:
+    # benchmarks/results/first_convolution.h200.json
+    conv = Conv2d(64, 3, 64, 224, 3, 1, 1, channels_last=True, direction=direction)
+    assert estimate(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.15)
+
+
 def test_padding_channels_and_channels_last_pay() -> None:
     def time_s(channels: int, channels_last: bool) -> float:
         return estimate(

@@ -113,3 +113,26 @@ def test_products_optimizer_and_lone_operations_stay() -> None:
 def test_forward_and_backward_are_compiled_apart() -> None:
     step = Step((stream([1], [2]), stream([2], [3], phase="backward-data")))
     assert len(fuse(step).ops) == 2
+
+
+def test_a_misaligned_product_is_padded_at_the_price_of_copies() -> None:
+    # The weight gradient of a vocabulary of 50257: A is dY transposed, m is contiguous in it.
+    odd = StepOp(Gemm(50257, 768, 16384, layout="NT"), "backward-weight", Site("lm_head"))
+    copy, padded = fuse(Step((odd,))).ops
+    assert padded.op == Gemm(50264, 768, 16384, layout="NT")
+    assert (copy.op.read_bytes, copy.op.write_bytes) == (50257 * 16384 * 2, 50264 * 16384 * 2)
+    gain = (
+        estimate_step(Step((odd,)), "h200").gpu_time_s / estimate_step(fuse(Step((odd,))), "h200").gpu_time_s
+    )
+    assert gain > 2
+
+
+def test_aligned_small_and_fp32_products_are_not_padded() -> None:
+    ops = (
+        Gemm(4096, 4096, 4096),
+        Gemm(4095, 4096, 4096),
+        Gemm(2, 4096, 4095),
+        Gemm(4096, 4096, 4095, "fp32"),
+    )
+    step = Step(tuple(StepOp(op, FORWARD, Site()) for op in ops))
+    assert [entry.op for entry in fuse(step).ops] == list(ops)

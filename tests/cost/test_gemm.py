@@ -26,6 +26,7 @@ PRODUCTS = st.builds(
     dtype=st.sampled_from(["bf16", "fp16", "tf32", "fp32", "fp8", "int8", "fp64"]),
     layout=st.sampled_from(["NN", "TN", "NT", "TT"]),
     batch=st.integers(1, 64),
+    out_dtype=st.sampled_from(["", "fp32", "bf16", "int8"]),
 )
 ALIGNED = st.builds(
     Gemm,

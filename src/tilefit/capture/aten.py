@@ -63,6 +63,15 @@ def is_free(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+@lru_cache(maxsize=None)
+def makes_new_tensors(func: Any) -> bool:
+    """Whether an operation neither writes into its arguments nor returns views of them."""
+    schema = func._schema
+    return bool(schema.returns) and not any(
+        a.alias_info is not None for a in (*schema.arguments, *schema.returns)
+    )
+
+
 def describe(call: Call, recorder: Recorder) -> list[Described]:
     """The operations the hardware executes for a call."""
     handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
@@ -119,7 +128,8 @@ def _vector_product(call: Call, recorder: Recorder) -> list[Described]:
     a, b = call.args[first], call.args[first + 1]
     matrix = a if a.dim() == 2 else a.unsqueeze(0)  # a dot product has two vectors
     op = gemm_of(matrix, b.unsqueeze(1), recorder)
-    return [(op, recorder.gradient_phase((a, b)), call.inputs, call.outputs)]
+    others = [t for t in call.inputs if t is not a and t is not b]
+    return [(op, recorder.gradient_phase((a, b)), (a, b, *others), call.outputs)]
 
 
 def _scaled_mm(call: Call, recorder: Recorder) -> list[Described]:

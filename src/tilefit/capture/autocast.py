@@ -138,6 +138,7 @@ def simulated(state: AutocastState) -> Iterator[None]:
     kept_exit = autocast_mode.autocast.__exit__
     kept_cast = autocast_mode._cast
     any_enabled = torch._C._is_any_autocast_enabled
+    available = torch.amp.is_autocast_available
 
     def init(
         self: Any,
@@ -184,6 +185,8 @@ def simulated(state: AutocastState) -> Iterator[None]:
             get_autocast_gpu_dtype=lambda: state.dtype,
             is_autocast_cache_enabled=lambda: state.cache_enabled,
         ),
+        # Checkpointing asks before it opens the region of the forward pass again.
+        patch.object(torch.amp, "is_autocast_available", lambda device: device in _DEVICES or available(device)),
         patch.object(torch._C, "_is_any_autocast_enabled", lambda: state.enabled or any_enabled()),
         patch.multiple(autocast_mode, _cast=cast_inputs),
     ):

@@ -77,8 +77,9 @@ def capture_in_child(target: str, options: CaptureOptions, timeout_s: float = 60
         process = subprocess.Popen(
             [sys.executable, "-m", "tilefit.capture.child", str(result)],
             stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
+            stdout=2,  # what the model prints must not mix with the report
             text=True,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends the child
         )
         request = json.dumps({"target": target, "options": asdict(options), "path": sys.path})
         try:

@@ -6,6 +6,7 @@ ones all ones?). How such a tensor came about is remembered, and computed for re
 
 from __future__ import annotations
 
+import re
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ _RANDOM = frozenset(
     new_empty empty_strided native_dropout""".split()
 )
 _MAX_ELEMENTS = 1 << 24
+#: Names of calls that write into their first argument: ``add_``, ``__iadd__``, ``__setitem__``.
+_IN_PLACE = re.compile(
+    r"[a-z]\w*[a-z0-9]_|__setitem__|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,20 +45,18 @@ class Constants:
 
     def observe(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that was made."""
-        if name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "copy_"):
+        if _IN_PLACE.fullmatch(name):
             if args and id(args[0]) in self._recipes:
                 self._recipes.clear()  # other views of the same memory have changed with it
             return
         if not isinstance(result, torch.Tensor) or name in _RANDOM or result.numel() > _MAX_ELEMENTS:
             return
+        if name in _MAKERS and (name.endswith("_like") or name.startswith("new_")):
+            # Only the shape of the first argument matters, and the result's is known.
+            self._keep(result, _Recipe(_made_like(name, result, args, kwargs), (), {}))
+            return
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        if name in _MAKERS:
-            tensors = []
-            if name.endswith("_like") or name.startswith("new_"):
-                # Only the shape of the first argument matters, and the result's is known.
-                self._keep(result, _Recipe(_made_like(name, result, args, kwargs), (), {}))
-                return
-        elif not tensors or not all(id(t) in self._recipes for t in tensors):
+        if not (tensors or name in _MAKERS) or not all(id(t) in self._recipes for t in tensors):
             return
         stored = tree_map(
             lambda leaf: self._recipes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,8 +60,10 @@ class _FusedAttention(torch.autograd.Function):
         op = ctx.op
         backward = replace(op, direction=BACKWARD_DATA)
         reads = [t for t in (grad, query, key, value, out, mask) if t is not None]
-        ctx.mode.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, grads)
-        return (None, None, *grads, None)
+        grad_mask = torch.empty_like(mask) if mask is not None and mask.requires_grad else None
+        writes = grads if grad_mask is None else [*grads, grad_mask]
+        ctx.mode.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, writes)
+        return (None, None, *grads, grad_mask)
 
 
 def scaled_dot_product_attention(
@@ -74,12 +77,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The fused kernel, unless CUDA would take the unfused path: other than 4 dimensions, fp64, a mask with a
-    gradient (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    """The fused kernel, unless CUDA would take the unfused path: other than 4 dimensions, fp64, or an operand
+    or mask whose last dimension is not contiguous (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp)."""
     fusable = (
         query.dim() == key.dim() == value.dim() == 4
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and not (attn_mask is not None and attn_mask.requires_grad)
+        and all(
+            t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query, key, value, attn_mask) if t is not None
+        )
     )
     if not fusable:
         return NotImplemented
@@ -155,7 +160,8 @@ def _recurrent(torch_name: str, mode_name: str) -> Callable[..., Any]:
             batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
         states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
         if mode.autocast.enabled:
-            x, states, weights = mode.autocast.cast((x, states, list(weights)), mode.autocast.dtype)
+            # Always fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on 2.11).
+            x, states, weights = mode.autocast.cast((x, states, list(weights)), torch.float16)
         hidden = weights[1].shape[0] // (4 if mode_name == "LSTM" else 3 if mode_name == "GRU" else 1)
         projected = weights[1].shape[1]
         dtype = DTYPES[x.dtype]
@@ -233,6 +239,54 @@ def _cell(states: int) -> Callable[..., Any]:
     return replacement
 
 
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mode: SemanticMode, rows: int, x: torch.Tensor, weight: torch.Tensor | None) -> Any:
+        out = torch.empty_like(x)
+        rstd = x.new_empty(rows, dtype=torch.float32)
+        reads = [t for t in (x, weight) if t is not None]
+        _record_normalization(mode, "aten._fused_rms_norm", x.numel() // max(1, rows), reads, [out])
+        ctx.mode, ctx.rows = mode, rows
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        reads = [t for t in (grad, x, rstd, weight) if t is not None]
+        writes = [torch.empty_like(t) for t in (x, weight) if t is not None]
+        inner = x.numel() // max(1, ctx.rows)
+        _record_normalization(ctx.mode, "aten._fused_rms_norm_backward", inner, reads, writes)
+        return None, None, writes[0], writes[1] if weight is not None else None
+
+
+def _record_normalization(
+    mode: SemanticMode, name: str, inner: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+) -> None:
+    op = Streaming(
+        "normalization",
+        reads[0].numel(),
+        sum(map(touched_bytes, reads)),
+        sum(map(touched_bytes, writes)),
+        DTYPES[reads[0].dtype],
+        flop_per_element=5,
+        inner=inner,
+    )
+    mode.recorder.record(op, name, reads, writes)
+
+
+def rms_norm(
+    mode: SemanticMode,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    """On CUDA, one kernel forward and one backward; a CPU build decomposes it."""
+    rows = x.numel() // max(1, prod(normalized_shape))
+    return _RmsNorm.apply(mode, rows, x, weight)  # type: ignore[no-untyped-call]
+
+
 class _GroupedProduct(torch.autograd.Function):
     """One product per expert over rows sorted by expert, taken to be shared out evenly."""
 
@@ -288,6 +342,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "lstm_cell": _cell(2),
     "gru_cell": _cell(1),
     "dropout": dropout,
+    "rms_norm": rms_norm,
     "_grouped_mm": grouped_mm,
     "grouped_mm": grouped_mm,
 }

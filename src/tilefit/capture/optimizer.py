@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 
 from tilefit.capture.aten import multi_tensor_launches, touched_bytes
+from tilefit.capture.autocast import AutocastState
 from tilefit.capture.recorder import Recorder
 from tilefit.ops import OPTIMIZER, Streaming
 
@@ -18,49 +22,82 @@ from tilefit.ops import OPTIMIZER, Streaming
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer's state on the device (step counts are kept on the host)."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state on the device."""
-    return sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    )
+    return sum(tensor.numel() * tensor.element_size() for tensor in _state_tensors(optimizer))
 
 
 class OptimizerSteps:
-    """Runs optimizers with the multi-tensor kernels CUDA would use, and remembers their state's size."""
+    """Runs optimizers with the multi-tensor kernels CUDA would use, and remembers their state's size.
 
-    def __init__(self, recorder: Recorder) -> None:
+    ``before`` and ``after`` are PyTorch's global hooks of every optimizer's step.
+    """
+
+    def __init__(self, recorder: Recorder, autocast: AutocastState) -> None:
         self.recorder = recorder
+        self.autocast = autocast
         self.optimizer_bytes = 0
         self.name = ""
         self.fused = False
+        self._known: list[torch.optim.Optimizer] = []
+        self._unscaled: list[torch.optim.Optimizer] = []
+        self._stepping = ExitStack()
 
-    def run(self, optimizer: torch.optim.Optimizer, step: Any) -> None:
-        """Record one step of ``optimizer`` whose original method is ``step``."""
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Put what follows in the optimizer's phase, as CUDA would run it."""
+        _, closure = (*args, kwargs.get("closure"), None)[:2]
+        if closure is not None:
+            # What it computes is a forward and a backward pass, not the optimizer's work.
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (optimizer, lambda: loss), {}
         self.name = type(optimizer).__name__.lower()
         self.fused = any(group.get("fused") for group in optimizer.param_groups)
-        groups = [{k: group.get(k) for k in ("fused", "foreach")} for group in optimizer.param_groups]
+        enter = self._stepping.enter_context
+        self._stepping.callback(_restore, [(g, dict(g)) for g in optimizer.param_groups])
         for group in optimizer.param_groups:
             if "foreach" in group:
                 # Without a word from the user CUDA takes the multi-tensor path; ``foreach=False`` is a word.
                 group.update(fused=None, foreach=group["foreach"] is not False)
-        try:
-            with self.recorder.phase(OPTIMIZER), torch.device("cpu"), torch.no_grad():
-                if not optimizer.state:
-                    with self.recorder.silent():
-                        step(optimizer)  # creates the state, as a run's first step does
-                self.optimizer_bytes += state_bytes(optimizer)
-                if self.fused:
-                    with self.recorder.silent():
-                        step(optimizer)
-                    self._record_fused(optimizer)
-                else:
-                    step(optimizer)
-        finally:
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group.update({k: v for k, v in kept.items() if k in group})
+        enter(self.recorder.phase(OPTIMIZER))
+        enter(torch.device("cpu"))
+        enter(torch.no_grad())
+        if not any(known is optimizer for known in self._known):
+            self._known.append(optimizer)
+            self._make_state(optimizer, args)
+        if self.fused:
+            enter(self.recorder.silent())
+        return args, kwargs
+
+    def _make_state(self, optimizer: torch.optim.Optimizer, args: Any) -> None:
+        """Create the state, as a run's first step does, and count it as there from the start."""
+        if not optimizer.state:
+            step = type(optimizer).step
+            with self.recorder.silent():
+                getattr(step, "__wrapped__", step)(*args)
+        size = state_bytes(optimizer)
+        peak_bytes = self.recorder.peak_bytes + size
+        for tensor in _state_tensors(optimizer):
+            self.recorder.identify(tensor)
+        self.recorder.peak_bytes = peak_bytes
+        self.optimizer_bytes += size
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End what :meth:`before` began."""
+        self._stepping.close()
+        if self.fused:
+            with self.recorder.phase(OPTIMIZER):
+                self._record_fused(optimizer)
+
+    def abandon(self) -> None:
+        """End a step that raised."""
+        self._stepping.close()
 
     def _record_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """One pass: read parameter, gradient and state, write parameter and state."""
@@ -93,36 +130,38 @@ class OptimizerSteps:
             self.recorder.record(op, "aten._amp_foreach_non_finite_check_and_unscale_", (), ())
 
 
+    def in_phase(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with its work counted as the optimizer's."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.recorder.phase(OPTIMIZER):
+                return function(*args, **kwargs)
+
+        return counted
+
+    def scaling(self, scaler: GradScaler) -> bool:
+        """Whether a scaler works. Where there is no CUDA it has turned itself off; fp16 tells that it was on."""
+        return scaler.is_enabled() or self.autocast.seen == torch.float16
+
+    def unscale_once(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """:meth:`unscale`, unless the code has done so itself since the last step."""
+        if self.scaling(scaler) and not any(done is optimizer for done in self._unscaled):
+            self.unscale(optimizer)
+            self._unscaled.append(optimizer)
+
+    def scaled_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """A step through a scaler, taken to find no infinity."""
+        self.unscale_once(scaler, optimizer)
+        self._unscaled.clear()
+        return optimizer.step(*args, **kwargs)
+
+
 @contextmanager
 def intercepted(steps: OptimizerSteps) -> Iterator[None]:
     """Within the block every optimizer's step, and every GradScaler, is recorded as CUDA would run it."""
 
-    def recording(original: Any) -> Any:
-        def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            steps.run(self, original)
-            return loss
-
-        return step
-
     def scale(self: GradScaler, outputs: Any) -> Any:
-        return outputs * 1.0 if isinstance(outputs, torch.Tensor) else [o * 1.0 for o in outputs]
-
-    def unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        steps.unscale(optimizer)
-        self.__dict__.setdefault("_tilefit_unscaled", set()).add(id(optimizer))
-
-    def scaler_step(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if id(optimizer) not in self.__dict__.get("_tilefit_unscaled", ()):
-            steps.unscale(optimizer)
-        self.__dict__.pop("_tilefit_unscaled", None)
-        return optimizer.step(*args, **kwargs)
-
-    def update(self: GradScaler, new_scale: Any = None) -> None:
-        return None
+        return tree_map(lambda output: output * 1.0, outputs) if steps.scaling(self) else outputs
 
     # The decorator of these two imports the whole compiler, which takes longer than a capture.
     undecorated = {
@@ -131,17 +170,31 @@ def intercepted(steps: OptimizerSteps) -> Iterator[None]:
         for method in [torch.optim.Optimizer.__dict__[name]]
     }
     with ExitStack() as stack:
+        stack.callback(steps.abandon)
+        stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
+        stack.callback(register_optimizer_step_post_hook(steps.after).remove)
         stack.enter_context(patch.multiple(torch.optim.Optimizer, **undecorated))
-        for cls in _subclasses(torch.optim.Optimizer):
-            if "step" in cls.__dict__:
-                stack.enter_context(patch.object(cls, "step", recording(cls.__dict__["step"])))
         stack.enter_context(
-            patch.multiple(GradScaler, scale=scale, unscale_=unscale, step=scaler_step, update=update)
+            patch.multiple(
+                GradScaler,
+                scale=scale,
+                unscale_=lambda self, optimizer: steps.unscale_once(self, optimizer),
+                step=lambda self, optimizer, *args, **kwargs: steps.scaled_step(self, optimizer, *args, **kwargs),
+                update=lambda self, new_scale=None: None,
+            )
+        )
+        # Clipping takes the multi-tensor path on CUDA; on meta it would take one kernel for each tensor.
+        stack.enter_context(
+            patch.multiple(
+                clip_grad,
+                _has_foreach_support=lambda tensors, device: True,
+                _get_total_norm=steps.in_phase(clip_grad._get_total_norm),
+                _clip_grads_with_norm_=steps.in_phase(clip_grad._clip_grads_with_norm_),
+            )
         )
         yield
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
+def _restore(groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for group, kept in groups:
+        group.update({name: kept[name] for name in ("fused", "foreach") if name in kept})

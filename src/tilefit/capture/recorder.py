@@ -10,10 +10,28 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilefit.capture.aten import Call, describe, is_channels_last, is_free
+from tilefit.capture.aten import Call, describe, is_channels_last, is_free, makes_new_tensors
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.sites import SiteTracker
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Gemm, Op, StepOp, TensorRef
+
+_UNKNOWN = object()
+
+
+def _layout(value: Any) -> Any:
+    """What a meta kernel can know of its arguments, as a key."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout, value))
+    # 1, 1.0 and True are equal, but not to type promotion.
+    return (type(value), value)
+
+
+def _result_layout(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type == "meta" and value.storage_offset() == 0:
+        return (tuple(value.shape), value.stride(), value.dtype)
+    return None
 
 
 class Recorder(TorchDispatchMode):
@@ -39,8 +57,10 @@ class Recorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}
         self._next_id = 0
         self._parameter_of: dict[int, str] = {}
-        # Autograd nodes of products that read a parameter.
-        self._with_parameter: set[int] = set()
+        self._results: dict[Any, Any] = {}
+        # By the number of the autograd node of each product: None if no parameter is multiplied, else the
+        # parameter that is its input rather than its weight (a learned query), mostly the empty name.
+        self._input_of: dict[int, str | None] = {}
 
     # ---- what is alive -----------------------------------------------------------------------
 
@@ -114,9 +134,8 @@ class Recorder(TorchDispatchMode):
         """Add one operation at the current site; ``phase`` overrides what autograd's state implies."""
         if self.muted:
             return
-        node = torch._C._current_autograd_node()
-        recomputed = node is not None and torch.is_grad_enabled()
-        if node is None or recomputed:
+        node, recomputed = self._autograd_state()
+        if node is None:
             site = self.sites.forward_site(name)
             implied = FORWARD
         else:
@@ -131,35 +150,71 @@ class Recorder(TorchDispatchMode):
             tuple(self.reference(t) for t in outputs),
             recomputed,
         )
-        if isinstance(op, Gemm) and implied == FORWARD and entry.parameter:
-            self._with_parameter.add(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]
+        if isinstance(op, Gemm) and implied == FORWARD:
+            left, right = (ref.parameter for ref in entry.inputs[:2])
+            # Only the first product after a node was made is that node's own.
+            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            self._input_of.setdefault(number, left if right else "" if left else None)
         self.ops.append(entry)
 
+    def _autograd_state(self) -> tuple[Any, bool]:
+        """The autograd node that runs backward, None in a forward pass; and whether it is a repeated one.
+
+        A forward pass within the backward pass is checkpointing at work. It runs with gradients enabled,
+        except inside a custom autograd function; there only a running module tells it from a gradient.
+        """
+        node = torch._C._current_autograd_node()
+        if node is not None and (torch.is_grad_enabled() or self.sites.in_module):
+            return None, True
+        return node, False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # Meta kernels written in Python must not be taken for the model's own calls.
+        # Neither meta kernels written in Python nor the recording itself are the model's own calls.
         with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs)
+            return self._dispatched(func, args, kwargs or {})
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._run(func, args, kwargs)
         if self.muted:
             return out
         if is_free(func):
-            node = torch._C._current_autograd_node()
-            if node is None or torch.is_grad_enabled():
+            if self._autograd_state()[0] is None:
                 self.sites.forward_site(str(func))  # its gradient (a slice's, an expand's) costs time
             return out
         call = Call(func, args, kwargs, out)
+        if call.packet in ("convolution", "convolution_backward"):
+            out = self._in_channels_last(call)
+            call = Call(func, args, kwargs, out)
         tensors = (*call.inputs, *call.outputs)
         if not any(t.device.type == self.device and t.numel() for t in tensors):
             return out  # the host's work, or none
         for op, phase, inputs, outputs in describe(call, self):
             self.record(op, call.name, inputs, outputs, phase)
-        if call.packet in ("convolution", "convolution_backward"):
-            out = self._in_channels_last(call)
         if call.packet == "_to_copy":
             source = self._parameter_of.get(self.identify(call.inputs[0]), "")
             if source:
                 self.name_parameter(call.outputs[0], source)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation's result; on ``meta`` the same call on the same layouts is worked out only once."""
+        if self.device != "meta" or is_free(func) or not makes_new_tensors(func):
+            return func(*args, **kwargs)
+        key = (func, _layout(args), _layout(tuple(kwargs.items())))
+        try:
+            known = self._results.get(key)
+        except TypeError:  # an argument that cannot be a key
+            return func(*args, **kwargs)
+        if known is None:
+            out = func(*args, **kwargs)
+            layouts = [_result_layout(t) for t in (out if isinstance(out, tuple) else (out,))]
+            self._results[key] = (isinstance(out, tuple), layouts) if all(layouts) else _UNKNOWN
+            return out
+        if known is _UNKNOWN:
+            return func(*args, **kwargs)
+        several, layouts = known
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts]
+        return tuple(made) if several else made[0]
 
     def _in_channels_last(self, call: Call) -> Any:
         """The results of a convolution as cuDNN lays them out: NHWC if an operand is (meta kernels forget)."""
@@ -173,7 +228,7 @@ class Recorder(TorchDispatchMode):
                 return tensor
             return tensor.contiguous(memory_format=formats[tensor.dim()])
 
-        with self.silent(), torch._C.DisableTorchFunction():
+        with self.silent():
             return tuple(map(convert, call.out)) if isinstance(call.out, tuple) else convert(call.out)
 
     def gradient_phase(self, operands: Iterable[torch.Tensor]) -> str:
@@ -182,10 +237,11 @@ class Recorder(TorchDispatchMode):
         Only the data gradient multiplies by a parameter. The gradients of a product of two activations
         (attention written by hand) are both data gradients.
         """
-        node = torch._C._current_autograd_node()
-        if node is None or torch.is_grad_enabled():
+        node, _ = self._autograd_state()
+        if node is None:
             return ""
-        if node._sequence_nr() not in self._with_parameter:
+        not_a_weight = self._input_of.get(node._sequence_nr())
+        if not_a_weight is None:
             return BACKWARD_DATA
-        reads_parameter = any(self._parameter_of.get(self.identify(t)) for t in operands)
-        return BACKWARD_DATA if reads_parameter else BACKWARD_WEIGHT
+        reads = {self._parameter_of.get(self.identify(t), "") for t in operands}
+        return BACKWARD_DATA if reads - {"", not_a_weight} else BACKWARD_WEIGHT

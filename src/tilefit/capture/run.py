@@ -82,18 +82,21 @@ def capture(
         raise UsageError(f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(OPTIMIZERS)}, none.")
     device = "cpu" if on_cpu else "meta"
     is_module = isinstance(model, nn.Module)
+    inputs = _on_device(inputs, device)
     if isinstance(model, nn.Module):
-        model, inputs = _moved(model, inputs, device)
+        model = _copied(model, device)
         model.train(train)
         if channels_last:
             model, inputs = _to_channels_last(model, inputs)
     session = _Session(device, tf32, is_module)
     with session.running():
+        session.hold(inputs)
         if isinstance(model, nn.Module):
-            session.adopt(model, inputs)
+            session.sites.name_modules(model)
             _step(session, model, inputs, train, amp, optimizer, fused_optimizer, loss)
         else:
             _call(model, inputs)
+            session.check_something_ran()
     trained = train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
     settings = Settings(
         training=trained,
@@ -116,14 +119,13 @@ class _Session:
     def __init__(self, device: str, tf32: bool | None, of_module: bool) -> None:
         self.device = device
         self.of_module = of_module
-        self.sites = SiteTracker()
+        self.sites = SiteTracker(self._adopt)
         tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
         tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
         self.recorder = Recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
         self.autocast = AutocastState()
         self.semantic = SemanticMode(self.recorder, self.autocast)
-        self.steps = OptimizerSteps(self.recorder)
-        self.model: nn.Module | None = None
+        self.steps = OptimizerSteps(self.recorder, self.autocast)
         self.saved_bytes = 0
         self.notes: list[str] = []
 
@@ -169,6 +171,13 @@ class _Session:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         lower = text.lower()
         where = _user_line(error)
+        if "expected device" in lower or "same device" in lower:
+            return CaptureError(
+                f"the step mixes tensors of different devices ({text})",
+                where=where,
+                hint="Make the model and its tensors without naming a device, in the factory that returns the step; "
+                "or capture on the CPU: --on-cpu (on_cpu=True).",
+            )
         if self.device == "meta" and ("meta" in lower or "data-dependent" in lower or "no data" in lower):
             return CaptureError(
                 f"the step depends on values, and only shapes are known here ({type(error).__name__}: {text})",
@@ -181,45 +190,51 @@ class _Session:
             hint="Check the shapes and element types of the inputs (--input), or the model itself.",
         )
 
-    def adopt(self, model: nn.Module, inputs: Any) -> None:
-        """Name the model's modules and parameters; count them and the inputs as memory."""
-        self.model = model
-        self.sites.name_modules(model)
+    def _adopt(self, prefix: str, model: nn.Module) -> None:
+        """Name a model's parameters; count them and its buffers as memory."""
         for name, parameter in model.named_parameters():
-            self.recorder.name_parameter(parameter, name)
+            self.recorder.name_parameter(parameter, prefix + name)
         for buffer in model.buffers():
             self.recorder.identify(buffer)
+
+    def hold(self, inputs: Any) -> None:
+        """Count the inputs as memory."""
         for leaf in tree_flatten(inputs)[0]:
             if isinstance(leaf, torch.Tensor):
                 self.recorder.identify(leaf)
 
+    def check_something_ran(self) -> None:
+        """Refuse a step whose tensors were somewhere else all along."""
+        if not self.recorder.ops:
+            raise CaptureError(
+                f"the step did nothing on the {self.device} device, where it is watched",
+                hint="Make the model and its tensors in the factory that returns the step; or capture on the CPU: "
+                "--on-cpu (on_cpu=True).",
+            )
+
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
-        parameters: dict[str, Parameter] = {}
-        parameter_bytes = gradient_bytes = buffer_bytes = 0
-        if self.model is not None:
-            names: dict[int, list[str]] = {}
-            for path, tensor in self.model.named_parameters(remove_duplicate=False):
-                names.setdefault(id(tensor), []).append(path)
-            for path, tensor in self.model.named_parameters():
-                parameters[path] = Parameter(
-                    tuple(tensor.shape),
-                    DTYPES.get(tensor.dtype, "fp32"),
-                    tuple(n for n in names[id(tensor)] if n != path),
-                    tensor.requires_grad,
-                )
-                size = tensor.numel() * tensor.element_size()
-                parameter_bytes += size
-                if settings.training and tensor.requires_grad:
-                    gradient_bytes += size
-            buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers())
+        names: dict[nn.Parameter, list[str]] = {}
+        buffers: set[torch.Tensor] = set()
+        for prefix, model in self.sites.roots:
+            for path, parameter in model.named_parameters(remove_duplicate=False):
+                names.setdefault(parameter, []).append(prefix + path)
+            buffers.update(model.buffers())
+        parameters = {
+            first: Parameter(
+                tuple(tensor.shape), DTYPES.get(tensor.dtype, "fp32"), tuple(aliases), tensor.requires_grad
+            )
+            for tensor, (first, *aliases) in names.items()
+        }
+        parameter_bytes = sum(p.numel() * p.element_size() for p in names)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in names if p.requires_grad)
+        buffer_bytes = sum(b.numel() * b.element_size() for b in buffers)
         memory = Memory(
             parameter_bytes=parameter_bytes,
-            gradient_bytes=gradient_bytes,
+            gradient_bytes=gradient_bytes if settings.training else 0,
             optimizer_bytes=self.steps.optimizer_bytes,
             buffer_bytes=buffer_bytes,
             saved_bytes=self.saved_bytes,
-            # The optimizer's state is made by the first step and stays: it is there at every later peak.
-            peak_bytes=self.recorder.peak_bytes + self.steps.optimizer_bytes,
+            peak_bytes=self.recorder.peak_bytes,
         )
         return Step(
             ops=tuple(self.recorder.ops),
@@ -346,8 +361,8 @@ class _CopyTo(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _moved(model: nn.Module, inputs: Any, device: str) -> tuple[nn.Module, Any]:
-    """A copy of the model and its inputs on ``device``; weights are neither copied nor allocated on meta."""
+def _copied(model: nn.Module, device: str) -> nn.Module:
+    """A copy of the model on ``device``; on meta, weights are neither copied nor allocated."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         if parameter.device.type != device:
@@ -356,13 +371,25 @@ def _moved(model: nn.Module, inputs: Any, device: str) -> tuple[nn.Module, Any]:
     for buffer in model.buffers():
         if buffer.device.type != device:
             memo[id(buffer)] = _materialised(buffer.detach(), device)
-    with _CopyTo(device):
-        copied = copy.deepcopy(model, memo)
-    moved = tree_map(
-        lambda leaf: _materialised(leaf, device) if isinstance(leaf, torch.Tensor) else leaf,
-        dict(inputs) if isinstance(inputs, Mapping) else inputs,
-    )
-    return copied, moved
+    try:
+        with _CopyTo(device):
+            return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"the model cannot be copied ({type(error).__name__}: {error})",
+            hint="Capture works on a copy. Give a factory: file.py:factory.",
+        ) from error
+
+
+def _on_device(inputs: Any, device: str) -> Any:
+    """The inputs on ``device``, as leaves of their own."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return _materialised(leaf.detach(), device).requires_grad_(leaf.requires_grad)
+
+    return tree_map(moved, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def _materialised(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -103,10 +103,10 @@ class SemanticMode(TorchFunctionMode):
     def _attribute(self, func: Any, args: Any) -> Any:
         """A tensor's attribute; the model is told that its tensors are on CUDA, PyTorch itself is not."""
         value = func(*args)
-        if func is _DEVICE_GETTER or func is _IS_CUDA_GETTER:
+        if func in (_DEVICE_GETTER, _IS_CUDA_GETTER):  # each access makes a new wrapper, equal to the others
             tensor_is_ours = args[0].device == self.device
             if tensor_is_ours and not _called_from_torch():
-                return torch.device("cuda", 0) if func is _DEVICE_GETTER else True
+                return torch.device("cuda", 0) if func == _DEVICE_GETTER else True
         return value
 
     def _real_device(self, device: Any) -> Any:
@@ -117,10 +117,13 @@ class SemanticMode(TorchFunctionMode):
         return self.device if isinstance(device, torch.device) and device.type == "cuda" else device
 
     def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor_is_ours = args[0].device == self.device
+
         def real(value: Any) -> Any:
-            if isinstance(value, str) or isinstance(value, torch.device):
-                return self._real_device(value)
-            return value
+            if not isinstance(value, str | torch.device):
+                return value
+            # Where there is no GPU, code moves its tensors to "cpu"; it means wherever the model is.
+            return self.device if tensor_is_ours else self._real_device(value)
 
         if len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
             args = (args[0], self.device, *args[2:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -26,11 +26,16 @@ class SiteTracker:
 
     Autograd numbers its nodes in the order of their creation, and a node is created just before the forward
     operation it belongs to is dispatched, so the number links the two.
+
+    Args:
+        on_root: Told of every model that runs, once, with what its names begin with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_root: Callable[[str, nn.Module], None]) -> None:
+        #: The models that ran, by what the names of their modules and parameters begin with.
+        self.roots: list[tuple[str, nn.Module]] = []
+        self._on_root = on_root
         self._names: dict[int, str] = {}
-        self._named: list[nn.Module] = []  # keeps the ids above valid
         self._classes: dict[str, str] = {}
         self._stack: list[str] = []
         self._forward: dict[int, tuple[Site, str]] = {}
@@ -41,14 +46,20 @@ class SiteTracker:
         """Class name of every module by its path."""
         return self._classes
 
+    @property
+    def in_module(self) -> bool:
+        """Whether a module is running its forward."""
+        return bool(self._stack)
+
     def name_modules(self, root: nn.Module) -> None:
         """Learn the paths of a model's modules."""
-        prefix = "" if not self._named else f"{type(root).__name__}."
-        self._named.append(root)
+        prefix = f"{type(root).__name__}." if self.roots else ""
+        self.roots.append((prefix, root))
         for name, module in root.named_modules():
-            path = prefix + name
+            path = (prefix + name).removesuffix(".")
             self._names.setdefault(id(module), path)
             self._classes.setdefault(path, type(module).__name__)
+        self._on_root(prefix, root)
 
     @contextmanager
     def following(self) -> Iterator[None]:

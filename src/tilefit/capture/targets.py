@@ -18,8 +18,8 @@ from torch import nn
 
 from tilefit.capture.inputs import make, parse_inputs
 from tilefit.capture.sites import is_user_code, short_path
-from tilefit.capture.torchvision_import import make_importable
-from tilefit.errors import TargetError, UsageError
+from tilefit.capture.torchvision_import import import_transformers, tolerated
+from tilefit.errors import TargetError, TilefitError, UsageError
 
 #: Sizes of synthesised inputs where the user gives none.
 DEFAULT_TEXT_BATCH = 16
@@ -78,7 +78,6 @@ def load(target: str, options: InputOptions) -> Target:
         TargetError: it cannot be found, imported or built.
         UsageError: the text is not understood.
     """
-    make_importable()
     prefix, colon, rest = target.partition(":")
     if not colon or not rest:
         raise UsageError(
@@ -87,10 +86,11 @@ def load(target: str, options: InputOptions) -> Target:
             "torchvision:<name> or timm:<name>.",
         )
     loaders = {"hf": _transformers, "torchvision": _torchvision, "timm": _timm}
-    if prefix in loaders:
-        return loaders[prefix](rest, options)
-    path, _, factory = target.rpartition(":")
-    return _user_factory(path, factory, options)
+    with tolerated():
+        if prefix in loaders:
+            return loaders[prefix](rest, options)
+        path, _, factory = target.rpartition(":")
+        return _user_factory(path, factory, options)
 
 
 # ---- the user's own code -----------------------------------------------------------------------
@@ -169,6 +169,8 @@ def _guarded(action: Callable[[], Any], doing: str) -> Any:
 
     try:
         return action()
+    except TilefitError:
+        raise
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
         frames = [f for f in frames if "importlib" not in f.filename]
@@ -224,7 +226,7 @@ def _first_channels(model: nn.Module) -> int:
 
 def _need(module: str, extra: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return import_transformers() if module == "transformers" else importlib.import_module(module)
     except ImportError as error:
         raise TargetError(
             f"{module} cannot be imported ({error})", hint=f"Install it: pip install 'tilefit[{extra}]'."

@@ -1,26 +1,26 @@
-"""Lets torchvision be imported where its compiled operations do not match the installed PyTorch."""
+"""Lets torchvision be imported where its compiled operations do not match the installed PyTorch.
+
+The published wheels are built against CUDA. With a CPU build of PyTorch their compiled operations (``nms``,
+``roi_align``) are missing and the import fails, and with it that of every library that looks for torchvision.
+Classification and segmentation models use none of those operations.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.library
 
 
-def make_importable() -> None:
-    """Import torchvision, if there is one, without the operations that its CUDA build cannot load.
-
-    The published wheels are built against CUDA. With a CPU build of PyTorch their compiled operations
-    (``nms``, ``roi_align``) are missing and the import fails, and with it that of every library that looks
-    for torchvision. Classification and segmentation models use none of those operations.
-    """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
-        return
+@contextmanager
+def tolerated() -> Iterator[None]:
+    """Within the block torchvision can be imported without the operations its build cannot load."""
     register = torch.library.register_fake
 
     def register_if_defined(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -32,4 +32,18 @@ def make_importable() -> None:
         return decorator
 
     with patch.object(torch.library, "register_fake", register_if_defined):
-        importlib.import_module("torchvision")
+        yield
+
+
+def import_transformers() -> Any:
+    """transformers, without its looking for torchvision: only image processors use it, and it is slow to load.
+
+    Raises:
+        ImportError: there is no transformers.
+    """
+    if "transformers" in sys.modules or "torchvision" in sys.modules:
+        return importlib.import_module("transformers")
+    with patch.dict(sys.modules, {"torchvision": None}):  # "not installed", to whoever looks for it
+        transformers = importlib.import_module("transformers")
+        transformers.utils.is_torchvision_available()  # remembers its answer
+    return transformers

@@ -10,13 +10,15 @@ from importlib.util import find_spec
 
 from tilefit import __version__
 from tilefit.cli import output
+from tilefit.errors import UsageError
 
 #: Optional packages: what each gives.
 OPTIONAL = {
     "transformers": "hf: targets",
     "torchvision": "torchvision: targets",
     "timm": "timm: targets",
-    "nvidia-ml-py": "clocks, power and throttling of a local GPU",
+    "nvidia-ml-py": "finding the GPU of this machine, its clocks and its power",
+    "pyarrow": "measurements as Parquet files",
 }
 
 
@@ -52,8 +54,17 @@ def _torch() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [*rows, ("GPU", "none that torch can use; checks work without one: name it with --gpu")]
     for index in range(torch.cuda.device_count()):
-        rows.append((f"GPU {index}", torch.cuda.get_device_name(index)))
+        rows.append((f"GPU {index}", _known(torch.cuda.get_device_name(index))))
     return rows
+
+
+def _known(name: str) -> str:
+    from tilefit import gpus
+
+    try:
+        return f"{name}: --gpu {gpus.get(name).name}"
+    except UsageError:
+        return f"{name}: its facts are not known to tilefit"
 
 
 def _driver() -> str:

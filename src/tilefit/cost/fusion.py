@@ -9,6 +9,9 @@ A model of ``torch.compile`` (Inductor), with these assumptions:
   pass, is written once. An input is read once however many operations of the chain read it. Inductor also
   recomputes cheap results instead of saving them; that is not modelled, so the gain is understated.
 - A reduction over everything ends its chain: who needs its result must wait for the whole grid.
+- A misaligned product is padded to whole 16-byte accesses (Inductor's ``pad_mm``), which costs a copy of
+  each operand that grows. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
+  product of enough arithmetic intensity is padded.
 """
 
 from __future__ import annotations
@@ -16,12 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from tilefit.ops import OPTIMIZER, Step, StepOp, Streaming, TensorRef
-from tilefit.ops.dtypes import size_bytes
+from tilefit.cost.tiles import round_up
+from tilefit.ops import FORWARD, OPTIMIZER, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops.dtypes import elements_per_access, size_bytes
 
 #: Roles that fuse, from the one whose kernels are hardest to saturate memory with; a chain takes the
 #: first it contains.
 _FUSIBLE = ("softmax", "normalization", "reduction", "pointwise", "copy")
+#: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
+#: which the copies would cost as much as they save.
+_PADDED_INTENSITY = 140
+#: The sizes of each operand.
+_SIZES = {"A": ("m", "k"), "B": ("k", "n")}
 
 
 @dataclass(slots=True)
@@ -69,7 +78,7 @@ def fuse(step: Step) -> Step:
     for index, entry in enumerate(step.ops):
         chain = chain_of.get(index)
         if chain is None or len(chain.members) == 1:
-            ops.append(entry)
+            ops.extend(_padded(entry))
         elif index == chain.position:
             ops.append(_kernel(step, chain, sources, outside_readers, read_ever))
     return replace(step, ops=tuple(ops), settings=replace(step.settings, compiled=True))
@@ -82,7 +91,7 @@ def _join(
     op = entry.op
     if not isinstance(op, Streaming) or op.role not in _FUSIBLE or entry.phase == OPTIMIZER:
         return None
-    graph = (entry.phase == "forward", entry.recomputed)
+    graph = (entry.phase == FORWARD, entry.recomputed)
     for _, writer in reversed(reads):
         chain = chain_of.get(writer)
         if chain is None or chain.graph != graph:
@@ -95,6 +104,32 @@ def _join(
         if independent and not waits:
             return chain
     return _Chain(graph)
+
+
+def _padded(entry: StepOp) -> tuple[StepOp, ...]:
+    """A misaligned product as padding makes it: a copy of each operand that grows, and the larger product."""
+    gemm = entry.op
+    if not isinstance(gemm, Gemm) or gemm.dtype in ("fp32", "fp64") or gemm.intensity < _PADDED_INTENSITY:
+        return (entry,)
+    access = elements_per_access(gemm.dtype)
+    grown = {
+        operand.contiguous: round_up(getattr(gemm, operand.contiguous), access)
+        for operand in gemm.operands
+        if operand.leading_dimension % access
+    }
+    if not grown:
+        return (entry,)
+    padded = replace(gemm, ld_a=0, ld_b=0, **grown)  # type: ignore[arg-type]
+    copies = []
+    for sizes in _SIZES.values():
+        if grown.keys() & set(sizes):
+            first, second = sizes
+            before = gemm.batch * getattr(gemm, first) * getattr(gemm, second)
+            after = gemm.batch * getattr(padded, first) * getattr(padded, second)
+            size = size_bytes(gemm.dtype)
+            copy = Streaming("copy", after, before * size, after * size, gemm.dtype)
+            copies.append(replace(entry, op=copy, name="pad", inputs=(), outputs=()))
+    return (*copies, replace(entry, op=padded))
 
 
 def _reduces_everything(op: object) -> bool:

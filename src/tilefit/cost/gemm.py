@@ -15,7 +15,7 @@ from tilefit.ops import Gemm, Op
 from tilefit.ops.dtypes import size_bytes
 
 #: How many blocks may share one tile's contraction.
-SPLITS = (1, 2, 4, 8, 16, 32)
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.
 _STAGE_BYTES = 128
 _LARGEST_TILE = 256 * 128

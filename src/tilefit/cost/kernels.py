@@ -117,7 +117,8 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         )
     operand = next(o for o in gemm.operands if o.name == worst)
     family = SM80 if native in _TMA else native
-    tn, other = _CEILINGS[size, worst_bytes]
+    # C may have narrower elements than A and B.
+    tn, other = _CEILINGS[size, max(worst_bytes, size)]
     reason = (
         f"{worst} has rows of {operand.leading_dimension} elements ({operand.contiguous} is contiguous), "
         f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"

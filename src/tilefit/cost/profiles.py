@@ -47,7 +47,7 @@ class Constants:
     overlap: float
     l2_bytes_per_clock_per_sm: float = 24.0
     l2_share: float = 1 / 6
-    spread: float = 0.35
+    spread: float = 0.30
     provenance: str = DATASHEET
 
     def kernel_s(self, gpu: Gpu) -> float:

@@ -119,8 +119,8 @@ _PERSISTENT_US: dict[bool, dict[tuple[int, int], tuple[float, float]]] = {
 }  # fmt: skip
 _HIDDEN = (256, 512, 1024)
 _BATCHES = (16, 32, 64, 128)
-#: Clock of the GPU of the table: a persistent step is a chain of latencies.
-_TABLE_CLOCK_HZ = 1.98e9
+#: Datasheet clock and SMs of the GPU of the table: a persistent step is a chain of latencies.
+_TABLE_CLOCK_HZ = 1.83e9
 _TABLE_SMS = 132
 
 

@@ -90,6 +90,6 @@ def run_suite(
 def pool_for(device: torch.device, seed: int = 0) -> Pool:
     """A pool whose rings hold many times the L2 cache and leave most of the memory free."""
     if device.type != "cuda":
-        return Pool(device, 256 << 20, seed)
+        return Pool(device, 64 << 20, seed)
     memory_bytes = torch.cuda.get_device_properties(device).total_memory
     return Pool(device, min(8 << 30, memory_bytes // 16), seed)

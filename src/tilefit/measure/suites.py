@@ -53,14 +53,15 @@ def deepbench_gemm(dtype: str = "bf16") -> list[Entry]:
     DeepBench is column-major, ``C[m, n] = op(A) op(B)``; row-major the same memory is ``C[n, m]``, so m and n
     change places and the letters stay.
     """
-    return [
-        Entry(
-            Gemm(int(row["n"]), int(row["m"]), int(row["k"]), dtype=dtype, layout=row["op"]),
-            "deepbench",
-            _published(row),
-        )
-        for row in _table("gemm.csv")
-    ]
+    entries = []
+    for row in _table("gemm.csv"):
+        op = Gemm(int(row["n"]), int(row["m"]), int(row["k"]), dtype=dtype, layout=row["op"])
+        times = _published(row)
+        for key, value in row.items():  # most columns were published as rates
+            if key.endswith("_tflops") and value:
+                times.setdefault(key.removesuffix("_tflops"), op.flop / float(value) / 1e9)
+        entries.append(Entry(op, "deepbench", times))
+    return entries
 
 
 def deepbench_conv(dtype: str = "bf16", channels_last: bool = True) -> list[Entry]:

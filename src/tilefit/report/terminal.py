@@ -22,7 +22,7 @@ FEWEST_FINDINGS = 3
 OP_ROWS = 25
 
 _INDENT = 8
-_BAR_WIDTH = 16
+_BAR_WIDTH = 12
 #: Narrower than this, the table of operations does without the bound.
 _WIDE = 100
 _SEVERITY_STYLE = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "bold cyan"}
@@ -87,19 +87,10 @@ class Terminal:
             yield block
 
 
-def render(
-    document: Document, *, show_all: bool = False, ops: bool = False, width: int = 80, color: bool = False
-) -> str:
-    """The report as text of a given width, with ANSI colours if wanted."""
+def render(document: Document, *, show_all: bool = False, ops: bool = False, width: int = 80) -> str:
+    """The report as plain text of a given width."""
     file = io.StringIO()
-    console = Console(
-        file=file,
-        width=width,
-        force_terminal=color,
-        no_color=not color,
-        color_system="standard" if color else None,
-        legacy_windows=False,
-    )
+    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
     console.print(Terminal(document, show_all=show_all, ops=ops))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
@@ -212,7 +203,7 @@ def _totals(report: Report, show_all: bool) -> RenderableType:
         grid.add_row(
             "Memory", ", ".join(f"{name} {units.capacity(value)}" for name, value in held.items() if value)
         )
-    grid.add_row("Covers", text.coverage(report))
+    grid.add_row("Covers", Text(text.coverage(report)))
     grid.add_row("Times", text.PROVENANCE[report.step.provenance])
     for note in report.notes:
         grid.add_row("Note", Text(text.plain(note)))

@@ -1,0 +1,349 @@
+"""``tilefit bench``: measure operations on this machine's GPU, into a store that survives interruption."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from tilefit.cli import output
+
+if TYPE_CHECKING:
+    from tilefit.measure.run import Outcome
+    from tilefit.measure.store import Measurement, Store
+    from tilefit.measure.suites import Entry
+
+
+class _Group(TyperGroup):
+    """What is no verb is a target: ``tilefit bench hf:gpt2``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["target", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="bench",
+    cls=_Group,
+    help="Measure operations on this machine's GPU. `tilefit bench TARGET` measures those of a model's step.",
+    no_args_is_help=True,
+)
+
+Dtype = Annotated[str, typer.Option(help="Element type: bf16, fp16, tf32, fp32, fp8, int8.")]
+Warm = Annotated[
+    bool, typer.Option("--warm", help="Repeat on the same operands, so that they may stay in L2.")
+]
+OnCpu = Annotated[
+    bool, typer.Option("--on-cpu", help="Run on the CPU: to try a command, not for its figures.")
+]
+StoreFile = Annotated[
+    Path | None, typer.Option("--store", metavar="FILE", help="Store of measurements; default TILEFIT_STORE.")
+]
+
+
+@app.command()
+def gemm(
+    m: Annotated[int, typer.Argument(min=1, show_default=False, help="Rows of C.")],
+    n: Annotated[int, typer.Argument(min=1, show_default=False, help="Columns of C.")],
+    k: Annotated[int, typer.Argument(min=1, show_default=False, help="Contraction.")],
+    dtype: Dtype = "bf16",
+    layout: Annotated[
+        Literal["all", "TN", "NN", "NT", "TT"],
+        typer.Option(help="BLAS letters (column-major); F.linear runs TN, its gradients NN and NT."),
+    ] = "all",
+    batch: Annotated[int, typer.Option(min=1, help="Independent products.")] = 1,
+    warm: Warm = False,
+    on_cpu: OnCpu = False,
+    store: StoreFile = None,
+) -> None:
+    """Measure a product C[m,n] = A[m,k] @ B[k,n]."""
+    from tilefit.measure.suites import Entry
+    from tilefit.ops import Gemm
+
+    layouts = ("TN", "NN", "NT") if layout == "all" else (layout,)
+    ops = [Gemm(m, n, k, dtype=dtype, layout=letters, batch=batch) for letters in layouts]
+    _bench([Entry(op, "bench gemm") for op in ops], warm, on_cpu, store)
+
+
+@app.command()
+def conv(
+    batch: Annotated[int, typer.Argument(min=1, show_default=False, help="Samples.")],
+    in_channels: Annotated[int, typer.Argument(min=1, show_default=False)],
+    out_channels: Annotated[int, typer.Argument(min=1, show_default=False)],
+    size: Annotated[int, typer.Argument(min=1, show_default=False, help="Height and width of the input.")],
+    kernel: Annotated[int, typer.Argument(min=1, show_default=False, help="Height and width of the kernel.")],
+    stride: Annotated[int, typer.Option(min=1)] = 1,
+    padding: Annotated[int | None, typer.Option(min=0, help="Default: half of the kernel.")] = None,
+    groups: Annotated[int, typer.Option(min=1)] = 1,
+    dtype: Dtype = "bf16",
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last/--channels-first", help="NHWC or NCHW.")
+    ] = True,
+    warm: Warm = False,
+    on_cpu: OnCpu = False,
+    store: StoreFile = None,
+) -> None:
+    """Measure a convolution and its two gradients."""
+    from tilefit.measure.suites import Entry
+    from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv2d
+
+    padding = kernel // 2 if padding is None else padding
+    shape = (batch, in_channels, out_channels, size, kernel, stride, padding, 1, groups, dtype, channels_last)
+    passes = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+    _bench([Entry(Conv2d(*shape, direction), "bench conv") for direction in passes], warm, on_cpu, store)
+
+
+@app.command()
+def attention(
+    batch: Annotated[int, typer.Argument(min=1, show_default=False, help="Samples.")],
+    heads: Annotated[int, typer.Argument(min=1, show_default=False, help="Query heads.")],
+    seq: Annotated[int, typer.Argument(min=1, show_default=False, help="Positions.")],
+    head_dim: Annotated[int, typer.Argument(min=1, show_default=False, help="Width of a head.")],
+    kv_heads: Annotated[int, typer.Option(min=0, help="Key/value heads; 0: as many as query heads.")] = 0,
+    causal: Annotated[bool, typer.Option("--causal", help="A position sees those before it.")] = False,
+    dtype: Dtype = "bf16",
+    warm: Warm = False,
+    on_cpu: OnCpu = False,
+    store: StoreFile = None,
+) -> None:
+    """Measure fused attention, forward and backward."""
+    from tilefit.measure.suites import Entry
+    from tilefit.ops import BACKWARD_DATA, FORWARD, Attention
+
+    ops = [
+        Attention(
+            batch,
+            heads,
+            seq,
+            head_dim,
+            num_kv_heads=kv_heads,
+            is_causal=causal,
+            dtype=dtype,
+            direction=direction,
+        )
+        for direction in (FORWARD, BACKWARD_DATA)
+    ]
+    _bench([Entry(op, "bench attention") for op in ops], warm, on_cpu, store)
+
+
+@app.command()
+def rnn(
+    mode: Annotated[str, typer.Argument(show_default=False, help="LSTM, GRU, RNN_TANH or RNN_RELU.")],
+    input_size: Annotated[int, typer.Argument(min=1, show_default=False)],
+    hidden_size: Annotated[int, typer.Argument(min=1, show_default=False)],
+    steps: Annotated[int, typer.Argument(min=1, show_default=False, help="Time steps.")],
+    batch: Annotated[int, typer.Argument(min=1, show_default=False, help="Samples.")],
+    layers: Annotated[int, typer.Option(min=1)] = 1,
+    bidirectional: Annotated[bool, typer.Option("--bidirectional")] = False,
+    dtype: Dtype = "fp16",
+    warm: Warm = False,
+    on_cpu: OnCpu = False,
+    store: StoreFile = None,
+) -> None:
+    """Measure a recurrent layer: forward, data gradient, and both gradients (as backward-weight)."""
+    from tilefit.measure.suites import Entry
+    from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent
+
+    ops = [
+        Recurrent(
+            mode.upper(),
+            input_size,
+            hidden_size,
+            steps,
+            batch,
+            num_layers=layers,
+            bidirectional=bidirectional,
+            dtype=dtype,
+            direction=direction,
+        )
+        for direction in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+    ]
+    _bench([Entry(op, "bench rnn") for op in ops], warm, on_cpu, store)
+
+
+@app.command()
+def suite(
+    name: Annotated[Literal["deepbench"], typer.Argument(show_default=False, help="deepbench.")],
+    only: Annotated[Literal["all", "gemm", "conv", "rnn"], typer.Option(help="A part of the suite.")] = "all",
+    dtype: Dtype = "fp16",
+    limit: Annotated[int, typer.Option(min=0, help="Stop after so many shapes of each part; 0: all.")] = 0,
+    warm: Warm = False,
+    on_cpu: OnCpu = False,
+    store: StoreFile = None,
+) -> None:
+    """Measure a published list of shapes, beside its published times.
+
+    Interrupted, it continues where it stopped.
+    """
+    from tilefit.measure import suites
+
+    parts = {"gemm": suites.deepbench_gemm, "conv": suites.deepbench_conv, "rnn": suites.deepbench_rnn}
+    entries = []
+    for part, shapes in parts.items():
+        if only in ("all", part):
+            entries += shapes(dtype)[: limit or None]
+    _bench(entries, warm, on_cpu, store)
+
+
+@app.command()
+def target(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", show_default=False, help="As of `tilefit check`.")
+    ],
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens per sample.")] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Height and width.")] = None,
+    train: Annotated[bool, typer.Option("--train/--infer", help="Training step or forward pass.")] = True,
+    amp: Annotated[Literal["bf16", "fp16", "off"], typer.Option(help="Mixed precision by autocast.")] = "off",
+    channels_last: Annotated[bool, typer.Option("--channels-last", help="Model and images in NHWC.")] = False,
+    warm: Warm = False,
+    on_cpu: OnCpu = False,
+    store: StoreFile = None,
+) -> None:
+    """Measure every distinct operation of a model's step."""
+    from tilefit.capture.child import CaptureOptions, capture_in_child
+    from tilefit.measure.suites import Entry
+
+    options = CaptureOptions(
+        batch=batch,
+        seq=seq,
+        image_size=image_size,
+        train=train,
+        amp="" if amp == "off" else amp,
+        channels_last=channels_last,
+    )
+    with output.progress(f"Capturing {target}"):
+        step = capture_in_child(target, options)
+    distinct = dict.fromkeys(entry.op for entry in step.ops)
+    _bench([Entry(op, target) for op in distinct], warm, on_cpu, store)
+
+
+@app.command(name="export")
+def export_(
+    file: Annotated[Path, typer.Argument(show_default=False, help="Parquet file to write.")],
+    store: StoreFile = None,
+) -> None:
+    """Write the store as Parquet, to share or to analyse."""
+    from tilefit.measure.store import export_parquet
+
+    with open_store(store) as opened:
+        count = export_parquet(opened, file)
+    print(f"{count} measurements written to {file}", file=sys.stderr)
+
+
+@app.command(name="import")
+def import_(
+    file: Annotated[Path, typer.Argument(show_default=False, help="Parquet file to read.")],
+    store: StoreFile = None,
+) -> None:
+    """Add the measurements of a Parquet file to the store."""
+    from tilefit.measure.store import read_parquet
+
+    measurements = read_parquet(file)
+    with open_store(store) as opened:
+        opened.add(measurements)
+    print(f"{len(measurements)} measurements read from {file}", file=sys.stderr)
+
+
+def open_store(path: Path | None) -> Store:
+    """The store at a path or at the default place; says so where a corrupt one was set aside."""
+    from tilefit.measure.store import Store, default_path
+
+    store = Store(path or default_path())
+    if store.set_aside:
+        print(
+            f"warning: {store.path} was corrupt. It was kept as {store.set_aside}; a new store was begun.",
+            file=sys.stderr,
+        )
+    return store
+
+
+def _bench(entries: Sequence[Entry], warm: bool, on_cpu: bool, path: Path | None) -> None:
+    """Measure into the store and print a table, also when interrupted."""
+    import torch
+
+    from tilefit.measure import timer
+    from tilefit.measure.environment import current
+    from tilefit.measure.run import pool_for, run_suite
+
+    device: timer.Device = timer.HostDevice() if on_cpu else timer.CudaDevice()
+    place = torch.device("cpu" if on_cpu else "cuda")
+    outcomes: list[Outcome] = []
+    with open_store(path) as store:
+        environment = current(place)
+        running = run_suite(entries, store, pool_for(place), device, environment, cold=not warm)
+        try:
+            for outcome in _watched(running, len(entries)):
+                outcomes.append(outcome)
+        finally:
+            done = {(m.op, m.cold): m for m in store if m.environment == environment}
+            rows = [(o.entry, done.get((o.entry.op, not warm)), o.error) for o in outcomes]
+            output.stdout().print(_table(rows, environment.gpu))
+            kept = sum(outcome.measurement is None and not outcome.error for outcome in outcomes)
+            failed = sum(bool(outcome.error) for outcome in outcomes)
+            words = f"{len(outcomes)} of {len(entries)} shapes, {kept} of them from {store.path}"
+            print(words + (f", {failed} failed" if failed else ""), file=sys.stderr)
+            if len(outcomes) < len(entries):
+                print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
+
+
+def _watched(outcomes: Iterable[Outcome], total: int) -> Iterable[Outcome]:
+    """A progress bar on stderr, where somebody watches."""
+    if not sys.stderr.isatty():
+        return outcomes
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(outcomes, "Measuring", total, console=Console(stderr=True))
+
+
+def _table(rows: list[tuple[Entry, Measurement | None, str]], gpu: str) -> Any:
+    from tilefit import units
+    from tilefit.ops import Streaming
+
+    published = list(dict.fromkeys(key for entry, _, _ in rows for key in entry.published_ms or {}))
+    predicted = _predictions([entry for entry, _, _ in rows], gpu)
+    columns = ["Operation", "Shape", "Type", ">Time", ">Spread", ">Rate", ">Predicted"]
+    table = output.table(*columns, *(f">{name}" for name in published))
+    for (entry, measured, error), guess in zip(rows, predicted, strict=True):
+        op = entry.op
+        what = " ".join(
+            filter(
+                None,
+                (op.kind, getattr(op, "direction", ""), getattr(op, "layout", ""), getattr(op, "role", "")),
+            )
+        )
+        line = [what, op.shape, op.dtype]
+        if measured is None:
+            line += [f"failed: {error.splitlines()[0]}", "", ""]
+        else:
+            spread = (measured.high_s - measured.low_s) / measured.median_s
+            rate = (
+                f"{units.size(op.moved_bytes / measured.median_s)}/s"
+                if isinstance(op, Streaming)
+                else units.rate(op.flop / measured.median_s)
+            )
+            line += [units.seconds(measured.median_s), units.share(spread), rate]
+        line.append(units.seconds(guess) if guess else "")
+        times = entry.published_ms or {}
+        line += [units.seconds(times[name] / 1e3) if name in times else "" for name in published]
+        table.add_row(*line)
+    return table
+
+
+def _predictions(entries: list[Entry], gpu: str) -> list[float | None]:
+    """What tilefit predicts for each, where it knows the GPU."""
+    from tilefit import gpus
+    from tilefit.cost import estimate
+    from tilefit.errors import UsageError
+
+    try:
+        device = gpus.get(gpu)
+    except UsageError:
+        return [None] * len(entries)
+    return [estimate(entry.op, device).time_s for entry in entries]
