@@ -32,6 +32,13 @@ class Call:
         self.inputs = list(_tensors((args, tuple(kwargs.values()))))
         self.outputs = list(_tensors(out))
 
+    def named(self, name: str) -> Any:
+        """An argument by its name in the schema; None if the operation has none of that name."""
+        for index, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                return self.argument(index, name, argument.default_value if argument.has_default_value() else None)
+        return None
+
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument that may have been given by position or by name."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
@@ -249,6 +256,16 @@ def _innermost(tensor: torch.Tensor) -> int:
     return -min(real)[1] if real else 0
 
 
+def _transposes(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+    """Whether the first operand and the result differ in which dimension is contiguous."""
+    return (
+        bool(read)
+        and bool(written)
+        and read[0].shape == written[0].shape
+        and _innermost(read[0]) != _innermost(written[0])
+    )
+
+
 def _stream(
     recorder: Recorder,
     role: str,
@@ -257,6 +274,7 @@ def _stream(
     *,
     phase: str = "",
     inner: int = 0,
+    strided: bool | None = None,
     kernels: int = 1,
     read_bytes: int | None = None,
     write_bytes: int | None = None,
@@ -265,14 +283,8 @@ def _stream(
     read = _distinct(reads, recorder)
     written = _distinct(writes, recorder)
     largest = max((*read, *written), key=lambda t: t.numel(), default=None)
-    strided = (
-        role in ("copy", "pointwise")
-        and bool(read)
-        and bool(written)
-        and read[0].dim() == written[0].dim()
-        and read[0].shape == written[0].shape
-        and _innermost(read[0]) != _innermost(written[0])
-    )
+    if strided is None:
+        strided = role in ("copy", "pointwise") and _transposes(read, written)
     op = Streaming(
         role=role,
         elements=largest.numel() if largest is not None else 0,
@@ -290,10 +302,38 @@ def _stream(
 def _streaming(call: Call, recorder: Recorder, role: str) -> Described:
     """The general case: every input is read and every output written, once."""
     written = call.outputs or _mutated(call)
-    inner = 0
-    if role in ("reduction", "softmax", "normalization") and call.inputs and written:
-        inner = _inner(call, role, written)
-    return _stream(recorder, role, call.inputs, written, inner=inner)
+    inner, strided = _reach(call, role, written) if call.inputs and written else (0, None)
+    return _stream(recorder, role, call.inputs, written, inner=inner, strided=strided)
+
+
+def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int, bool | None]:
+    """How many elements a result depends on where they lie together in memory (else 0), and whether the
+    operation runs across the contiguous dimension; None where the operands' layouts tell."""
+    x = call.inputs[0]
+    if role == "softmax":
+        dim = next((a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1)
+        return (int(x.shape[dim]) if x.dim() else 1), False
+    if role == "pooling":
+        return 0, any(map(is_channels_last, call.inputs))
+    if role == "normalization":
+        if "batch_norm" in call.packet:
+            return 0, any(map(is_channels_last, call.inputs))
+        if "group_norm" in call.packet:
+            channels, pixels, groups = (call.named(n) for n in ("C", "HxW", "group"))
+            return channels // groups * pixels, False
+        shape = call.named("normalized_shape")
+        return (prod(shape) if shape else 0), False
+    if role == "reduction":
+        dims = call.named("dim")
+        if written[0].shape == x.shape and isinstance(dims, int):  # a running sum
+            return int(x.shape[dims]), False
+        if not isinstance(dims, (int, list, tuple)) or dims == [] or not x.dim():
+            return 0, False
+        reduced = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+        if _innermost(x) in reduced:
+            return prod(x.shape[d] for d in reduced), False
+        return 0, True
+    return 0, None
 
 
 def _mutated(call: Call) -> list[torch.Tensor]:
@@ -303,17 +343,6 @@ def _mutated(call: Call) -> list[torch.Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.extend(_tensors(value))
     return written
-
-
-def _inner(call: Call, role: str, written: Sequence[torch.Tensor]) -> int:
-    x = call.inputs[0]
-    if role == "softmax":
-        dim = next((a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1)
-        return int(x.shape[dim]) if x.dim() else 1
-    if role == "normalization":
-        shape = next((a for a in call.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], int)), None)
-        return prod(shape) if shape else 0
-    return int(max(1, x.numel() // max(1, written[0].numel())))
 
 
 def _write_only(call: Call, recorder: Recorder) -> list[Described]:
@@ -379,6 +408,18 @@ def _scatter(call: Call, recorder: Recorder) -> list[Described]:
     ]
 
 
+def _picked_loss(call: Call, recorder: Recorder) -> list[Described]:
+    """The negative log-likelihood reads one element a row; its gradient is zero but for that element."""
+    scores, *small = call.inputs if call.packet.endswith("forward") else call.inputs[1:]
+    others = sum(map(touched_bytes, small))
+    if not call.packet.endswith("forward"):
+        others += touched_bytes(call.inputs[0])
+        return [_stream(recorder, "loss", call.inputs, call.outputs, read_bytes=others, kernels=2)]
+    picked = max(1, scores.numel() // max(1, scores.shape[1] if scores.dim() > 1 else scores.shape[0]))
+    read_bytes = others + picked * scores.element_size()
+    return [_stream(recorder, "loss", call.inputs, call.outputs, read_bytes=read_bytes, inner=scores.shape[-1])]
+
+
 def _slice_backward(call: Call, recorder: Recorder) -> list[Described]:
     # Zeros of the full size, then a copy into the slice.
     return [_stream(recorder, "copy", call.inputs, call.outputs, kernels=2)]
@@ -431,7 +472,7 @@ _BY_ROLE = {
         batch_norm_stats batch_norm_elemt batch_norm_backward_reduce""",
     "softmax": """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
         logsumexp _masked_softmax""",
-    "loss": """nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss
+    "loss": """mse_loss
         mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
         binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits
         soft_margin_loss soft_margin_loss_backward _ctc_loss _ctc_loss_backward kl_div
@@ -456,7 +497,7 @@ _BY_ROLE = {
         max_pool3d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d
         avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
         _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward""",
-    "copy": """clone cat stack _to_copy _pin_memory expand_copy view_copy permute_copy transpose_copy
+    "copy": """clone cat stack _to_copy _local_scalar_dense _pin_memory expand_copy view_copy permute_copy transpose_copy
         slice_scatter select_scatter as_strided_scatter split_with_sizes_copy _pack_padded_sequence
         _pad_packed_sequence""",
     "pointwise": """native_dropout native_dropout_backward bernoulli bernoulli_ normal_ uniform_ exponential_
@@ -513,6 +554,9 @@ _HANDLERS: dict[str, Callable[[Call, Recorder], list[Described]]] = {
     "index_add_": _scatter,
     "index_copy": _scatter,
     "index_copy_": _scatter,
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"), _picked_loss
+    ),
     "slice_backward": _slice_backward,
     "select_backward": _slice_backward,
     "copy_": _copy_,

@@ -136,10 +136,10 @@ class Recorder(TorchDispatchMode):
             return
         node, recomputed = self._autograd_state()
         if node is None:
-            site = self.sites.forward_site(name)
+            site = self.sites.forward_site()
             implied = FORWARD
         else:
-            site, _ = self.sites.backward_site(node)
+            site = self.sites.backward_site(node)
             implied = BACKWARD_DATA
         entry = StepOp(
             op,
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             tuple(self.reference(t) for t in outputs),
             recomputed,
         )
-        if isinstance(op, Gemm) and implied == FORWARD:
+        if isinstance(op, Gemm) and (node is None or torch.is_grad_enabled()):
             left, right = (ref.parameter for ref in entry.inputs[:2])
             # Only the first product after a node was made is that node's own.
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
@@ -160,11 +160,10 @@ class Recorder(TorchDispatchMode):
     def _autograd_state(self) -> tuple[Any, bool]:
         """The autograd node that runs backward, None in a forward pass; and whether it is a repeated one.
 
-        A forward pass within the backward pass is checkpointing at work. It runs with gradients enabled,
-        except inside a custom autograd function; there only a running module tells it from a gradient.
+        A forward pass within the backward pass is checkpointing at work.
         """
         node = torch._C._current_autograd_node()
-        if node is not None and (torch.is_grad_enabled() or self.sites.in_module):
+        if node is not None and self.sites.is_repeated_forward():
             return None, True
         return node, False
 
@@ -179,7 +178,7 @@ class Recorder(TorchDispatchMode):
             return out
         if is_free(func):
             if self._autograd_state()[0] is None:
-                self.sites.forward_site(str(func))  # its gradient (a slice's, an expand's) costs time
+                self.sites.forward_site()  # its gradient (a slice's, an expand's) costs time
             return out
         call = Call(func, args, kwargs, out)
         if call.packet in ("convolution", "convolution_backward"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -38,7 +39,9 @@ class SiteTracker:
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
         self._stack: list[str] = []
-        self._forward: dict[int, tuple[Site, str]] = {}
+        self._modules_outside = 0  # that were running when the backward pass began
+        self._creates_graph = False  # the backward pass is to be differentiated itself
+        self._forward: dict[int, Site] = {}
         self._user_code: dict[CodeType, str] = {}
 
     @property
@@ -46,10 +49,12 @@ class SiteTracker:
         """Class name of every module by its path."""
         return self._classes
 
-    @property
-    def in_module(self) -> bool:
-        """Whether a module is running its forward."""
-        return bool(self._stack)
+    def is_repeated_forward(self) -> bool:
+        """Whether what runs within a backward pass is a forward pass again (activation checkpointing).
+
+        It runs modules, or at least builds a graph where the gradients themselves do not.
+        """
+        return len(self._stack) > self._modules_outside or (torch.is_grad_enabled() and not self._creates_graph)
 
     def name_modules(self, root: nn.Module) -> None:
         """Learn the paths of a model's modules."""
@@ -73,24 +78,41 @@ class SiteTracker:
         def left(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
 
+        def run_backward(outputs: Any, gradients: Any, retain_graph: Any, create_graph: bool, *args: Any, **kw: Any) -> Any:
+            kept = self._modules_outside, self._creates_graph
+            self._modules_outside, self._creates_graph = len(self._stack), create_graph
+            try:
+                return engine(outputs, gradients, retain_graph, create_graph, *args, **kw)
+            finally:
+                self._modules_outside, self._creates_graph = kept
+
+        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
         pre = nn_module.register_module_forward_pre_hook(entered)
         post = nn_module.register_module_forward_hook(left, always_call=True)
         try:
-            yield
+            with patch.object(torch.autograd, "_engine_run_backward", run_backward):
+                yield
         finally:
             pre.remove()
             post.remove()
             self._stack.clear()
 
-    def forward_site(self, name: str) -> Site:
+    def forward_site(self) -> Site:
         """The site of a forward operation that is being dispatched; remembered for its backward."""
         site = Site(self._stack[-1] if self._stack else "", self.source_line())
-        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, (site, name))  # type: ignore[attr-defined]
+        self._remember(site)
         return site
 
-    def backward_site(self, node: Any) -> tuple[Site, str]:
-        """The site and name of the forward operation whose gradient ``node`` computes."""
-        return self._forward.get(node._sequence_nr(), (Site("", self.source_line()), ""))
+    def backward_site(self, node: Any) -> Site:
+        """The site of the forward operation whose gradient ``node`` computes."""
+        site = self._forward.get(node._sequence_nr()) or Site("", self.source_line())
+        if self._creates_graph:
+            self._remember(site)
+        return site
+
+    def _remember(self, site: Site) -> None:
+        """Note the site of the autograd node that was made last, unless it has one."""
+        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, site)  # type: ignore[attr-defined]
 
     def source_line(self) -> str:
         """``file:line`` of the innermost frame that is neither PyTorch's nor ours; empty if there is none."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import ceil, gcd, log2, prod
 
-from tilefit.cost.attention import backend
+from tilefit.cost.attention import CUDNN, EFFICIENT, FLASH, MATH_BACKEND, backend
 from tilefit.cost.tiles import ceil_div
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_WEIGHT, FORWARD, Attention, Conv, Gemm, Op, Streaming
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv, Gemm, Op, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 from tilefit.ops.streaming import ROLES
 
@@ -40,10 +40,6 @@ Row = tuple[float, list[float]]
 
 def _one_hot(value: object, values: Iterable[object]) -> list[float]:
     return [1.0 if value == each else 0.0 for each in values]
-
-
-def _log2(value: float) -> float:
-    return log2(max(value, 1e-12))
 
 
 def _tiling(m: int, n: int, k: int, batch: int, size: int, peak: float, gpu: Gpu) -> Row:
@@ -98,8 +94,112 @@ def gemm(op: Gemm, gpu: Gpu) -> Row:
     return baseline_s, row
 
 
+_CONV_DTYPES = ("bf16", "fp16", "tf32", "fp32")
+_DIRECTIONS = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+
+
+def conv(op: Conv, gpu: Gpu) -> Row:
+    """A convolution pass: the equivalent product, and what gathering its operands costs."""
+    size = size_bytes(op.dtype)
+    access = elements_per_access(op.dtype)
+    product = op.implicit_gemm
+    peak = gpu.peak_flop_per_s(op.dtype)
+    moved = op.moved_bytes
+    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    math_s = op.flop / peak
+    memory_s = moved / gpu.memory_bandwidth_bytes_per_s
+    tiled_s, tiling = _tiling(product.m, product.n, product.k, product.batch, size, peak, gpu)
+    baseline_s = max(tiled_s, memory_s / _MEMORY_SHARE) + _FIXED_S
+    taps = prod(op.kernel_size)
+    step = prod(op.stride)
+    aligned = [gcd(channels, 2 * access) for channels in (channels_in, channels_out)]
+    row = [
+        log2(op.batch), log2(channels_in), log2(channels_out), log2(op.groups), log2(taps), log2(step),
+        float(max(op.dilation) > 1), float(op.channels_last), float(len(op.input_size)),
+        float(max(op.kernel_size)), float(min(op.kernel_size)), float(max(op.padding)),
+        log2(prod(op.input_size)), log2(prod(op.output_size)),
+        log2(op.input_elements * size), log2(op.output_elements * size), log2(op.weight_elements * size),
+        log2(product.m), log2(product.n), log2(product.k),
+        log2(math_s), log2(memory_s), log2(math_s / memory_s), log2(tiled_s), log2(baseline_s),
+        float(op.groups == 1), float(op.is_depthwise), float(taps == 1), float(taps == 1 and step == 1),
+        float(taps == 9 and step == 1), float(channels_in < access), float(channels_out < access),
+        *(log2(each) for each in aligned), float(min(aligned) >= access),
+        float(op.channels_last and min(aligned) >= access), log2(gcd(op.output_size[-1], 64)),
+    ]  # fmt: skip
+    row += tiling
+    row += _one_hot(op.dtype, _CONV_DTYPES) + _one_hot(op.direction, _DIRECTIONS)
+    return baseline_s, row
+
+
+_BACKENDS = (CUDNN, FLASH, EFFICIENT, MATH_BACKEND)
+_ATTENTION_DTYPES = ("bf16", "fp16", "fp32")
+_QUERY_TILES = (64, 128)
+_HEAD_WIDTHS = (64, 128, 256)
+
+
+def attention(op: Attention, gpu: Gpu) -> Row:
+    """A fused attention pass."""
+    peak = gpu.peak_flop_per_s(op.dtype if op.dtype != "fp32" else "tf32")
+    math_s = op.flop / peak
+    memory_s = op.moved_bytes / gpu.memory_bandwidth_bytes_per_s
+    width = next((w for w in _HEAD_WIDTHS if w >= op.head_dim), op.head_dim)
+    padded_s = math_s * width / op.head_dim
+    baseline_s = padded_s / 0.6 + memory_s / 0.6 + 2 * _FIXED_S
+    heads = op.batch * op.num_heads
+    row = [
+        log2(op.batch), log2(op.num_heads), log2(op.num_kv_heads), log2(op.num_heads / op.num_kv_heads),
+        log2(op.seq_len), log2(op.kv_len), log2(op.head_dim), log2(op.value_dim), log2(width / op.head_dim),
+        float(op.is_causal), float(op.mask_bytes > 0), float(op.dropout_p > 0),
+        float(op.direction == FORWARD), float(op.head_dim % 8 == 0), float(op.seq_len == 1),
+        log2(heads), log2(math_s), log2(memory_s), log2(math_s / memory_s), log2(padded_s),
+        log2(baseline_s), log2(op.scores), log2(1 + op.mask_bytes),
+        log2(gcd(op.seq_len, 128)), log2(gcd(op.kv_len, 128)),
+    ]  # fmt: skip
+    for tile in _QUERY_TILES:
+        for length in (op.seq_len, op.kv_len):
+            blocks = heads * ceil_div(length, tile)
+            waves = blocks / gpu.sms
+            row += [log2(waves), ceil(waves) / waves if waves > _LEAST_WAVES else 0.0]
+            row.append(log2(ceil_div(length, tile) * tile / length))
+    row += _one_hot(backend(op, gpu)[0], _BACKENDS) + _one_hot(op.dtype, _ATTENTION_DTYPES)
+    row += _one_hot(width, _HEAD_WIDTHS)
+    return baseline_s, row
+
+
+_STREAMING_DTYPES = ("bf16", "fp16", "fp32")
+#: Rows and elements that one block of a reduction takes, about.
+_BLOCK = 1024
+
+
+def streaming(op: Streaming, gpu: Gpu) -> Row:
+    """An operation that streams memory: its traffic, and how it is cut into rows."""
+    moved = max(1, op.moved_bytes)
+    memory_s = moved / gpu.memory_bandwidth_bytes_per_s
+    baseline_s = memory_s / _MEMORY_SHARE + op.kernels * _FIXED_S
+    elements = max(1, op.elements)
+    inner = op.inner or 1
+    outer = max(1.0, elements / inner)
+    size = size_bytes(op.dtype)
+    row = [
+        log2(elements), log2(1 + op.read_bytes), log2(1 + op.write_bytes), log2(moved), log2(memory_s),
+        log2(baseline_s), op.read_bytes / (elements * size), op.write_bytes / (elements * size),
+        log2((1 + op.read_bytes) / (1 + op.write_bytes)), log2(inner), log2(outer), float(op.inner > 0),
+        log2(outer / gpu.sms), log2(gcd(inner * size, LINE_BYTES)), log2(gcd(elements * size, LINE_BYTES)),
+        log2(elements / _BLOCK / gpu.sms), log2(max(1.0, inner / _BLOCK)), log2(moved / gpu.l2_bytes),
+        float(moved > gpu.l2_bytes), float(op.strided), log2(op.kernels), float(op.kernels > 1), float(size),
+    ]  # fmt: skip
+    role = _one_hot(op.role, ROLES)
+    row += role + _one_hot(op.dtype, _STREAMING_DTYPES)
+    return baseline_s, row
+
+
 #: By the class of the operation.
-FEATURES: dict[type[Op], Callable[..., Row]] = {Gemm: gemm}
+FEATURES: dict[type[Op], Callable[..., Row]] = {
+    Gemm: gemm,
+    Conv: conv,
+    Attention: attention,
+    Streaming: streaming,
+}
 
 
 def domain(op: Op) -> str:
