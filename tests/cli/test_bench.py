@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from tilefit.cli import bench, compare
@@ -16,6 +17,13 @@ Run = Callable[..., str]
 APP = typer.Typer()
 APP.add_typer(bench.app)
 APP.command()(compare.compare)
+
+
+@pytest.fixture(autouse=True)
+def _restore_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture(autouse=True)
@@ -148,8 +156,6 @@ def test_comparing_what_shares_nothing_says_so(run: Run, tmp_path: Path, store: 
 
 
 def test_without_a_gpu_it_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TilefitError, match="no CUDA GPU"):
         run("bench", "gemm", "8", "8", "8")

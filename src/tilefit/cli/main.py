@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from tilefit import __version__
-from tilefit.cli import check, doctor, gemm, gpu, rule, rules
+from tilefit.cli import bench, calibrate, check, compare, doctor, gemm, gpu, rule, rules
 from tilefit.errors import TilefitError
 
 #: Exit codes beside the 0 and 1 of a check that found nothing or something.
@@ -31,10 +31,13 @@ _VERBS: tuple[Callable[..., object], ...] = (
     rule.rule,
     gpu.gpu,
     gemm.gemm,
+    compare.compare,
+    calibrate.calibrate,
     doctor.doctor,
 )
 for _verb in _VERBS:
     app.command()(_verb)
+app.add_typer(bench.app)
 
 
 def _version(wanted: bool) -> None:
@@ -96,8 +99,12 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help_command(arguments: Sequence[str]) -> str:
-    is_verb = bool(arguments) and arguments[0] in {verb.__name__ for verb in _VERBS}
-    return f"tilefit {arguments[0]} --help" if is_verb else "tilefit --help"
+    verbs = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    if arguments and arguments[0] == "bench":
+        kinds = {c.name or getattr(c.callback, "__name__", "") for c in bench.app.registered_commands}
+        named = [kind for kind in arguments[1:2] if kind in kinds]
+        return " ".join(["tilefit bench", *named, "--help"])
+    return f"tilefit {arguments[0]} --help" if arguments and arguments[0] in verbs else "tilefit --help"
 
 
 def _say(label: str, message: str) -> None:

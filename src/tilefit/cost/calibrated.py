@@ -172,7 +172,7 @@ def read(path: Traversable) -> Profile:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(str(arrays["about"]))
-            networks = {kind: _network(arrays, kind, facts) for kind, facts in about["networks"].items()}
+            networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise TilefitError(
             f"the profile cannot be read: {error}",
@@ -182,7 +182,8 @@ def read(path: Traversable) -> Profile:
     return Profile(networks, about)
 
 
-def _network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
+def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
+    """One kind's networks from the arrays and facts of a profile's file."""
     import numpy as np
 
     def array(name: str) -> NDArray[np.float32]:

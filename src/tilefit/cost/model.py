@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
 
 from tilefit import gpus
 from tilefit.cost.attention import estimate_attention
+from tilefit.cost.calibrated import profile
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
@@ -14,6 +15,11 @@ from tilefit.cost.recurrent import estimate_recurrent
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
+
+
+#: Estimates made so far; forgotten all at once when there are too many.
+_KNOWN: dict[tuple[Op, Gpu], Estimate] = {}
+_MOST_KNOWN = 200_000
 
 
 def estimate(op: Op, gpu: Gpu | str) -> Estimate:
@@ -25,13 +31,36 @@ def estimate(op: Op, gpu: Gpu | str) -> Estimate:
 
     Raises:
         UsageError: no GPU has this name.
+        TilefitError: the GPU's profile is damaged.
         TypeError: the operation is of a kind the model does not know.
     """
-    return _estimate(op, gpus.get(gpu) if isinstance(gpu, str) else gpu)
+    device = gpus.get(gpu) if isinstance(gpu, str) else gpu
+    known = _KNOWN.get((op, device))
+    return known if known is not None else estimate_all((op,), device)[0]
 
 
-@lru_cache(maxsize=65536)
-def _estimate(op: Op, gpu: Gpu) -> Estimate:
+def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
+    """Predicted times of many operations; equal ones are priced once, and those of a kind together."""
+    keys = [(op, gpu) for op in ops]
+    if len(_KNOWN) > _MOST_KNOWN:
+        _KNOWN.clear()
+    new = {key[0]: None for key in keys if key not in _KNOWN}
+    fitted = profile(gpu) if new else None
+    covered: dict[str, list[Op]] = {}
+    for op in new:
+        _KNOWN[op, gpu] = analytic(op, gpu)
+        if fitted is not None and fitted.covers(op):
+            covered.setdefault(op.kind, []).append(op)
+    for together in covered.values():
+        assert fitted is not None
+        first = [_KNOWN[op, gpu] for op in together]
+        for op, corrected in zip(together, fitted.correct(together, gpu, first), strict=True):
+            _KNOWN[op, gpu] = corrected
+    return [_KNOWN[key] for key in keys]
+
+
+def analytic(op: Op, gpu: Gpu) -> Estimate:
+    """The first stage alone: what the model says of a GPU that nobody has measured."""
     fitted = constants(gpu)
     match op:
         case Gemm():

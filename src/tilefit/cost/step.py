@@ -7,7 +7,7 @@ from math import hypot
 from tilefit import gpus
 from tilefit.cost.estimate import BOUNDS, LAUNCH, StepEstimate
 from tilefit.cost.launch import kernels, launch_s
-from tilefit.cost.model import estimate
+from tilefit.cost.model import estimate_all
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 
@@ -22,7 +22,7 @@ def estimate_step(step: Step, gpu: Gpu | str) -> StepEstimate:
     launched and the one before has finished. The time is when the last one finishes.
     """
     device = gpus.get(gpu) if isinstance(gpu, str) else gpu
-    estimates = tuple(estimate(entry.op, device) for entry in step.ops)
+    estimates = tuple(estimate_all((entry.op for entry in step.ops), device))
     host_s = free_s = gpu_s = 0.0
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)

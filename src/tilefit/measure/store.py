@@ -255,8 +255,8 @@ def read_parquet(path: Path) -> list[Measurement]:
 
 def _pyarrow() -> tuple[Any, Any]:
     try:
-        import pyarrow  # type: ignore[import-untyped,unused-ignore]
-        import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
+        import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise UsageError(
             "Parquet needs pyarrow, which is not installed", hint="Run: pip install 'tilefit[parquet]'."

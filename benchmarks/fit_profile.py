@@ -1,0 +1,458 @@
+"""Fit the shipped profile of the H200 to what collect_h200.py measured, and record its errors.
+
+    PYTHONPATH=src python benchmarks/fit_profile.py --data results/h200 --out src/tilefit/cost/data/h200.npz
+
+The test set is that of pack_h200.py: whole families of shapes, so that no test shape has a near neighbour in
+the training set. Products of some models (Llama, Whisper) are never trained on either; they are scored where
+no other model or grid point has the same weight. A tenth of the remaining families calibrates the intervals.
+What is fitted is the time with operands cold in L2 (``us``); the ratio of the warm time to it is recorded.
+
+Each kind has an ensemble of networks of two or three hidden layers, trained on the mean absolute error of the
+logarithm (so that being twice too slow and twice too fast weigh alike), together with the spread of the
+residual (Laplace's likelihood) and, for products, the kernel's family and tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pack_h200 import HELD_OUT, family, kernel_name
+from pack_h200 import rows as collected
+
+from tilefit import gpus
+from tilefit.cost import calibrated
+from tilefit.cost.features import FEATURES, domain
+from tilefit.cost.kernels import select
+from tilefit.cost.model import analytic
+from tilefit.measure import kernels, streaming
+from tilefit.ops import Attention, Conv, Gemm, Op, Streaming
+from tilefit.ops.dtypes import ALIGNMENT_BYTES
+
+GPU = gpus.get("h200")
+UNSEEN_MODELS = ("llama", "whisper")
+CALIBRATION = 10  # one training family in ten calibrates the intervals
+MOST_TESTED = 20_000
+#: Tiles that are named; the rest are one class that no tile is named for.
+TILES = 120
+#: An element type or role that was measured less often is not predicted.
+LEAST_MEASURED = 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one kind is fitted.
+
+    Attributes:
+        rows: Most rows that are trained on.
+        epochs, width, members, batch: Of the training, the hidden layers, the ensemble.
+        classes: Also learn the kernel's family and tile.
+    """
+
+    rows: int
+    epochs: int
+    width: int
+    members: int
+    batch: int
+    classes: bool = False
+    hidden: int = 3
+    decay: float = 1e-3
+
+
+PLANS = {
+    "gemm": Plan(400_000, 16, 224, 1, 512, classes=True),
+    "conv": Plan(100_000, 60, 96, 6, 128, decay=0.02),
+    "attention": Plan(100_000, 150, 64, 6, 64, hidden=2, decay=0.02),
+    "streaming": Plan(100_000, 40, 96, 3, 256),
+}
+
+
+@dataclass
+class Measured:
+    """One measured operation."""
+
+    op: Op
+    row: dict[str, str]
+    held_out: bool
+    family: str
+
+    @property
+    def time_s(self) -> float:
+        return float(self.row["us"]) * 1e-6
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def gemm(row: dict[str, str]) -> Op:
+    n = int
+    return Gemm(
+        n(row["m"]), n(row["n"]), n(row["k"]), row["dtype"], row["layout"], n(row["batch"]),
+        ld_a=n(row["ld_a"]), ld_b=n(row["ld_b"]), bias=row["bias"] == "1",
+    )  # fmt: skip
+
+
+def conv(row: dict[str, str]) -> Op | None:
+    if row["name"] == "tuned":  # cudnn.benchmark is off unless a program asks for it
+        return None
+    n = int
+    return Conv(
+        n(row["batch"]), n(row["in_channels"]), n(row["out_channels"]), _sizes(row["input_size"]),
+        _sizes(row["kernel_size"]), _sizes(row["stride"]), _sizes(row["padding"]), _sizes(row["dilation"]),
+        n(row["groups"]), row["dtype"], row["channels_last"] == "1", row["direction"],
+    )  # fmt: skip
+
+
+def attention(row: dict[str, str]) -> Op:
+    n = int
+    return Attention(
+        n(row["batch"]), n(row["num_heads"]), n(row["seq_len"]), n(row["head_dim"]), n(row["kv_len"]),
+        n(row["num_kv_heads"]), n(row["value_dim"]), row["is_causal"] == "1", n(row["mask_bytes"]),
+        float(row["dropout_p"]), row["dtype"], row["direction"],
+    )  # fmt: skip
+
+
+def stream(row: dict[str, str]) -> Op | None:
+    """The operation as a captured step describes it, which knows less than the microbenchmark does."""
+    name = row["benchmark"]
+    if name.endswith("foreach") or name == "clip_grad_norm":  # a step has these as several operations
+        return None
+    rows, inner = int(row["rows"]), int(row["inner_size"])
+    op = streaming.operation(name, rows, inner, row["dtype"])
+    elements = op.elements
+    matrix = elements * (op.read_bytes // max(1, elements) or 1)
+    if op.role == "reduction":
+        size = max(1, op.write_bytes // (8 if name.startswith("argmax") else matrix // elements))
+        inner = max(1, elements // size)
+    elif op.role not in ("softmax", "normalization") or not op.inner:
+        inner = 0
+    lists = {"adamw_fused": 4, "sgd_fused": 3}.get(name)
+    launches = max(-(-rows // {3: 48, 4: 36}[lists]), -(-elements // (320 * 65536))) if lists else 1
+    launches = 8 if name == "embedding_backward" else launches
+    strided = op.strided and op.role in ("copy", "pointwise")
+    return replace(op, inner=inner, strided=strided, kernels=launches, flop_per_element=1.0)
+
+
+READERS: dict[str, Callable[[dict[str, str]], Op | None]] = {
+    "gemm": gemm,
+    "conv": conv,
+    "attention": attention,
+    "streaming": stream,
+}
+
+
+def read(folder: Path, kind: str) -> list[Measured]:
+    """What was measured of a kind, in a random order."""
+    divisor, remainder = HELD_OUT
+    found = []
+    for row in collected([folder], kind):
+        op = READERS[kind](row)
+        if op is None:
+            continue
+        group = family(kind, row)
+        held_out = zlib.crc32(group.encode()) % divisor == remainder
+        found.append(Measured(op, row, held_out or row["source"].startswith(UNSEEN_MODELS), group))
+    Random(0).shuffle(found)
+    return found
+
+
+# --- fitting ---------------------------------------------------------------------------------------
+
+
+class Ensemble(torch.nn.Module):
+    """Networks of equal shape, trained side by side on the same batches from different starts."""
+
+    def __init__(self, members: int, sizes: list[int]) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(
+            torch.randn(members, a, b) * (2 / a) ** 0.5 for a, b in zip(sizes, sizes[1:], strict=False)
+        )
+        self.biases = torch.nn.ParameterList(torch.zeros(members, 1, b) for b in sizes[1:])
+        with torch.no_grad():
+            self.weights[-1] *= 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, inputs] -> [members, rows, outputs]."""
+        x = x.expand(self.weights[0].shape[0], -1, -1)
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x, weight)
+            if index < len(self.weights) - 1:
+                x = torch.relu(x)
+        return x
+
+
+def describe(measured: list[Measured]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Inputs, and the logarithm of the baseline."""
+    rows = [FEATURES[type(each.op)](each.op, GPU) for each in measured]
+    return np.array([row for _, row in rows], dtype=np.float32), np.log([baseline for baseline, _ in rows])
+
+
+def train(
+    plan: Plan, x: NDArray[np.float32], y: NDArray[np.float32], classes: list[tuple[NDArray[np.int64], int]]
+) -> Ensemble:
+    """``classes``: the index of each row's class and the number of classes, for each group of outputs."""
+    torch.manual_seed(0)
+    sizes = [x.shape[1], *[plan.width] * plan.hidden, 2 + sum(number for _, number in classes)]
+    net = Ensemble(plan.members, sizes)
+    inputs, times = torch.from_numpy(x), torch.from_numpy(y)
+    labels = [torch.from_numpy(index) for index, _ in classes]
+    batches = len(x) // plan.batch
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=plan.decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=plan.epochs * batches)
+    for epoch in range(plan.epochs):
+        order, total = torch.randperm(len(x)), 0.0
+        for index in range(batches):
+            chosen = order[index * plan.batch : (index + 1) * plan.batch]
+            outputs = net(inputs[chosen])
+            error = (outputs[..., 0] - times[chosen]).abs()
+            log_spread = outputs[..., 1].clamp(-6, 2)
+            spread_loss = (error.detach() / log_spread.exp() + log_spread).mean()
+            loss = 10 * error.mean() + 0.2 * spread_loss
+            start = 2
+            for label, (_, number) in zip(labels, classes, strict=True):
+                logits = outputs[..., start : start + number].transpose(1, 2)
+                loss = loss + 0.1 * torch.nn.functional.cross_entropy(
+                    logits, label[chosen].expand(plan.members, -1)
+                )
+                start += number
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+            optimizer.step()
+            schedule.step()
+            total += float(error.detach().mean())
+        if epoch % max(1, plan.epochs // 8) == 0 or epoch == plan.epochs - 1:
+            print(f"  epoch {epoch + 1}: training error {100 * total / batches:.2f} %", flush=True)
+    return net
+
+
+def labels_of(measured: list[Measured], kept: int) -> tuple[list[str], list[tuple[int, int] | None]]:
+    """The family and the tile of the kernel that ran; tiles beyond the most frequent are None."""
+    parsed = {name: kernels.parse(name) for name in {kernel_name(each.row) for each in measured}}
+    found = [parsed[kernel_name(each.row)] for each in measured]
+    common = {tile for tile, _ in Counter(k.tile for k in found).most_common(kept)}
+    return [k.family for k in found], [k.tile if k.tile in common else None for k in found]
+
+
+def fit(kind: str, plan: Plan, measured: list[Measured]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays and facts of a kind's networks."""
+    pool = [each for each in measured if not each.held_out][: plan.rows]
+    aside = np.array([zlib.crc32(b"calibrate" + each.family.encode()) % CALIBRATION == 0 for each in pool])
+    began = time.monotonic()
+    x, log_baseline = describe(pool)
+    y = (np.log([each.time_s for each in pool]) - log_baseline).astype(np.float32)
+    print(f"{kind}: {len(pool)} rows described in {time.monotonic() - began:.0f} s", flush=True)
+    low, high = x[~aside].min(axis=0), x[~aside].max(axis=0)
+    mean = x[~aside].mean(axis=0)
+    scale = np.maximum(x[~aside].std(axis=0), 1e-2).astype(np.float32)
+    classes, families, tiles = [], [], []
+    if plan.classes:
+        names, sizes = labels_of(pool, TILES)
+        families = sorted(set(names))
+        tiles = sorted(set(sizes), key=str)
+        for values, known in ((names, families), (sizes, tiles)):
+            place = {value: index for index, value in enumerate(known)}
+            classes.append((np.array([place[value] for value in values])[~aside], len(known)))
+    net = train(plan, (x[~aside] - mean) / scale, y[~aside], classes)
+    arrays: dict[str, Any] = {"low": low, "high": high, "mean": mean, "scale": scale}
+    for index, (weight, bias) in enumerate(zip(net.weights, net.biases, strict=True)):
+        arrays[f"weight{index}"] = weight.detach().numpy().astype(np.float16)
+        arrays[f"bias{index}"] = bias.detach().numpy().astype(np.float16)
+    counts = Counter(domain(each.op) for each in pool)
+    facts: dict[str, Any] = {
+        "domains": sorted(name for name, number in counts.items() if number >= LEAST_MEASURED),
+        "layers": len(net.weights),
+        "quantiles": [0.0, 0.0],
+        "families": families,
+        "tiles": tiles,
+        "trained_rows": int((~aside).sum()),
+    }
+    network = calibrated.network({f"{kind}/{key}": value for key, value in arrays.items()}, kind, facts)
+    outputs = network(x[aside])
+    residual = (y[aside] - outputs[:, 0]) / np.exp(outputs[:, 1])
+    facts["quantiles"] = [round(float(q), 4) for q in np.quantile(residual, (0.1, 0.9))]
+    print(f"{kind}: fitted in {time.monotonic() - began:.0f} s", flush=True)
+    return arrays, facts
+
+
+# --- scoring ---------------------------------------------------------------------------------------
+
+
+def errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> dict[str, float]:
+    relative = 100 * np.abs(predicted / measured - 1)
+    return {
+        "rows": len(relative),
+        "mape": round(float(relative.mean()), 2),
+        "median": round(float(np.median(relative)), 2),
+        "p90": round(float(np.quantile(relative, 0.9)), 2),
+    }
+
+
+def groups(kind: str, tested: list[Measured], trained: set[str]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    def where(condition: Callable[[Measured], bool]) -> NDArray[np.bool_]:
+        return np.array([condition(each) for each in tested])
+
+    yield "all", where(lambda each: True)
+    columns = {
+        "gemm": ("dtype", "layout"),
+        "conv": ("dtype", "direction", "channels_last"),
+        "attention": ("dtype", "direction"),
+        "streaming": ("benchmark", "dtype"),
+    }[kind]
+    if kind == "gemm":
+        aligned = where(lambda each: select(each.op, GPU).alignment_bytes >= ALIGNMENT_BYTES)  # type: ignore[arg-type]
+        yield "aligned", aligned
+        yield "misaligned", ~aligned
+    if kind == "conv":
+        yield "one group", where(lambda each: each.row["groups"] == "1")
+        yield "groups or depthwise", where(lambda each: each.row["groups"] != "1")
+    if kind == "streaming":
+        for role in sorted({each.op.role for each in tested if isinstance(each.op, Streaming)}):
+            yield f"role {role}", where(lambda each, role=role: each.op.role == role)  # type: ignore[misc,attr-defined]
+    for column in columns:
+        for value in sorted({each.row[column] for each in tested}):
+            yield f"{column} {value}", where(lambda each, c=column, v=value: each.row[c] == v)  # type: ignore[misc]
+    yield "real models", where(lambda each: not each.row["source"].startswith(("grid", "stream")))
+    unseen = where(lambda each: each.row["source"].startswith(UNSEEN_MODELS) and shape(each) not in trained)
+    yield "models and weights never seen", unseen
+    bands = (0, 5, 20, 100, 1000, float("inf"))
+    for low, high in zip(bands, bands[1:], strict=False):
+        yield f"{low:g} to {high:g} us", where(lambda each, lo=low, hi=high: lo <= each.time_s * 1e6 < hi)  # type: ignore[misc]
+
+
+def shape(each: Measured) -> str:
+    """The weight of a product: its two sizes and which operand is transposed."""
+    return "/".join(each.row.get(key, "") for key in ("n", "k", "layout"))
+
+
+def score(kind: str, measured: list[Measured], profile: calibrated.Profile) -> dict[str, Any]:
+    tested = [each for each in measured if each.held_out and profile.covers(each.op)][:MOST_TESTED]
+    trained = {shape(each) for each in measured if not each.held_out}
+    first = [analytic(each.op, GPU) for each in tested]
+    second = profile.correct([each.op for each in tested], GPU, first)
+    truth = np.array([each.time_s for each in tested])
+    stages = {
+        "calibrated": np.array([e.time_s for e in second]),
+        "analytic": np.array([e.time_s for e in first]),
+        "roofline": np.array(
+            [
+                max(
+                    each.op.flop / GPU.peak_flop_per_s(each.op.dtype),
+                    each.op.moved_bytes / GPU.memory_bandwidth_bytes_per_s,
+                )
+                for each in tested
+            ]
+        ),
+    }
+    held = [e.low_s <= t <= e.high_s for e, t in zip(second, truth, strict=True)]
+    held_first = [e.low_s <= t <= e.high_s for e, t in zip(first, truth, strict=True)]
+    result: dict[str, Any] = {
+        "coverage_of_80_percent_interval": round(float(np.mean(held)), 4),
+        "interval_width_median": round(
+            float(np.median([(e.high_s - e.low_s) / e.time_s for e in second])), 4
+        ),
+        "analytic_coverage": round(float(np.mean(held_first)), 4),
+        "groups": {},
+    }
+    for name, chosen in groups(kind, tested, trained):
+        if chosen.sum() >= 5:
+            result["groups"][name] = {
+                stage: errors(times[chosen], truth[chosen]) for stage, times in stages.items()
+            } | {"coverage": round(float(np.mean(np.array(held)[chosen])), 4)}
+    warm = [float(each.row["warm_us"]) / float(each.row["us"]) for each in tested if each.row.get("warm_us")]
+    if warm:
+        result["warm_over_cold"] = [round(float(q), 3) for q in np.quantile(warm, (0.1, 0.5, 0.9))]
+    if kind == "gemm":
+        result |= agreement(tested, first, second)
+    return result
+
+
+def agreement(tested: list[Measured], first: list[Any], second: list[Any]) -> dict[str, Any]:
+    """How often the named family and tile are those of the kernel that ran."""
+    names, tiles = labels_of(tested, 10_000)
+    tiled = [i for i, tile in enumerate(tiles) if tile is not None]
+    sure = [i for i in tiled if second[i].tile is not None]
+    fast = {"sm90", "sm100"}
+    return {
+        "family_agreement": round(
+            float(np.mean([e.kernel_family == name for e, name in zip(second, names, strict=True)])), 4
+        ),
+        "hopper_path_agreement": round(
+            float(
+                np.mean(
+                    [(e.kernel_family in fast) == (name in fast) for e, name in zip(second, names, strict=True)]
+                )
+            ),
+            4,
+        ),
+        "analytic_family_agreement": round(
+            float(np.mean([e.kernel_family == name for e, name in zip(first, names, strict=True)])), 4
+        ),
+        "tile_agreement_where_named": round(float(np.mean([second[i].tile == tiles[i] for i in sure])), 4),
+        "tile_named_share": round(len(sure) / len(tiled), 4),
+        "analytic_tile_agreement": round(float(np.mean([first[i].tile == tiles[i] for i in tiled])), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of collect_h200.py's files")
+    parser.add_argument("--out", type=Path, required=True, help="the profile to write")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "fit_h200.json")
+    parser.add_argument("--kinds", nargs="*", default=list(PLANS), choices=list(PLANS), help="fit only these")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    arrays: dict[str, Any] = {}
+    about: dict[str, Any] = {"gpu": GPU.name, "networks": {}}
+    results: dict[str, Any] = {}
+    if args.out.exists():  # keep the kinds that are not fitted again
+        with np.load(args.out) as old:
+            arrays = {key: old[key] for key in old.files if key != "about"}
+            about = json.loads(str(old["about"]))
+        results = json.loads(args.results.read_text())["kinds"] if args.results.exists() else {}
+    runs = [json.loads(path.read_text()) for path in sorted(args.data.glob("*-*.json"))]
+    about["collected"] = sorted({run["date"][:10] for run in runs if isinstance(run, dict) and "date" in run})
+    about["versions"] = {key: runs[0][key] for key in ("torch", "cuda", "cudnn", "driver")}
+    for kind in args.kinds:
+        measured = read(args.data, kind)
+        found, facts = fit(kind, PLANS[kind], measured)
+        arrays = {key: value for key, value in arrays.items() if not key.startswith(f"{kind}/")}
+        arrays |= {f"{kind}/{key}": value for key, value in found.items()}
+        about["networks"][kind] = facts
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("wb") as file:
+            np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
+        results[kind] = {"measured": len(measured), "trained_on": facts["trained_rows"]} | score(
+            kind, measured, calibrated.read(args.out)
+        )
+        print(kind, json.dumps({k: v for k, v in results[kind].items() if k != "groups"}))
+        for name, stages in results[kind]["groups"].items():
+            c, a, r = stages["calibrated"], stages["analytic"], stages["roofline"]
+            print(
+                f"  {name:32s} {c['rows']:6d} rows: {c['mape']:6.2f} / {c['median']:6.2f} / {c['p90']:6.2f} %"
+                f"  (analytic {a['mape']:6.1f}, roofline {r['mape']:6.1f})  held {stages['coverage']:.2f}"
+            )
+        summary = {"profile_bytes": args.out.stat().st_size, "about": about | {"networks": None}}
+        args.results.write_text(json.dumps(summary | {"kinds": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
