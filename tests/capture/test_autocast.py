@@ -146,10 +146,12 @@ def test_the_step_says_which_autocast_the_code_itself_entered() -> None:
     assert _dtypes(step, Gemm) == ["fp16"]
 
 
-def test_autocast_decorates_functions_too() -> None:
-    @torch.autocast("cuda", dtype=torch.bfloat16)
-    def decorated(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+def test_a_decorator_from_where_there_is_no_cuda_works() -> None:
+    with autocast.constructible():
+
+        @torch.autocast("cuda", dtype=torch.bfloat16)
+        def decorated(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
 
     assert _dtypes(captured(decorated, rows(4, 16), parts=_linear()), Gemm) == ["bf16"]
 
@@ -211,6 +213,7 @@ PATCHED = [
     *((torch, name) for name in ("is_autocast_cache_enabled", "compile")),
     (torch._C, "_is_any_autocast_enabled"),
     (torch.amp, "is_autocast_available"),
+    (torch.cuda.amp.common, "amp_definitely_not_available"),
     (autocast_mode, "_cast"),
     (torch.cuda, "get_device_capability"),
     (torch.autograd, "_engine_run_backward"),

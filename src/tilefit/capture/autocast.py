@@ -131,6 +131,20 @@ _DEVICES = ("cuda", "meta")
 
 
 @contextmanager
+def constructible() -> Iterator[None]:
+    """Within the block, autocast regions and gradient scalers are made as where there is CUDA.
+
+    PyTorch turns off those that are made where there is none, and a decorator or a training loop makes them
+    long before the step runs.
+    """
+    with (
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+    ):
+        yield
+
+
+@contextmanager
 def simulated(state: AutocastState) -> Iterator[None]:
     """Within the block, ``torch.autocast("cuda")`` and the questions about it answer from ``state``."""
     kept_init = autocast_mode.autocast.__init__
@@ -177,6 +191,7 @@ def simulated(state: AutocastState) -> Iterator[None]:
         return state.cast(value, dtype) if device_type in _DEVICES else kept_cast(value, device_type, dtype)
 
     with (
+        constructible(),
         patch.multiple(autocast_mode.autocast, __init__=init, __enter__=enter, __exit__=leave),
         patch.multiple(
             torch,

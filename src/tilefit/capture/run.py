@@ -407,7 +407,7 @@ def _to_channels_last(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
-            return leaf.to(memory_format=torch.channels_last)
+            return leaf.detach().to(memory_format=torch.channels_last).requires_grad_(leaf.requires_grad)
         return leaf
 
     return model, tree_map(convert, inputs)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilefit.capture.autocast import constructible
 from tilefit.capture.inputs import make, parse_inputs
 from tilefit.capture.sites import is_user_code, short_path
 from tilefit.capture.torchvision_import import import_transformers, tolerated
@@ -86,7 +87,7 @@ def load(target: str, options: InputOptions) -> Target:
             "torchvision:<name> or timm:<name>.",
         )
     loaders = {"hf": _transformers, "torchvision": _torchvision, "timm": _timm}
-    with tolerated():
+    with tolerated(), constructible():
         if prefix in loaders:
             return loaders[prefix](rest, options)
         path, _, factory = target.rpartition(":")

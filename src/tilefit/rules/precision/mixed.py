@@ -48,9 +48,10 @@ class MixedPrecision(Rule):
         product_s = sum(estimate.ops[index].time_s for index in wide)
         total_s = sum(op.time_s for op in estimate.ops)
         part = product_s / total_s
+        # Products alone make up the step: then nothing but their own speed bounds the gain.
+        bound = f"at most {number(1 / (1 - part))} times as fast" if part < 1 else "as fast as one likes"
         dtype = step.ops[wide[0]].op.dtype
         ratio = gpu.peak_flop_per_s(half) / gpu.peak_flop_per_s(dtype)
-        bound = number(1 / (1 - part))
         scaler = " and a torch.amp.GradScaler" if half == "fp16" and step.settings.training else ""
         name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
         yield Proposal(
@@ -61,8 +62,8 @@ class MixedPrecision(Rule):
             safety=UNSAFE,
             change=Change(under_autocast(step, half)),
             arithmetic=(
-                f"products take {share(part)} of the GPU time: infinitely fast, they would make the step at "
-                f"most {bound} times as fast (Amdahl), before bytes saved elsewhere",
+                f"products take {share(part)} of the GPU time: infinitely fast, they would make the step "
+                f"{bound} (Amdahl), before bytes saved elsewhere",
                 "priced with autocast's casts and with normalisation, softmax and loss left in fp32",
             ),
         )
