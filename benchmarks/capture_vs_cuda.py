@@ -97,12 +97,16 @@ class Witness(TorchDispatchMode):
             position = [a.name for a in func._schema.arguments].index("is_causal")
             is_causal = args[position] if len(args) > position else (kwargs or {}).get("is_causal", False)
             sizes = f"{tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)}"
-            self.seen[f"attention {'backward' if backward else 'forward'} {_DTYPES[q.dtype]} {sizes} {is_causal}"] += 1
+            self.seen[
+                f"attention {'backward' if backward else 'forward'} {_DTYPES[q.dtype]} {sizes} {is_causal}"
+            ] += 1
         elif name == "_cudnn_rnn":
             x, mode, hidden = args[0], args[6], args[7]
             x = x.transpose(0, 1) if args[10] else x  # batch_first
             cell = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")[mode]
-            self.seen[f"recurrent {cell} {_DTYPES[x.dtype]} {tuple(x.shape)} {hidden} {args[9]} {args[13]}"] += 1
+            self.seen[
+                f"recurrent {cell} {_DTYPES[x.dtype]} {tuple(x.shape)} {hidden} {args[9]} {args[13]}"
+            ] += 1
         return out
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -202,7 +206,9 @@ def compare(name: str, device: str = "cuda") -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda")
@@ -213,7 +219,7 @@ def main() -> None:
     for name in options.models or list(MODELS):
         try:
             row = compare(name, options.device)
-        except Exception as error:  # one model's failure is a row of the result, not the end of the run
+        except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
             row = {"model": name, "equal": False, "error": f"{type(error).__name__}: {error}"[:500]}
         rows.append(row)
         print(json.dumps(row), flush=True)

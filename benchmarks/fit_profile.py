@@ -71,8 +71,8 @@ class Plan:
 
 
 PLANS = {
-    "gemm": Plan(400_000, 16, 224, 1, 512, classes=True),
-    "conv": Plan(100_000, 60, 96, 6, 128, decay=0.02),
+    "gemm": Plan(400_000, 16, 224, 1, 1024, classes=True),
+    "conv": Plan(100_000, 60, 128, 6, 128, decay=0.02),
     "attention": Plan(100_000, 150, 64, 6, 64, hidden=2, decay=0.02),
     "streaming": Plan(100_000, 40, 96, 3, 256),
 }

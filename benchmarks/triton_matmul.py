@@ -5,17 +5,9 @@ No split of the contraction, no persistent blocks: what a user writes in an afte
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
-from triton.errors import TritonError
-
-__all__ = ["TritonError", "compile_all", "configurations", "matmul", "name"]
 
 #: Rows and columns of a tile, depth, pipeline stages, warps.
 Configuration = tuple[int, int, int, int, int]
@@ -71,7 +63,7 @@ def _kernel(
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, configuration: Configuration) -> None:
-    """``out[m, n] = a[m, k] @ b[k, n]`` with fp32 accumulation; ``out`` is row-major, a and b have any strides."""
+    """``out[m, n] = a[m, k] @ b[k, n]`` summed in fp32; ``out`` is row-major, a and b have any strides."""
     (m, k), n = a.shape, b.shape[1]
     tile_m, tile_n, tile_k, stages, warps = configuration
     grid = (triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n),)
@@ -79,25 +71,3 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, configuration: C
     _kernel[grid](
         a, b, out, m, n, k, *strides, tile_m, tile_n, tile_k, 8, num_stages=stages, num_warps=warps
     )  # fmt: skip
-
-
-def _compile(variant: tuple[str, bool, bool, bool, Configuration], device: str) -> None:
-    layout, *sixteen, configuration = variant
-    # Triton compiles anew where a size is a multiple of 16 and where it is not.
-    m, n, k = (96 if aligned else 99 for aligned in sixteen)
-    a = torch.zeros((k, m) if layout[1] == "T" else (m, k), dtype=torch.bfloat16, device=device)
-    b = torch.zeros((n, k) if layout[0] == "T" else (k, n), dtype=torch.bfloat16, device=device)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-    matmul(a.t() if layout[1] == "T" else a, b.t() if layout[0] == "T" else b, out, configuration)
-
-
-def compile_all(variants: Iterable[tuple[str, bool, bool, bool, Configuration]], device: str) -> None:
-    """Fill Triton's cache on disk with several processes at once.
-
-    Args:
-        variants: Layout (cuBLAS letters), whether m, n, k are multiples of 16, and the configuration.
-        device: ``"cuda"``.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=12, mp_context=spawn) as pool:
-        list(pool.map(partial(_compile, device=device), sorted(set(variants))))

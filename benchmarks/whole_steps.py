@@ -5,6 +5,9 @@ is the median of several steps between synchronisations; GPU time is the sum of 
 the profiler; memory is the allocator's peak.
 
     PYTHONPATH=src python benchmarks/whole_steps.py --out benchmarks/results/whole_steps.json
+
+With ``--measured FILE`` nothing is measured: the steps recorded in FILE are predicted again, which needs no
+GPU, and the errors are summed up.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from tilefit import gpus
 from tilefit.capture import capture
 from tilefit.capture.targets import InputOptions, load
 from tilefit.cost import estimate_step
+from tilefit.cost.fusion import fuse
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 
@@ -54,10 +58,12 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
 ]
 
 
-def predicted(target: str, sizes: dict[str, int], channels_last: bool, gpu: str) -> dict[str, float]:
+def predicted(
+    target: str, sizes: dict[str, int], channels_last: bool, gpu: str, compiled: bool
+) -> dict[str, float]:
     shapes = load(target, InputOptions(**sizes))
     step = capture(shapes.model, shapes.inputs, amp="bf16", loss=shapes.loss, channels_last=channels_last)
-    estimate = estimate_step(step, gpus.get(gpu))
+    estimate = estimate_step(fuse(step) if compiled else step, gpus.get(gpu))
     return {
         "predicted_ms": 1e3 * estimate.time_s,
         "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,
@@ -67,7 +73,9 @@ def predicted(target: str, sizes: dict[str, int], channels_last: bool, gpu: str)
     }
 
 
-def measured(target: str, sizes: dict[str, int], channels_last: bool, device: str) -> dict[str, Any]:
+def measured(
+    target: str, sizes: dict[str, int], channels_last: bool, device: str, compiled: bool
+) -> dict[str, Any]:
     loaded = load(target, InputOptions(device=device, **sizes))
     model, inputs = loaded.model.to(device).train(), loaded.inputs
     inputs = inputs if isinstance(inputs, dict) else tuple(t.to(device) for t in inputs)
@@ -75,10 +83,11 @@ def measured(target: str, sizes: dict[str, int], channels_last: bool, device: st
         model = model.to(memory_format=torch.channels_last)
         inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    run = torch.compile(model) if compiled else model
 
     def step() -> None:
         with torch.autocast(device, dtype=torch.bfloat16):
-            output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+            output = run(**inputs) if isinstance(inputs, dict) else run(*inputs)
             loss = loaded.loss(output) if loaded.loss else getattr(output, "loss", output)
             if loss.dim():
                 loss = loss.mean()
@@ -127,41 +136,86 @@ def measured(target: str, sizes: dict[str, int], channels_last: bool, device: st
     }
 
 
+def predict_again(recorded: Path, gpu: str, out: Path | None) -> None:
+    """Predict recorded steps with the cost model as it stands and print how far off it is."""
+    result = json.loads(recorded.read_text())
+    by_name = {label(*entry): entry for entry in MODELS}
+    for row in result["rows"]:
+        target, sizes, channels_last = by_name[row["model"]]
+        row.update(predicted(target, sizes, channels_last, gpu, result.get("compiled", False)))
+        row.update(errors(row))
+        print(
+            f"{row['model']:46} GPU {row['predicted_gpu_ms']:7.2f} of {row['gpu_ms']:7.2f} ms "
+            f"({row['error_gpu']:+.1%})  step {row['predicted_ms']:7.2f} of {row['sustained_ms']:7.2f} ms "
+            f"({row['error_wall']:+.1%})  memory {row['predicted_gib']:6.2f} of {row['peak_gib']:6.2f} GiB"
+        )
+    for kind in ("gpu", "wall", "memory"):
+        off = sorted(abs(row[f"error_{kind}"]) for row in result["rows"])
+        result[f"median_error_{kind}"] = statistics.median(off)
+        result[f"worst_error_{kind}"] = off[-1]
+        print(f"{kind}: median {statistics.median(off):.1%}, worst {off[-1]:.1%} of {len(off)} steps")
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def label(target: str, sizes: dict[str, int], channels_last: bool) -> str:
+    name = target.replace(str(EXAMPLES), "examples/models.py")
+    return name + (" channels-last" if channels_last else "")
+
+
+def errors(row: dict[str, Any]) -> dict[str, float]:
+    return {
+        "error_gpu": row["predicted_gpu_ms"] / row["gpu_ms"] - 1,
+        "error_wall": row["predicted_ms"] / row["sustained_ms"] - 1,
+        "error_memory": row["predicted_gib"] / row["peak_gib"] - 1,
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="measure targets whose name contains this")
+    parser.add_argument("--compiled", action="store_true", help="under torch.compile")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start no further model after this time")
+    parser.add_argument("--measured", type=Path, help="predict the steps recorded in this file again")
     options = parser.parse_args()
+    if options.measured:
+        predict_again(options.measured, options.gpu, options.out)
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
     rows = []
+    start = time.perf_counter()
     for target, sizes, channels_last in MODELS:
-        if options.only not in target:
+        if options.only not in target or time.perf_counter() - start > options.budget_s:
             continue
-        name = target.replace(str(EXAMPLES), "examples/models.py") + (" channels-last" if channels_last else "")
-        row: dict[str, Any] = {"model": name, **sizes}
+        row: dict[str, Any] = {"model": label(target, sizes, channels_last), **sizes}
         try:
-            row.update(predicted(target, sizes, channels_last, options.gpu))
-            row.update(measured(target, sizes, channels_last, options.device))
-            row["error_gpu"] = row["predicted_gpu_ms"] / row["gpu_ms"] - 1 if row["gpu_ms"] else None
-            row["error_wall"] = row["predicted_ms"] / row["sustained_ms"] - 1
-        except Exception as error:  # one model's failure is a row of the result, not the end of the run
+            row.update(predicted(target, sizes, channels_last, options.gpu, options.compiled))
+            row.update(measured(target, sizes, channels_last, options.device, options.compiled))
+            if options.device == "cuda":
+                row.update(errors(row))
+        except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
             row["failure"] = f"{type(error).__name__}: {error}"[:300]
         rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "top_kernels"}), flush=True)
+        if options.out:
+            result = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+                "torch": torch.__version__,
+                "compiled": options.compiled,
+                "rows": rows,
+            }
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        torch._dynamo.reset()
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.out:
-        result = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            "torch": torch.__version__,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

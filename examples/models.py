@@ -163,5 +163,7 @@ def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def odd_mlp() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Layers of 479, 1023 and 511 features, batch 8191."""
-    layers = nn.Sequential(nn.Linear(479, 1023), nn.ReLU(), nn.Linear(1023, 511), nn.ReLU(), nn.Linear(511, 479))
+    layers = nn.Sequential(
+        nn.Linear(479, 1023), nn.ReLU(), nn.Linear(1023, 511), nn.ReLU(), nn.Linear(511, 479)
+    )
     return layers, (torch.zeros(8191, 479),)

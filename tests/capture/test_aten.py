@@ -28,7 +28,9 @@ def _convs(step: Step) -> list[Any]:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_layer_runs_tn_forward_nn_and_nt_backward(bias: bool) -> None:
     linear = nn.Linear(48, 80, bias=bias)
-    step = captured(lambda self, x: self.linear(x), rows(4, 8, 48, requires_grad=True), parts={"linear": linear})
+    step = captured(
+        lambda self, x: self.linear(x), rows(4, 8, 48, requires_grad=True), parts={"linear": linear}
+    )
     assert sorted(products(step)) == [
         (BACKWARD_DATA, 32, 48, 80, "NN"),
         (BACKWARD_WEIGHT, 80, 48, 32, "NT"),
@@ -111,7 +113,9 @@ def test_tied_weights_are_one_parameter_with_two_gradients() -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.head(self.embedding(tokens))
 
-    step = captured(lambda self, t: self.model(t), torch.zeros(4, 8, dtype=torch.int64), parts={"model": Tied()})
+    step = captured(
+        lambda self, t: self.model(t), torch.zeros(4, 8, dtype=torch.int64), parts={"model": Tied()}
+    )
     assert step.parameters["model.embedding.weight"].aliases == ("model.head.weight",)
     assert step.memory.parameter_bytes == 4 * 100 * 16
     # Of both uses: the product's and the lookup's gradients are added.
@@ -166,24 +170,35 @@ def test_views_and_allocations_cost_nothing() -> None:
         (nn.Conv2d(16, 32, 3, dilation=2, padding="same"), (16, 8, 8), 2 * 2 * 64 * 32 * 16 * 9),
         # Each input pixel meets every tap.
         (nn.ConvTranspose2d(16, 32, 4, stride=2, padding=1), (16, 8, 8), 2 * 2 * 64 * 32 * 16 * 16),
-        (nn.ConvTranspose2d(16, 32, 3, stride=2, output_padding=1, groups=2), (16, 8, 8), 2 * 2 * 64 * 32 * 8 * 9),
+        (
+            nn.ConvTranspose2d(16, 32, 3, stride=2, output_padding=1, groups=2),
+            (16, 8, 8),
+            2 * 2 * 64 * 32 * 8 * 9,
+        ),
     ],
     ids=str,
 )
 def test_convolutions_forward_and_both_gradients(layer: nn.Module, image: tuple[int, ...], flop: int) -> None:
-    step = captured(lambda self, x: self.layer(x), rows(2, *image, requires_grad=True), parts={"layer": layer})
+    step = captured(
+        lambda self, x: self.layer(x), rows(2, *image, requires_grad=True), parts={"layer": layer}
+    )
     assert {entry.phase for entry in entries(step, Conv)} == {FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT}
     assert [op.flop for op in _convs(step)] == [flop] * 3
     assert entries(step, Conv, FORWARD)[0].parameter == "layer.weight"
     transposed = isinstance(layer, nn.ConvTranspose2d)
     assert _convs(step)[0].direction == (BACKWARD_DATA if transposed else FORWARD)
     # The bias's gradient is a sum of its own.
-    assert "convolution_backward" in [e.name.removeprefix("aten.") for e in entries(step, Streaming, BACKWARD_WEIGHT)]
+    assert "convolution_backward" in [
+        e.name.removeprefix("aten.") for e in entries(step, Streaming, BACKWARD_WEIGHT)
+    ]
 
 
 def test_depthwise_convolutions_say_so() -> None:
     step = captured(
-        lambda self, x: self.c(x), rows(2, 16, 8, 8), parts={"c": nn.Conv2d(16, 16, 3, groups=16)}, train=False
+        lambda self, x: self.c(x),
+        rows(2, 16, 8, 8),
+        parts={"c": nn.Conv2d(16, 16, 3, groups=16)},
+        train=False,
     )
     assert _convs(step)[0].is_depthwise
 
@@ -245,7 +260,10 @@ def test_an_expanded_operand_is_read_once() -> None:
 
 def test_a_transposing_copy_is_strided_and_a_plain_one_is_not() -> None:
     step = captured(lambda self, x: (x.t().contiguous(), x.clone()), rows(64, 32), train=False)
-    assert [entry.op.strided for entry in entries(step, Streaming) if isinstance(entry.op, Streaming)] == [True, False]
+    assert [entry.op.strided for entry in entries(step, Streaming) if isinstance(entry.op, Streaming)] == [
+        True,
+        False,
+    ]
 
 
 def test_embedding_reads_rows_and_its_gradient_writes_the_table() -> None:
@@ -264,7 +282,9 @@ def test_normalisation_softmax_loss_and_pooling_have_their_roles() -> None:
 
     step = captured(roles, rows(4, 4, 8, 8), parts={"norm": nn.BatchNorm2d(4)})
     by_name = {
-        entry.name.removeprefix("aten."): entry.op.role for entry in step.ops if isinstance(entry.op, Streaming)
+        entry.name.removeprefix("aten."): entry.op.role
+        for entry in step.ops
+        if isinstance(entry.op, Streaming)
     }
     assert by_name["native_batch_norm"] == by_name["native_batch_norm_backward"] == "normalization"
     assert by_name["native_layer_norm"] == "normalization"

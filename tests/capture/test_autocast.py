@@ -124,7 +124,9 @@ def test_code_is_told_what_cuda_would_tell_it() -> None:
     told: list[Any] = []
 
     def ask(self: Any, x: torch.Tensor) -> torch.Tensor:
-        told.append((torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")))
+        told.append(
+            (torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+        )
         told.append((torch.get_autocast_dtype("cuda"), torch.get_autocast_gpu_dtype()))
         with torch.autocast("cuda", enabled=False):
             told.append(torch.is_autocast_enabled())

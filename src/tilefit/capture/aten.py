@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilefit.capture.dtypes import DTYPES
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Op, Streaming
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
 
 if TYPE_CHECKING:
     from tilefit.capture.recorder import Recorder
@@ -36,7 +37,9 @@ class Call:
         """An argument by its name in the schema; None if the operation has none of that name."""
         for index, argument in enumerate(self.func._schema.arguments):
             if argument.name == name:
-                return self.argument(index, name, argument.default_value if argument.has_default_value() else None)
+                return self.argument(
+                    index, name, argument.default_value if argument.has_default_value() else None
+                )
         return None
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
@@ -61,7 +64,7 @@ _FREE = frozenset(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_free(func: Any) -> bool:
     """Whether an operation only makes a view or allocates."""
     if func._overloadpacket.__name__ in _FREE:
@@ -70,7 +73,7 @@ def is_free(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def makes_new_tensors(func: Any) -> bool:
     """Whether an operation neither writes into its arguments nor returns views of them."""
     schema = func._schema
@@ -99,7 +102,9 @@ def _orientation(matrix: torch.Tensor) -> tuple[str, int]:
     return "N", 0  # copied before the product
 
 
-def gemm_of(a: torch.Tensor, b: torch.Tensor, recorder: Recorder, *, bias: bool = False, out: str = "") -> Gemm:
+def gemm_of(
+    a: torch.Tensor, b: torch.Tensor, recorder: Recorder, *, bias: bool = False, out: str = ""
+) -> Gemm:
     """The product of two matrices (or batches of them) as they lie in memory."""
     letter_a, ld_a = _orientation(a)
     letter_b, ld_b = _orientation(b)
@@ -174,7 +179,12 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _conv(
-    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, settings: Sequence[Any], recorder: Recorder, pass_: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    settings: Sequence[Any],
+    recorder: Recorder,
+    pass_: str,
 ) -> Conv:
     """``settings`` are stride, padding, dilation, transposed, output_padding, groups, as ATen passes them."""
     stride, padding, dilation, transposed, _, groups = settings
@@ -252,7 +262,9 @@ def _distinct(tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[torch
 
 def _innermost(tensor: torch.Tensor) -> int:
     """The dimension that is contiguous in memory, ignoring those of one element."""
-    real = [(stride, -i) for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1]
+    real = [
+        (stride, -i) for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1
+    ]
     return -min(real)[1] if real else 0
 
 
@@ -338,7 +350,7 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
 
 def _mutated(call: Call) -> list[torch.Tensor]:
     """The tensors an operation without results writes into."""
-    written = []
+    written: list[torch.Tensor] = []
     for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.extend(_tensors(value))
@@ -361,9 +373,7 @@ def _reading_what_it_writes(role: str, kernels: int = 1) -> Callable[[Call, Reco
         looked_up = sum(map(touched_bytes, call.outputs))
         rest = sum(map(touched_bytes, _distinct(call.inputs[1:], recorder)))
         return [
-            _stream(
-                recorder, role, call.inputs, call.outputs, read_bytes=looked_up + rest, kernels=kernels
-            )
+            _stream(recorder, role, call.inputs, call.outputs, read_bytes=looked_up + rest, kernels=kernels)
         ]
 
     return handler
@@ -417,7 +427,9 @@ def _picked_loss(call: Call, recorder: Recorder) -> list[Described]:
         return [_stream(recorder, "loss", call.inputs, call.outputs, read_bytes=others, kernels=2)]
     picked = max(1, scores.numel() // max(1, scores.shape[1] if scores.dim() > 1 else scores.shape[0]))
     read_bytes = others + picked * scores.element_size()
-    return [_stream(recorder, "loss", call.inputs, call.outputs, read_bytes=read_bytes, inner=scores.shape[-1])]
+    return [
+        _stream(recorder, "loss", call.inputs, call.outputs, read_bytes=read_bytes, inner=scores.shape[-1])
+    ]
 
 
 def _slice_backward(call: Call, recorder: Recorder) -> list[Described]:
@@ -442,7 +454,11 @@ def multi_tensor_launches(tensors: int, elements: int, lists: int) -> int:
 
 def _foreach(call: Call, recorder: Recorder) -> list[Described]:
     """One multi-tensor operation over lists of tensors."""
-    lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+    lists = [
+        arg
+        for arg in call.args
+        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)
+    ]
     if not lists:
         return [_streaming(call, recorder, "pointwise")]
     read = [t for t in call.inputs if t.device.type == recorder.device]
@@ -452,36 +468,40 @@ def _foreach(call: Call, recorder: Recorder) -> list[Described]:
     depth = min(5, len(lists) + (1 if call.outputs else 0))
     elements = sum(t.numel() for t in lists[0])
     kernels = multi_tensor_launches(len(lists[0]), elements, depth)
-    in_optimizer = recorder.current_phase == "optimizer"
-    op, phase, reads, writes = _stream(
-        recorder, "optimizer" if in_optimizer else "pointwise", read, written, kernels=kernels
-    )
+    role = "optimizer" if recorder.current_phase == OPTIMIZER else "pointwise"
+    op, phase, _, _ = _stream(recorder, role, read, written, kernels=kernels)
     assert isinstance(op, Streaming)
-    total = Streaming(
-        op.role, elements, op.read_bytes, op.write_bytes, op.dtype, kernels=kernels, flop_per_element=1.0
-    )
-    # Thousands of tensors would drown the step; the bytes are what matters.
-    return [(total, phase, (), ())]
+    # Thousands of tensors would drown the step; their number and bytes are what matters.
+    return [(replace(op, elements=elements), phase, (), ())]
 
 
 _BY_ROLE = {
-    "normalization": """native_layer_norm native_layer_norm_backward native_batch_norm
-        native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_no_training
-        _batch_norm_with_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward
-        native_group_norm native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward
-        batch_norm_stats batch_norm_elemt batch_norm_backward_reduce""",
-    "softmax": """_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
-        logsumexp _masked_softmax""",
-    "loss": """mse_loss
-        mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
-        binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits
-        soft_margin_loss soft_margin_loss_backward _ctc_loss _ctc_loss_backward kl_div
-        multi_margin_loss multilabel_margin_loss_forward""",
-    "reduction": """sum mean amax amin max min argmax argmin var std var_mean std_mean norm
-        linalg_vector_norm prod any all cumsum cumprod cummax cummin logcumsumexp nansum count_nonzero
-        aminmax median _linalg_det cdist _cdist_forward _cdist_backward""",
-    "sort": "sort topk argsort multinomial unique_dim _unique2 histc bincount searchsorted bucketize kthvalue",
-    "indexing": """index_put_ index_put _unsafe_index_put _index_put_impl_ index_fill index_fill_ take put
+    "normalization": """
+        native_layer_norm native_layer_norm_backward native_batch_norm native_batch_norm_backward
+        _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update
+        batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward native_group_norm
+        native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward batch_norm_stats
+        batch_norm_elemt batch_norm_backward_reduce
+    """,
+    "softmax": """
+        _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax logsumexp
+        _masked_softmax
+    """,
+    "loss": """
+        mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
+        binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss
+        soft_margin_loss_backward _ctc_loss _ctc_loss_backward kl_div multi_margin_loss
+        multilabel_margin_loss_forward
+    """,
+    "reduction": """
+        sum mean amax amin max min argmax argmin var std var_mean std_mean norm linalg_vector_norm prod any
+        all cumsum cumprod cummax cummin logcumsumexp nansum count_nonzero aminmax median _linalg_det cdist
+        _cdist_forward _cdist_backward
+    """,
+    "sort": """sort topk argsort multinomial unique_dim _unique2 histc bincount searchsorted bucketize
+        kthvalue""",
+    "indexing": """
+        index_put_ index_put _unsafe_index_put _index_put_impl_ index_fill index_fill_ take put
         masked_select masked_scatter masked_scatter_ masked_scatter_backward roll flip repeat
         repeat_interleave tril triu tril_ triu_ constant_pad_nd reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward
@@ -491,27 +511,35 @@ _BY_ROLE = {
         upsample_nearest3d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward
         upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
-        grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward pixel_shuffle pixel_unshuffle channel_shuffle
-        one_hot nonzero diagonal_backward _embedding_bag _embedding_bag_dense_backward""",
-    "pooling": """max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
+        grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward
+        pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero diagonal_backward _embedding_bag
+        _embedding_bag_dense_backward
+    """,
+    "pooling": """
+        max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
         max_pool3d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d
         avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
-        _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward""",
-    "copy": """clone cat stack _to_copy _local_scalar_dense _pin_memory expand_copy view_copy permute_copy transpose_copy
-        slice_scatter select_scatter as_strided_scatter split_with_sizes_copy _pack_padded_sequence
-        _pad_packed_sequence""",
-    "pointwise": """native_dropout native_dropout_backward bernoulli bernoulli_ normal_ uniform_ exponential_
-        random_ rand_like randn_like gelu gelu_backward softplus_backward hardsigmoid hardsigmoid_backward softplus silu silu_backward glu glu_backward where
-        masked_fill masked_fill_ clamp rotary _prelu_kernel _prelu_kernel_backward rrelu_with_noise
-        hardswish hardswish_backward threshold_backward bitwise_and bitwise_or eq ne
-        _amp_foreach_non_finite_check_and_unscale_ lerp addcmul addcdiv isin complex view_as_real_copy
-        polar real imag histogramdd linspace logspace complex heaviside""",
+        _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
+    """,
+    "copy": """
+        clone cat stack _to_copy _local_scalar_dense _pin_memory expand_copy view_copy permute_copy
+        transpose_copy slice_scatter select_scatter as_strided_scatter split_with_sizes_copy
+        _pack_padded_sequence _pad_packed_sequence
+    """,
+    "pointwise": """
+        native_dropout native_dropout_backward bernoulli bernoulli_ normal_ uniform_ exponential_ random_
+        rand_like randn_like gelu gelu_backward softplus_backward hardsigmoid hardsigmoid_backward softplus
+        silu silu_backward glu glu_backward where masked_fill masked_fill_ clamp _prelu_kernel
+        _prelu_kernel_backward rrelu_with_noise hardswish hardswish_backward threshold_backward bitwise_and
+        bitwise_or eq ne _amp_foreach_non_finite_check_and_unscale_ lerp addcmul addcdiv isin complex
+        view_as_real_copy polar real imag logspace heaviside
+    """,
 }
 
 _ROLE_OF = {name: role for role, names in _BY_ROLE.items() for name in names.split()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _role(func: Any) -> str:
     packet = func._overloadpacket.__name__
     known = _ROLE_OF.get(packet) or _ROLE_OF.get(packet.rstrip("_"))
@@ -566,4 +594,3 @@ _HANDLERS: dict[str, Callable[[Call, Recorder], list[Described]]] = {
         _write_only,
     ),
 }
-

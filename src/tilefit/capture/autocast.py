@@ -171,7 +171,7 @@ def simulated(state: AutocastState) -> Iterator[None]:
 
     def enter(self: Any) -> Any:
         if self.device not in _DEVICES:
-            return kept_enter(self)
+            return kept_enter(self)  # type: ignore[no-untyped-call]
         state.enter(self._enabled, self.fast_dtype, self._cache_enabled)
         return self
 
@@ -201,7 +201,9 @@ def simulated(state: AutocastState) -> Iterator[None]:
             is_autocast_cache_enabled=lambda: state.cache_enabled,
         ),
         # Checkpointing asks before it opens the region of the forward pass again.
-        patch.object(torch.amp, "is_autocast_available", lambda device: device in _DEVICES or available(device)),
+        patch.object(
+            torch.amp, "is_autocast_available", lambda device: device in _DEVICES or available(device)
+        ),
         patch.object(torch._C, "_is_any_autocast_enabled", lambda: state.enabled or any_enabled()),
         patch.multiple(autocast_mode, _cast=cast_inputs),
     ):

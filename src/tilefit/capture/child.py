@@ -119,9 +119,9 @@ def main() -> None:
     result = Path(sys.argv[1])
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
     sys.stdin = open(os.devnull)  # noqa: SIM115 - a model that asks for input must not wait for it
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in request["options"].items()}
+    options = CaptureOptions(**{**request["options"], "inputs": tuple(request["options"]["inputs"])})
     try:
-        text = capture_target(request["target"], CaptureOptions(**values)).to_json()
+        text = capture_target(request["target"], options).to_json()
     except TilefitError as error:
         text = json.dumps(
             {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}

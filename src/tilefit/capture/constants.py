@@ -15,7 +15,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 _MAKERS = frozenset(
-    "ones zeros full arange ones_like zeros_like full_like new_ones new_zeros new_full tensor eye linspace".split()
+    """ones zeros full arange tensor eye linspace ones_like zeros_like full_like new_ones new_zeros
+    new_full""".split()
 )
 _RANDOM = frozenset(
     """rand randn rand_like randn_like randint randperm bernoulli dropout normal multinomial empty empty_like

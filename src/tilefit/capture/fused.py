@@ -23,6 +23,7 @@ from tilefit.ops import (
     Recurrent,
     Streaming,
 )
+from tilefit.ops.recurrent import GATES
 
 if TYPE_CHECKING:
     from tilefit.capture.semantic import SemanticMode
@@ -54,8 +55,8 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        query, key, value, mask, out, logsumexp = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, mask, out, _ = ctx.saved_tensors
         grads = [_empty_like_heads(t, t.shape[-1]) for t in (query, key, value)]
         op = ctx.op
         backward = replace(op, direction=BACKWARD_DATA)
@@ -113,7 +114,7 @@ class _Recurrence(torch.autograd.Function):
         output_shape: Sequence[int],
         *tensors: torch.Tensor,
     ) -> Any:
-        x, *rest = tensors
+        x = tensors[0]
         output = x.new_empty(output_shape)
         layers = op.num_layers * op.directions
         state = x.new_empty((layers, op.batch, op.output_size))
@@ -127,13 +128,16 @@ class _Recurrence(torch.autograd.Function):
         return (output, state, cell) if cell is not None else (output, state)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *state_grads: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, *state_grads: torch.Tensor) -> Any:
         *tensors, output, reserve = ctx.saved_tensors
-        grads = [torch.empty_like(t) if needed else None for t, needed in zip(tensors, ctx.needs_input_grad[3:])]
+        grads = [
+            torch.empty_like(t) if needed else None
+            for t, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
         record, op = ctx.mode.recorder.record, ctx.op
         for direction in (BACKWARD_DATA, BACKWARD_WEIGHT):
             record(
-                _in_direction(op, direction),
+                replace(op, direction=direction),
                 f"aten.{op.mode.lower()}_backward",
                 [grad, reserve, *(tensors if direction == BACKWARD_DATA else (tensors[0], output))],
                 [g for g in (grads[:1] if direction == BACKWARD_DATA else grads[1:]) if g is not None],
@@ -142,27 +146,25 @@ class _Recurrence(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-def _in_direction(op: Recurrent, direction: str) -> Recurrent:
-    return replace(op, direction=direction)
+def _recurrent(mode_name: str) -> Callable[..., Any]:
+    """The replacement of ``torch.lstm`` and its like, which cuDNN runs as one call."""
 
-
-def _recurrent(torch_name: str, mode_name: str) -> Callable[..., Any]:
     def replacement(mode: SemanticMode, *args: Any) -> Any:
         # (input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first), or with a
         # PackedSequence (data, batch_sizes, hx, weights, biases, layers, dropout, train, bidirectional).
         packed = isinstance(args[3], (list, tuple))
         if packed:
-            x, batch_sizes, hx, weights, has_biases, layers, dropout, train, bidirectional = args
+            x, batch_sizes, hx, weights, _, layers, _, _, bidirectional = args
             steps, batch = len(batch_sizes), int(batch_sizes[0])
             batch_first = False
         else:
-            x, hx, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
+            x, hx, weights, _, layers, _, _, bidirectional, batch_first = args
             batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
         states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
         if mode.autocast.enabled:
             # Always fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on 2.11).
             x, states, weights = mode.autocast.cast((x, states, list(weights)), torch.float16)
-        hidden = weights[1].shape[0] // (4 if mode_name == "LSTM" else 3 if mode_name == "GRU" else 1)
+        hidden = weights[1].shape[0] // GATES[mode_name]
         projected = weights[1].shape[1]
         dtype = DTYPES[x.dtype]
         op = Recurrent(
@@ -180,7 +182,6 @@ def _recurrent(torch_name: str, mode_name: str) -> Callable[..., Any]:
         shape = (*x.shape[:-1], op.directions * op.output_size)
         return _Recurrence.apply(mode, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
 
-    replacement.__name__ = torch_name
     return replacement
 
 
@@ -197,7 +198,7 @@ class _CellPointwise(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
         results = [torch.empty_like(t) for t in saved]
         _record_pointwise(ctx.mode, "aten._thnn_fused_cell_backward", (*grads, *saved), results)
@@ -251,7 +252,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
         reads = [t for t in (grad, x, rstd, weight) if t is not None]
         writes = [torch.empty_like(t) for t in (x, weight) if t is not None]
@@ -305,7 +306,7 @@ class _GroupedProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
         m, n, k = ctx.product.m, ctx.product.n, ctx.product.k
         record = ctx.mode.recorder.record
@@ -335,10 +336,10 @@ def dropout(mode: SemanticMode, x: torch.Tensor, p: float = 0.5, train: bool = T
 #: Replacements by the name of the function PyTorch calls; each may return ``NotImplemented``.
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
-    "lstm": _recurrent("lstm", "LSTM"),
-    "gru": _recurrent("gru", "GRU"),
-    "rnn_tanh": _recurrent("rnn_tanh", "RNN_TANH"),
-    "rnn_relu": _recurrent("rnn_relu", "RNN_RELU"),
+    "lstm": _recurrent("LSTM"),
+    "gru": _recurrent("GRU"),
+    "rnn_tanh": _recurrent("RNN_TANH"),
+    "rnn_relu": _recurrent("RNN_RELU"),
     "lstm_cell": _cell(2),
     "gru_cell": _cell(1),
     "dropout": dropout,

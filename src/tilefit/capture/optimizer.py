@@ -19,7 +19,10 @@ from tilefit.capture.recorder import Recorder
 from tilefit.ops import OPTIMIZER, Streaming
 
 #: What ``--optimizer`` can name.
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -101,7 +104,9 @@ class OptimizerSteps:
 
     def _record_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """One pass: read parameter, gradient and state, write parameter and state."""
-        pairs = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        pairs = [
+            (p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         parameters = sum(touched_bytes(p) for p, _ in pairs)
         gradients = sum(touched_bytes(g) for _, g in pairs)
         state = state_bytes(optimizer)
@@ -118,7 +123,9 @@ class OptimizerSteps:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what ``GradScaler`` does to the gradients before a step: divide and look for infinities."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         if not gradients:
             return
         total = sum(map(touched_bytes, gradients))
@@ -128,7 +135,6 @@ class OptimizerSteps:
         )
         with self.recorder.phase(OPTIMIZER):
             self.recorder.record(op, "aten._amp_foreach_non_finite_check_and_unscale_", (), ())
-
 
     def in_phase(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` with its work counted as the optimizer's."""
@@ -140,7 +146,7 @@ class OptimizerSteps:
         return counted
 
     def scaling(self, scaler: GradScaler) -> bool:
-        """Whether a scaler works. Where there is no CUDA it has turned itself off; fp16 tells that it was on."""
+        """Whether a scaler works. One made where there is no CUDA is off; fp16 tells that it is meant."""
         return scaler.is_enabled() or self.autocast.seen == torch.float16
 
     def unscale_once(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +155,9 @@ class OptimizerSteps:
             self.unscale(optimizer)
             self._unscaled.append(optimizer)
 
-    def scaled_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def scaled_step(
+        self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         """A step through a scaler, taken to find no infinity."""
         self.unscale_once(scaler, optimizer)
         self._unscaled.clear()
@@ -179,7 +187,9 @@ def intercepted(steps: OptimizerSteps) -> Iterator[None]:
                 GradScaler,
                 scale=scale,
                 unscale_=lambda self, optimizer: steps.unscale_once(self, optimizer),
-                step=lambda self, optimizer, *args, **kwargs: steps.scaled_step(self, optimizer, *args, **kwargs),
+                step=lambda self, optimizer, *args, **kwargs: steps.scaled_step(
+                    self, optimizer, *args, **kwargs
+                ),
                 update=lambda self, new_scale=None: None,
             )
         )

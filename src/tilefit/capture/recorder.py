@@ -34,7 +34,7 @@ def _result_layout(value: Any) -> Any:
     return None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that turns what PyTorch executes into :class:`~tilefit.ops.StepOp`.
 
     Args:
@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, sites: SiteTracker, device: str, *, tf32_matmul: bool, tf32_conv: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sites = sites
         self.device = device
         self.tf32_matmul = tf32_matmul
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self._parameter_of.pop(number, None)
 
     def name_parameter(self, tensor: torch.Tensor, name: str) -> None:
-        """Make operations that read ``tensor`` (or a view, or a cast copy of it) say which parameter it is."""
+        """Make operations that read ``tensor``, a view or a cast copy of it say which parameter it is."""
         self._parameter_of[self.identify(tensor)] = name
 
     def reference(self, tensor: torch.Tensor) -> TensorRef:
@@ -212,11 +212,13 @@ class Recorder(TorchDispatchMode):
         if known is _UNKNOWN:
             return func(*args, **kwargs)
         several, layouts = known
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts]
+        made = [
+            torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts
+        ]
         return tuple(made) if several else made[0]
 
     def _in_channels_last(self, call: Call) -> Any:
-        """The results of a convolution as cuDNN lays them out: NHWC if an operand is (meta kernels forget)."""
+        """A convolution's results as cuDNN lays them out: NHWC if an operand is (meta kernels forget)."""
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         operands = [t for t in call.inputs if t.dim() in formats]
         if not any(is_channels_last(t) for t in operands):

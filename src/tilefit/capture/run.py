@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.optimizer import OPTIMIZERS, OptimizerSteps, intercepted
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
-from tilefit.capture.sites import SiteTracker, is_user_code, short_path
+from tilefit.capture.sites import SiteTracker, user_line
 from tilefit.errors import CaptureError, TilefitError, UsageError
 from tilefit.ops import Memory, Parameter, Settings, Step
 
@@ -31,6 +31,10 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: current libraries take the paths they take on every later one.
 CAPABILITY = (8, 0)
 
+_ELSEWHERE = (
+    "Make the model and its tensors, without naming a device, in the factory that returns the step; "
+    "or capture on the CPU: --on-cpu (on_cpu=True)."
+)
 _ON_CPU = "Capture with real data instead: --on-cpu (on_cpu=True), with a small batch."
 
 
@@ -79,7 +83,9 @@ def capture(
     if amp not in ("", *AMP_DTYPES):
         raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
     if optimizer not in ("none", "", *OPTIMIZERS):
-        raise UsageError(f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(OPTIMIZERS)}, none.")
+        raise UsageError(
+            f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(OPTIMIZERS)}, none."
+        )
     device = "cpu" if on_cpu else "meta"
     is_module = isinstance(model, nn.Module)
     inputs = _on_device(inputs, device)
@@ -109,7 +115,10 @@ def capture(
         cudnn_benchmark=torch.backends.cudnn.benchmark,
     )
     return session.step(
-        settings, name or (type(model).__name__ if is_module else getattr(model, "__name__", "")), inputs, notes
+        settings,
+        name or (type(model).__name__ if is_module else getattr(model, "__name__", "")),
+        inputs,
+        notes,
     )
 
 
@@ -119,7 +128,7 @@ class _Session:
     def __init__(self, device: str, tf32: bool | None, of_module: bool) -> None:
         self.device = device
         self.of_module = of_module
-        self.sites = SiteTracker(self._adopt)
+        self.sites = SiteTracker(self._adopt, self._keep_saved)
         tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
         tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
         self.recorder = Recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
@@ -127,6 +136,7 @@ class _Session:
         self.semantic = SemanticMode(self.recorder, self.autocast)
         self.steps = OptimizerSteps(self.recorder, self.autocast)
         self.saved_bytes = 0
+        self._held_bytes = 0  # parameters, buffers, inputs
         self.notes: list[str] = []
 
     @property
@@ -151,17 +161,21 @@ class _Session:
             if not self.of_module:
                 # A step callable makes its own tensors, and says nothing of a device where there is no GPU.
                 stack.enter_context(torch.device(self.device))
-            stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY))
+            stack.enter_context(
+                patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
+            )
             # Layers that are dropped at random must be the same ones in every capture.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(0)
+            stack.callback(random.setstate, random.getstate())
+            random.seed(0)
             stack.enter_context(self.semantic)
             stack.enter_context(self.recorder)
             try:
                 yield
             except TilefitError as error:
                 if not error.where:
-                    error.where = _user_line(error)
+                    error.where = user_line(error)
                     error.hint = error.hint or _ON_CPU
                 raise
             except Exception as error:
@@ -170,17 +184,16 @@ class _Session:
     def _explained(self, error: Exception) -> CaptureError:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         lower = text.lower()
-        where = _user_line(error)
+        where = user_line(error)
         if "expected device" in lower or "same device" in lower:
             return CaptureError(
                 f"the step mixes tensors of different devices ({text})",
                 where=where,
-                hint="Make the model and its tensors without naming a device, in the factory that returns the step; "
-                "or capture on the CPU: --on-cpu (on_cpu=True).",
+                hint=_ELSEWHERE,
             )
         if self.device == "meta" and ("meta" in lower or "data-dependent" in lower or "no data" in lower):
             return CaptureError(
-                f"the step depends on values, and only shapes are known here ({type(error).__name__}: {text})",
+                f"the step depends on values, and only shapes are known ({type(error).__name__}: {text})",
                 where=where,
                 hint=_ON_CPU,
             )
@@ -192,24 +205,30 @@ class _Session:
 
     def _adopt(self, prefix: str, model: nn.Module) -> None:
         """Name a model's parameters; count them and its buffers as memory."""
+        before = self.recorder.live_bytes
         for name, parameter in model.named_parameters():
             self.recorder.name_parameter(parameter, prefix + name)
         for buffer in model.buffers():
             self.recorder.identify(buffer)
+        self._held_bytes += self.recorder.live_bytes - before
+
+    def _keep_saved(self) -> None:
+        """Count the activations that are there when a backward pass begins."""
+        self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - self._held_bytes)
 
     def hold(self, inputs: Any) -> None:
         """Count the inputs as memory."""
         for leaf in tree_flatten(inputs)[0]:
             if isinstance(leaf, torch.Tensor):
                 self.recorder.identify(leaf)
+        self._held_bytes = self.recorder.live_bytes
 
     def check_something_ran(self) -> None:
         """Refuse a step whose tensors were somewhere else all along."""
         if not self.recorder.ops:
             raise CaptureError(
                 f"the step did nothing on the {self.device} device, where it is watched",
-                hint="Make the model and its tensors in the factory that returns the step; or capture on the CPU: "
-                "--on-cpu (on_cpu=True).",
+                hint=_ELSEWHERE,
             )
 
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
@@ -276,24 +295,27 @@ def _step(
     optimizer = None
     trainable = [p for p in model.parameters() if p.requires_grad]
     if train and optimizer_name in OPTIMIZERS and trainable:
-        optimizer = OPTIMIZERS[optimizer_name](trainable, lr=1e-4)
+        optimizer = OPTIMIZERS[optimizer_name](trainable)
         for group in optimizer.param_groups:
             group["fused"] = fused or None
-    recorder = session.recorder
-    before = recorder.live_bytes
-    grad = torch.enable_grad() if train else torch.inference_mode() if session.device == "cpu" else torch.no_grad()
+    grad = (
+        torch.enable_grad()
+        if train
+        else torch.inference_mode()
+        if session.device == "cpu"
+        else torch.no_grad()
+    )
     autocast = torch.autocast("cuda", dtype=AMP_DTYPES[amp]) if amp else ExitStack()
     with grad:
         with autocast:
             output = _call(model, inputs)
             loss = _loss(session, output, loss_of) if train else None
-        session.saved_bytes = recorder.live_bytes - before
         if loss is None:
             return
         del output
         if amp == "fp16":
             loss = loss * 65536.0  # what GradScaler.scale does
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         del loss
     if optimizer is not None:
         if amp == "fp16":
@@ -317,14 +339,10 @@ def _loss(session: _Session, output: Any, loss_of: Callable[[Any], torch.Tensor]
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss
-    leaves = [
-        leaf
-        for leaf in _tensors(output)
-        if leaf.is_floating_point() and leaf.requires_grad
-    ]
+    leaves = [leaf for leaf in _tensors(output) if leaf.is_floating_point() and leaf.requires_grad]
     if not leaves:
         raise CaptureError(
-            "the model's output has no floating-point tensor with a gradient, so there is nothing to train on",
+            "the model's output has no floating-point tensor with a gradient: there is nothing to train on",
             hint="Use --infer, or give a factory that returns a training-step callable.",
         )
     if len(leaves) == 1 and leaves[0].dim() == 0:
@@ -418,7 +436,9 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     named: Sequence[tuple[str, Any]] = (
-        list(inputs.items()) if isinstance(inputs, Mapping) else [(str(i), v) for i, v in enumerate(inputs or ())]
+        list(inputs.items())
+        if isinstance(inputs, Mapping)
+        else [(str(i), v) for i, v in enumerate(inputs or ())]
     )
     for name, value in named:
         if isinstance(value, torch.Tensor):
@@ -429,9 +449,3 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
 def _batch_of(inputs: Any) -> int:
     first = next((t for t in _tensors(inputs) if t.dim() > 0), None)
     return int(first.shape[0]) if first is not None else 0
-
-
-def _user_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of the user's or the model's code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
-    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""

@@ -92,7 +92,9 @@ class SemanticMode(TorchFunctionMode):
             if closure and func.__module__ == "torch._jit_internal":
                 # ``F.max_pool2d`` and its like choose between two functions, held in their closure.
                 closure = tuple(
-                    CellType(self._entered(c.cell_contents)) if isinstance(c.cell_contents, FunctionType) else c
+                    CellType(self._entered(c.cell_contents))
+                    if isinstance(c.cell_contents, FunctionType)
+                    else c
                     for c in closure
                 )
             copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, closure)
@@ -149,7 +151,7 @@ class SemanticMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_DEVICE_GETTER = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_CUDA_GETTER = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 _DEVICE_CALLS: dict[str, Callable[[SemanticMode, Any, Any, Any], Any]] = {
@@ -170,4 +172,3 @@ def _called_from_torch() -> bool:
     """Whether the Python code that made the current call belongs to PyTorch."""
     frame = sys._getframe(3)  # this, _attribute, __torch_function__, the caller
     return frame.f_code.co_filename.startswith(_TORCH)
-

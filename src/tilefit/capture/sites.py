@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -16,10 +17,17 @@ from torch.nn.modules import module as nn_module
 
 from tilefit.ops import Site
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_DRIVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run.py")
-_FOREIGN = (_HERE + os.sep, _TORCH + os.sep, "<frozen", os.path.dirname(os.__file__) + os.sep + "contextlib")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_DRIVER = os.path.join(_HERE, "run.py")
+_STANDARD = os.path.dirname(os.__file__)
+#: Where files begin that are neither the user's nor a model library's.
+_FOREIGN = (
+    os.path.dirname(_HERE) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.join(_STANDARD, "contextlib"),
+    os.path.join(_STANDARD, "importlib"),
+    "<frozen",
+)
 
 
 class SiteTracker:
@@ -30,12 +38,14 @@ class SiteTracker:
 
     Args:
         on_root: Told of every model that runs, once, with what its names begin with.
+        on_backward: Called when a backward pass begins.
     """
 
-    def __init__(self, on_root: Callable[[str, nn.Module], None]) -> None:
+    def __init__(self, on_root: Callable[[str, nn.Module], None], on_backward: Callable[[], None]) -> None:
         #: The models that ran, by what the names of their modules and parameters begin with.
         self.roots: list[tuple[str, nn.Module]] = []
         self._on_root = on_root
+        self._on_backward = on_backward
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
         self._stack: list[str] = []
@@ -54,7 +64,9 @@ class SiteTracker:
 
         It runs modules, or at least builds a graph where the gradients themselves do not.
         """
-        return len(self._stack) > self._modules_outside or (torch.is_grad_enabled() and not self._creates_graph)
+        return len(self._stack) > self._modules_outside or (
+            torch.is_grad_enabled() and not self._creates_graph
+        )
 
     def name_modules(self, root: nn.Module) -> None:
         """Learn the paths of a model's modules."""
@@ -78,7 +90,10 @@ class SiteTracker:
         def left(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
 
-        def run_backward(outputs: Any, gradients: Any, retain_graph: Any, create_graph: bool, *args: Any, **kw: Any) -> Any:
+        def run_backward(
+            outputs: Any, gradients: Any, retain_graph: Any, create_graph: bool, *args: Any, **kw: Any
+        ) -> Any:
+            self._on_backward()
             kept = self._modules_outside, self._creates_graph
             self._modules_outside, self._creates_graph = len(self._stack), create_graph
             try:
@@ -132,9 +147,10 @@ class SiteTracker:
         return path
 
 
-def is_user_code(filename: str) -> bool:
-    """Whether a file is neither PyTorch's nor ours."""
-    return not filename.startswith(_FOREIGN)
+def user_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of the user's or the model's code an error passed; or empty."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_FOREIGN)]
+    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def short_path(filename: str) -> str:

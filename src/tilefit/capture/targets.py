@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from torch import nn
 
 from tilefit.capture.autocast import constructible
 from tilefit.capture.inputs import make, parse_inputs
-from tilefit.capture.sites import is_user_code, short_path
+from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers, tolerated
 from tilefit.errors import TargetError, TilefitError, UsageError
 
@@ -140,11 +141,17 @@ def _import_file(path: Path) -> Any:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
-        raise TargetError(f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else "")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+        raise TargetError(
+            f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else ""
+        )
+    name = path.stem
+    while name in sys.modules:  # a file called like a module of a library must not take its place
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a .py file always has a loader
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     _guarded(lambda: spec.loader.exec_module(module), f"importing {path}")  # type: ignore[union-attr]
     return module
@@ -166,20 +173,21 @@ def _import_module(name: str) -> Any:
 
 def _guarded(action: Callable[[], Any], doing: str) -> Any:
     """Run the user's code; what it raises becomes one message with the line."""
-    import traceback
-
     try:
         return action()
     except TilefitError:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
-        frames = [f for f in frames if "importlib" not in f.filename]
-        where = f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-        if isinstance(error, SyntaxError) and error.filename:
-            where = f"{short_path(error.filename)}:{error.lineno}"
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TargetError(f"{doing} raised {type(error).__name__}: {text}", where=where) from error
+        raise _told(error, doing) from error
+
+
+def _told(error: Exception, doing: str) -> TargetError:
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{short_path(error.filename)}:{error.lineno}"
+    else:
+        where = user_line(error)
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return TargetError(f"{doing} raised {type(error).__name__}: {text}", where=where)
 
 
 def _build(factory: Callable[[], Any], name: str, device: str) -> Any:
@@ -188,18 +196,14 @@ def _build(factory: Callable[[], Any], name: str, device: str) -> Any:
         try:
             with torch.device("meta"):
                 return factory()
-        except (RuntimeError, NotImplementedError) as error:
-            # Some models compute sizes or initial values with tensors; they are built for real.
-            if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
-                return _guarded(lambda: _raise(error), name)
+        except TilefitError:
+            raise
         except Exception as error:
-            return _guarded(lambda: _raise(error), name)
-    with torch.device("cpu" if device == "meta" else device):
+            # Some models compute sizes or initial values with tensors; they are built for real.
+            if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+                raise _told(error, name) from error
+    with torch.device("cpu"):
         return _guarded(factory, name)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _inputs_by_signature(model: nn.Module, options: InputOptions, path: str) -> Any:
@@ -242,16 +246,12 @@ def _torchvision(name: str, options: InputOptions) -> Target:
             f"torchvision has no model {name!r}",
             hint=f"Did you mean {' or '.join(near)}?" if near else "See torchvision.models.list_models().",
         )
-    model = _build(lambda: models.get_model(name, weights=None, weights_backbone=None), name, options.device) \
-        if _takes_backbone(models, name) else _build(lambda: models.get_model(name, weights=None), name, options.device)
+    weights = dict.fromkeys(
+        {"weights", "weights_backbone"} & {*inspect.signature(models.get_model_builder(name)).parameters}
+    )
+    model = _build(lambda: models.get_model(name, **weights), name, options.device)
     default = 299 if name.startswith("inception") else DEFAULT_IMAGE_SIZE
     return _image_target(f"torchvision:{name}", model, 3, options.image_size or default, options)
-
-
-def _takes_backbone(models: Any, name: str) -> bool:
-    import inspect
-
-    return "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters
 
 
 def _timm(name: str, options: InputOptions) -> Target:
@@ -278,7 +278,9 @@ def _image_target(name: str, model: nn.Module, channels: int, size: int, options
 def _image_loss(output: Any) -> torch.Tensor:
     """Cross-entropy of every output with a class dimension (segmentation and auxiliary heads too)."""
     values = list(output.values()) if isinstance(output, Mapping) else output
-    outputs = [values] if isinstance(values, torch.Tensor) else [v for v in values if isinstance(v, torch.Tensor)]
+    outputs = (
+        [values] if isinstance(values, torch.Tensor) else [v for v in values if isinstance(v, torch.Tensor)]
+    )
     losses = []
     for scores in outputs:
         labels = torch.zeros((scores.shape[0], *scores.shape[2:]), dtype=torch.int64, device=scores.device)
@@ -310,7 +312,10 @@ def _transformers(name: str, options: InputOptions) -> Target:
     if hasattr(config, "num_experts_per_tok"):
         config._experts_implementation = "grouped_mm"
     # Some sequence-to-sequence configurations leave it to the checkpoint, and shifting the labels needs it.
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     notes = []
     if getattr(config, "apply_spec_augment", False) and options.device == "meta":
@@ -345,7 +350,8 @@ def _config(transformers: Any, name: str) -> Any:
         if model_type is None:
             raise TargetError("the configuration names no model_type", where=str(path))
         return _guarded(
-            lambda: transformers.AutoConfig.for_model(_known_type(transformers, model_type), **values), str(path)
+            lambda: transformers.AutoConfig.for_model(_known_type(transformers, model_type), **values),
+            str(path),
         )
     return _guarded(lambda: transformers.AutoConfig.for_model(_known_type(transformers, name)), f"hf:{name}")
 
@@ -356,7 +362,9 @@ def _known_type(transformers: Any, model_type: str) -> str:
         near = get_close_matches(model_type, known, 3)
         raise TargetError(
             f"transformers has no model type {model_type!r}",
-            hint=f"Did you mean {' or '.join(near)}?" if near else "Give a model type such as gpt2, or a config.json.",
+            hint=f"Did you mean {' or '.join(near)}?"
+            if near
+            else "Give a model type such as gpt2, or a config.json.",
         )
     return model_type
 
@@ -395,7 +403,9 @@ def _kind_of(architecture: str) -> str:
     return "AutoModelForCausalLM" if "LM" in architecture else "AutoModel"
 
 
-def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptions) -> dict[str, torch.Tensor]:
+def _transformers_inputs(
+    model: Any, config: Any, head: str, options: InputOptions
+) -> dict[str, torch.Tensor]:
     """Inputs by the model's own main input name, and labels for its head."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = next(
@@ -420,7 +430,9 @@ def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptio
     elif main == "input_features":
         batch = options.batch or DEFAULT_TEXT_BATCH
         frames = 2 * getattr(config, "max_source_positions", 1500)
-        inputs[main] = make((batch, getattr(config, "num_mel_bins", 80), frames), torch.float32, options.device)
+        inputs[main] = make(
+            (batch, getattr(config, "num_mel_bins", 80), frames), torch.float32, options.device
+        )
         seq = min(seq, longest)
     elif main == "input_values":
         batch = options.batch or DEFAULT_TEXT_BATCH
@@ -429,7 +441,12 @@ def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptio
         batch = options.batch or DEFAULT_TEXT_BATCH
         inputs[main] = make((batch, seq), torch.int64, options.device)
     if options.train:
-        if head in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"):
+        if head in (
+            "AutoModelForCausalLM",
+            "AutoModelForMaskedLM",
+            "AutoModelForSeq2SeqLM",
+            "AutoModelForSpeechSeq2Seq",
+        ):
             inputs["labels"] = make((batch, seq), torch.int64, options.device)
         elif head.endswith("Classification"):
             inputs["labels"] = make((batch,), torch.int64, options.device)

@@ -36,7 +36,7 @@ def tolerated() -> Iterator[None]:
 
 
 def import_transformers() -> Any:
-    """transformers, without its looking for torchvision: only image processors use it, and it is slow to load.
+    """transformers without torchvision, which only its image processors use and which is slow to load.
 
     Raises:
         ImportError: there is no transformers.

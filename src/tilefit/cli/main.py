@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from tilefit import __version__
-from tilefit.cli import bench, calibrate, check, compare, doctor, gemm, gpu, rule, rules
+from tilefit.cli import bench, calibrate, check, compare, curve, doctor, gemm, gpu, rule, rules
 from tilefit.errors import TilefitError
 
 #: Exit codes beside the 0 and 1 of a check that found nothing or something.
@@ -37,7 +37,10 @@ _VERBS: tuple[Callable[..., object], ...] = (
 )
 for _verb in _VERBS:
     app.command()(_verb)
-app.add_typer(bench.app)
+#: Verbs with kinds of their own.
+_GROUPS = {"bench": bench.app, "curve": curve.app}
+for _group in _GROUPS.values():
+    app.add_typer(_group)
 
 
 def _version(wanted: bool) -> None:
@@ -99,12 +102,14 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help_command(arguments: Sequence[str]) -> str:
-    verbs = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
-    if arguments and arguments[0] == "bench":
-        kinds = {c.name or getattr(c.callback, "__name__", "") for c in bench.app.registered_commands}
-        named = [kind for kind in arguments[1:2] if kind in kinds]
-        return " ".join(["tilefit bench", *named, "--help"])
-    return f"tilefit {arguments[0]} --help" if arguments and arguments[0] in verbs else "tilefit --help"
+    if not arguments or arguments[0] not in _names(app) | _GROUPS.keys():
+        return "tilefit --help"
+    kinds = _names(_GROUPS[arguments[0]]) if arguments[0] in _GROUPS else set()
+    return " ".join(["tilefit", arguments[0], *(kind for kind in arguments[1:2] if kind in kinds), "--help"])
+
+
+def _names(group: typer.Typer) -> set[str]:
+    return {c.name or c.callback.__name__ for c in group.registered_commands if c.callback}
 
 
 def _say(label: str, message: str) -> None:

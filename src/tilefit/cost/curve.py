@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
 from tilefit.cost.model import estimate_all
@@ -13,13 +15,15 @@ from tilefit.ops import Gemm
 
 #: The knee: the smallest size that reaches this share of the best rate.
 KNEE_SHARE = 0.95
-#: A dip takes at least this share longer than a larger size nearby; less is within the model's noise.
+#: A dip, or a fall of the rate, is at least this large; less is within the model's noise.
 LEAST_GAIN = 0.05
 #: Of the larger sizes, the smallest within this share of the fastest is the one to move to.
 _TIE = 0.02
 #: Sizes of a range are sampled evenly when there are more, and this densely per doubling at least.
 _MOST_SIZES = 512
 _PER_DOUBLING = 64
+#: More sizes than this are refused: their prices would take minutes.
+_LARGEST_RANGE = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Dip:
-    """Consecutive sizes that are slower than one larger size.
+    """Sizes that are slower than one larger size nearby.
 
     Attributes:
         points: The slow ones, in order.
@@ -77,7 +81,7 @@ class Curve:
         name: What varies between curves of one range: the layout, or the pass.
         gpu: The GPU.
         points: By increasing size.
-        dips: Slow sizes with where to move, by increasing size.
+        dips: Slow sizes with where to move.
         provenance: What the times rest on, as of :class:`~tilefit.cost.Estimate`.
     """
 
@@ -93,11 +97,25 @@ class Curve:
         return max(self.points, key=lambda point: point.flop_per_s)
 
     @property
+    def steps(self) -> tuple[Point, ...]:
+        """Points after which the rate falls, but not into a dip: more would start another tile or wave."""
+        slow = {point for dip in self.dips for point in dip.points}
+        return tuple(
+            point
+            for point, following in pairwise(self.points)
+            if following not in slow and following.flop_per_s < (1 - LEAST_GAIN) * point.flop_per_s
+        )
+
+    @property
     def knee(self) -> Point | None:
-        """The smallest size at 95 % of the best rate; None where the range is too narrow to hold a knee."""
-        if self.points[-1].size < 2 * self.points[0].size:
-            return None
+        """The smallest size at 95 % of the best rate.
+
+        None where the range is too narrow to hold it, or ends while the rate still rises.
+        """
+        first, last = self.points[0].size, self.points[-1].size
         size = knee({point.size: point.flop_per_s for point in self.points})
+        if last < 2 * first or size * (1 + MOST_GROWTH) > last:
+            return None
         return next(point for point in self.points if point.size == size)
 
 
@@ -114,11 +132,16 @@ def sizes_between(first: int, last: int, step: int | None = None) -> tuple[int, 
     so that a range over many doublings shows each of them.
 
     Raises:
-        UsageError: the range is empty.
+        UsageError: the range is reversed, or its step makes too many sizes of it.
     """
     if last < first:
         raise UsageError(
             f"the range {first}:{last} is reversed", hint=f"Write the smaller size first: {last}:{first}."
+        )
+    if step is not None and (last - first) // step > _LARGEST_RANGE:
+        raise UsageError(
+            f"{first}:{last}:{step} has more than {_LARGEST_RANGE:,} sizes",
+            hint=f"Take a larger step, or leave it out: {first}:{last}.",
         )
     if step is not None:
         return (first, *range((first // step + 1) * step, last + 1, step))
@@ -133,24 +156,6 @@ def sizes_between(first: int, last: int, step: int | None = None) -> tuple[int, 
         sizes.append(size)
 
 
-def gemm_curve(product: Gemm, over: str, sizes: Sequence[int], gpu: Gpu) -> Curve:
-    """A product while ``m``, ``n``, ``k`` or ``batch`` varies."""
-    return _curve(
-        product.layout,
-        lambda size: (replace(product, **{over: size}),),  # type: ignore[arg-type]
-        product.dtype,
-        sizes,
-        gpu,
-    )
-
-
-def linear_curve(
-    name: str, layer: Callable[[int], tuple[Gemm, ...]], dtype: str, sizes: Sequence[int], gpu: Gpu
-) -> Curve:
-    """A linear layer: the products of :func:`linear` at each size, one after the other."""
-    return _curve(name, layer, dtype, sizes, gpu)
-
-
 def linear(rows: int, in_features: int, out_features: int, dtype: str, *, train: bool) -> tuple[Gemm, ...]:
     """The products of ``F.linear`` on rows of features: forward, data gradient, weight gradient."""
     forward = Gemm(rows, out_features, in_features, dtype, "TN")
@@ -161,3 +166,57 @@ def linear(rows: int, in_features: int, out_features: int, dtype: str, *, train:
         Gemm(rows, in_features, out_features, dtype, "NN"),
         Gemm(out_features, in_features, rows, dtype, "NT"),
     )
+
+
+def curve(name: str, products: Callable[[int], Sequence[Gemm]], sizes: Sequence[int], gpu: Gpu) -> Curve:
+    """The products of each size, one after the other, and the sizes that a larger one beats.
+
+    Args:
+        name: What to call the curve.
+        products: The products to run at a size.
+        sizes: The sizes to look at, increasing; where to move is also sought among the multiples between and
+            just beyond them.
+        gpu: The GPU.
+    """
+    dtype = products(sizes[0])[0].dtype
+    candidates = {larger for size in sizes for larger in larger_sizes(size, dtype)}
+    ordered = sorted(candidates.union(sizes))
+    together = [products(size) for size in ordered]
+    estimates = iter(estimate_all((product for each in together for product in each), gpu))
+    found = {}
+    provenance = ""
+    for size, each in zip(ordered, together, strict=True):
+        predicted = [next(estimates) for _ in each]
+        provenance = predicted[0].provenance
+        found[size] = Point(
+            size,
+            time_s=sum(p.time_s for p in predicted),
+            low_s=sum(p.low_s for p in predicted),
+            high_s=sum(p.high_s for p in predicted),
+            flop=sum(product.flop for product in each),
+            kernel_families=tuple(dict.fromkeys(p.kernel_family for p in predicted)),
+        )
+    points = tuple(found[size] for size in sizes)
+    return Curve(name, gpu, points, _dips(points, [found[size] for size in ordered]), provenance)
+
+
+def _dips(points: Sequence[Point], candidates: Sequence[Point]) -> tuple[Dip, ...]:
+    """The points that a larger size beats, those with the same better size together."""
+    slow: dict[Point, list[Point]] = {}
+    for point in points:
+        if better := _better(point, candidates):
+            slow.setdefault(better, []).append(point)
+    return tuple(Dip(tuple(beaten), better) for better, beaten in slow.items())
+
+
+def _better(point: Point, candidates: Sequence[Point]) -> Point | None:
+    """The smallest of the larger sizes that take about the least time, where that is worth it."""
+    start = bisect_right(candidates, point.size, key=lambda each: each.size)
+    end = bisect_right(candidates, point.size * (1 + MOST_GROWTH), key=lambda each: each.size)
+    larger = candidates[start:end]
+    if not larger:
+        return None
+    least_s = min(each.time_s for each in larger)
+    if least_s > (1 - LEAST_GAIN) * point.time_s:
+        return None
+    return next(each for each in larger if each.time_s <= (1 + _TIE) * least_s)

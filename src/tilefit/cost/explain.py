@@ -18,8 +18,8 @@ from tilefit.ops.dtypes import elements_per_access
 
 #: Multiples worth moving to, in elements; the 16-byte multiple of the element type comes first.
 _MULTIPLES = (64, 128, 256)
-#: A neighbour enlarges a dimension by at most this share.
-_MOST_GROWTH = 0.25
+#: A size worth moving to is larger by at most this share.
+MOST_GROWTH = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +137,17 @@ def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
     )
 
 
+def larger_sizes(size: int, dtype: str) -> list[int]:
+    """Sizes worth moving to, increasing: multiples of 16 bytes and of the tiles, at most 25 % larger."""
+    multiples = {tiles.round_up(size, step) for step in (elements_per_access(dtype), *_MULTIPLES)}
+    return sorted(larger for larger in multiples - {size} if larger <= size * (1 + MOST_GROWTH))
+
+
 def _neighbours(gemm: Gemm, gpu: Gpu, now: Estimate) -> tuple[Neighbour, ...]:
     """The next multiples of each dimension that are predicted to be faster than the size asked for."""
     found = []
     for dimension in ("m", "n", "k"):
-        size = getattr(gemm, dimension)
-        sizes = {tiles.round_up(size, s) for s in (elements_per_access(gemm.dtype), *_MULTIPLES)}
-        for larger in sorted(sizes - {size}):
-            if larger > size * (1 + _MOST_GROWTH):
-                continue
+        for larger in larger_sizes(getattr(gemm, dimension), gemm.dtype):
             # A slice keeps the leading dimensions of the matrix it was cut from.
             predicted = estimate(replace(gemm, **{dimension: larger}), gpu)  # type: ignore[arg-type]
             if predicted.time_s < now.time_s:

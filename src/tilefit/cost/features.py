@@ -109,7 +109,13 @@ def conv(op: Conv, gpu: Gpu) -> Row:
     math_s = op.flop / peak
     memory_s = moved / gpu.memory_bandwidth_bytes_per_s
     tiled_s, tiling = _tiling(product.m, product.n, product.k, product.batch, size, peak, gpu)
-    baseline_s = max(tiled_s, memory_s / _MEMORY_SHARE) + _FIXED_S
+    activations_s = size * (op.input_elements + op.output_elements) / gpu.memory_bandwidth_bytes_per_s
+    narrow = op.groups > 1 and min(channels_in, channels_out) < access
+    cuda_cores_s = op.flop / gpu.peak_flop_per_s("fp32")
+    # A narrow group runs on CUDA cores; NCHW is converted to NHWC and back around a Tensor Core kernel.
+    busy_s = 4 * cuda_cores_s if narrow else tiled_s
+    converted_s = 0.0 if op.channels_last or narrow or op.dtype == "fp32" else 4 * activations_s
+    baseline_s = max(busy_s, memory_s / _MEMORY_SHARE) + converted_s + _FIXED_S
     taps = prod(op.kernel_size)
     step = prod(op.stride)
     aligned = [gcd(channels, 2 * access) for channels in (channels_in, channels_out)]
@@ -125,6 +131,7 @@ def conv(op: Conv, gpu: Gpu) -> Row:
         float(taps == 9 and step == 1), float(channels_in < access), float(channels_out < access),
         *(log2(each) for each in aligned), float(min(aligned) >= access),
         float(op.channels_last and min(aligned) >= access), log2(gcd(op.output_size[-1], 64)),
+        float(narrow), log2(cuda_cores_s), log2(activations_s), log2(busy_s / memory_s),
     ]  # fmt: skip
     row += tiling
     row += _one_hot(op.dtype, _CONV_DTYPES) + _one_hot(op.direction, _DIRECTIONS)

@@ -1,7 +1,8 @@
 """What the host spends to launch an operation.
 
-All constants are typical values of CPython with ATen's dispatcher on a server CPU, in seconds; they stand
-here until measurements replace them.
+Medians of eager calls on tiny tensors, on the host of an H200 (PyTorch 2.11, Python 3.12), by
+``benchmarks/collect_h200.py --part launch``. A backward operation is what a call with its backward pass takes
+beyond the forward call, the gradient's fill and the 45 us that starting autograd takes. Other hosts differ.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from tilefit.ops import FORWARD, OPTIMIZER, Attention, Conv, Gemm, Op, Recurrent
 
 #: One forward operation called from Python: interpreter, dispatcher, autograd, allocation, launch.
 FORWARD_S: dict[type[Op], float] = {
-    Gemm: 8e-6,
-    Conv: 15e-6,
-    Attention: 15e-6,
+    Gemm: 15e-6,
+    Conv: 16e-6,
+    Attention: 17e-6,
     Recurrent: 40e-6,
-    Streaming: 6e-6,
+    Streaming: 8.5e-6,
 }
-#: The backward pass and autograd's engine run in C++.
-BACKWARD_SHARE = 0.6
+#: One operation of the backward pass, which autograd's engine calls from its own thread: the two gradients
+#: of a product or a convolution count apart.
+BACKWARD_S: dict[type[Op], float] = {
+    Gemm: 25e-6,
+    Conv: 25e-6,
+    Attention: 63e-6,
+    Recurrent: 40e-6,
+    Streaming: 14e-6,
+}
 #: One further kernel of the same operation.
 KERNEL_S = 2.5e-6
+#: One kernel of a multi-tensor operation, for which the host lists up to 110 tensors (AdamW and SGD over 100
+#: and 300 tensors: 40 to 54 us a kernel).
+MULTI_TENSOR_KERNEL_S = 48e-6
 #: One kernel of a compiled graph: no dispatcher, a prepared launch.
 COMPILED_S = 4e-6
 #: One time step of cuDNN's standard recurrent algorithm, forward and backward, per layer and direction: an
@@ -52,5 +63,6 @@ def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
     count = kernels(op, gpu)
     if settings.compiled and phase != OPTIMIZER:
         return COMPILED_S * count
-    share = BACKWARD_SHARE if phase.startswith("backward") else 1.0
-    return FORWARD_S[type(op)] * share + KERNEL_S * (count - 1)
+    table = BACKWARD_S if phase.startswith("backward") else FORWARD_S
+    further_s = MULTI_TENSOR_KERNEL_S if phase == OPTIMIZER else KERNEL_S
+    return table[type(op)] + further_s * (count - 1)

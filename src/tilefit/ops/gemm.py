@@ -67,7 +67,7 @@ class Gemm(Op):
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:
         """A, B and C with the dimension that is contiguous in each."""
-        letter_b, letter_a = self.layout
+        letter_b, letter_a = self.layout[0], self.layout[1]
         a = ("k", self.k) if letter_a == "N" else ("m", self.m)
         b = ("n", self.n) if letter_b == "N" else ("k", self.k)
         return (

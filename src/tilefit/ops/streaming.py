@@ -47,8 +47,8 @@ class Streaming(Op):
 
     role: str
     elements: int
-    read_bytes: int  # type: ignore[misc]  # a field where the base has a property
-    write_bytes: int  # type: ignore[misc]
+    read_bytes: int
+    write_bytes: int
     dtype: str = "fp32"
     flop_per_element: float = 1.0
     inner: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.cost import estimate_step
+from tilefit.cost import curve, estimate_step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.batch.memory import largest_batch
@@ -13,8 +13,6 @@ from tilefit.units import number, seconds, size
 
 #: The largest factor looked at.
 _LARGEST_FACTOR = 64
-#: The knee: the smallest batch that reaches this share of the best throughput that fits.
-_KNEE_SHARE = 0.95
 #: Below this gain in throughput the batch is at the knee already.
 _LEAST_GAIN = 0.15
 
@@ -60,8 +58,7 @@ class BatchBelowKnee(Rule):
             if rates[factor] < 1.02 * rates[factor // 2]:
                 break
             factor *= 2
-        best = max(rates.values())
-        knee = next(factor for factor, rate in rates.items() if rate >= _KNEE_SHARE * best)
+        knee = curve.knee(rates)
         if rates[knee] < (1 + _LEAST_GAIN) * rates[1]:
             return
         needed = scaled[knee].memory.peak_bytes

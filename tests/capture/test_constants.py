@@ -1,0 +1,88 @@
+"""Values that depend on no input are known; all others are not, and are never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from capturing import captured, rows
+from tilefit.errors import CaptureError
+
+
+def _value(make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    read: list[Any] = []
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        read.append(make(x).tolist())
+        return x.exp()
+
+    captured(run, rows(2, 3), train=False)
+    return read[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (lambda x: torch.arange(3, device=x.device) * 2, [0, 2, 4]),
+        (lambda x: torch.ones_like(x, dtype=torch.bool).all(), True),
+        (lambda x: x.new_full((2,), 7).sum(), 14),
+        (lambda x: torch.ones(2, 2, device="cuda").tril().cumsum(1)[1], [1, 2]),
+        (lambda x: torch.tensor([3, 4], device=x.device).max(), 4),
+        (lambda x: torch.zeros(2, device=x.device).to(torch.int64) + x.shape[1], [3, 3]),
+    ],
+)
+def test_what_depends_on_shapes_alone_is_known(
+    make: Callable[[torch.Tensor], torch.Tensor], value: Any
+) -> None:
+    assert _value(make) == value
+
+
+def _added_in_place(x: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones(3, device=x.device)
+    ones += x.sum()
+    return ones
+
+
+def _set_in_place(x: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones(3, device=x.device)
+    ones[0] = x.sum()
+    return ones
+
+
+def _filled_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones(3, device=x.device)
+    ones[1:].copy_(x[0, 1:])
+    return ones
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: torch.ones(3, device=x.device) * x,
+        lambda x: torch.rand(3, device=x.device),
+        lambda x: torch.zeros(3, device=x.device).uniform_(),
+        lambda x: torch.full((2,), x.sum(), device=x.device),
+        _added_in_place,
+        _set_in_place,
+        _filled_through_a_view,
+    ],
+)
+def test_what_depends_on_an_input_or_on_chance_is_not(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError) as caught:
+        _value(make)
+    assert "--on-cpu" in caught.value.hint
+    assert "test_constants.py" in caught.value.where
+
+
+def test_reading_a_constant_costs_nothing() -> None:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        assert torch.ones(4, device=x.device).all()
+        return x.exp()
+
+    assert [entry.name for entry in captured(run, rows(2, 3), train=False).ops] == [
+        "aten.ones", "aten.all", "aten.exp",
+    ]  # fmt: skip

@@ -1,0 +1,259 @@
+"""The capture leaves everything as it was, and says what is wrong where it cannot go on."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from capturing import Lines, captured, entries, names, products, rows
+from tilefit.capture import capture
+from tilefit.errors import CaptureError
+from tilefit.ops import FORWARD, Conv, Gemm
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+# ---- nothing is changed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"train": False}, {"on_cpu": True}, {"channels_last": True, "amp": "fp16"}]
+)
+def test_the_model_is_not_changed(options: dict[str, Any]) -> None:
+    model = _model().eval()
+    model[0].weight.requires_grad_(False)
+    kept = copy.deepcopy(model.state_dict())
+    pointers = [p.data_ptr() for p in model.parameters()]
+    capture(model, torch.randn(2, 3, 8, 8), **options)
+    assert not model.training
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+    assert [p.requires_grad for p in model.parameters()] == [False, *[True] * 5]
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+    assert model[0].weight.is_contiguous()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not nn_module._global_forward_hooks
+    assert not nn_module._global_forward_pre_hooks
+
+
+def test_random_numbers_go_on_as_if_nothing_had_happened() -> None:
+    x = torch.randn(4, 4)
+    kept = torch.get_rng_state(), random.getstate()
+    captured(lambda self, x: F.dropout(x, 0.5) + random.random(), x, on_cpu=True, train=False)
+    assert torch.equal(torch.get_rng_state(), kept[0])
+    assert random.getstate() == kept[1]
+
+
+def test_a_model_too_large_for_this_machine_is_captured() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 20, bias=False)
+    step = capture(model, rows(16, 1 << 20), train=False)
+    assert step.memory.parameter_bytes == 1 << 42
+
+
+def test_inputs_may_be_one_tensor_a_tuple_or_a_mapping() -> None:
+    class Two(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a @ b
+
+    a, b = torch.zeros(4, 8), torch.zeros(8, 2)
+    for inputs in ((a, b), [a, b], {"b": b, "a": a}):
+        assert products(capture(Two(), inputs, train=False)) == [(FORWARD, 4, 2, 8, "NN")]
+    named = capture(Two(), {"a": a, "b": b}, train=False)
+    assert named.inputs == ("a: float32[4,8]", "b: float32[8,2]")
+    assert capture(nn.Linear(8, 2), a, train=False).inputs == ("0: float32[4,8]",)
+
+
+def test_an_input_that_wants_a_gradient_gets_one() -> None:
+    step = capture(nn.Linear(8, 2), torch.zeros(4, 8, requires_grad=True), optimizer="none")
+    assert "backward-data" in {phase for phase, *_ in products(step)}
+
+
+# ---- where operations come from ----------------------------------------------------------------
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner["a"](x)  # line a
+        x = torch.tanh(x)  # line tanh
+        return self.inner["b"](x)  # line b
+
+
+def _line(word: str) -> str:
+    with open(__file__, encoding="utf-8") as file:
+        number = next(i for i, line in enumerate(file, 1) if line.rstrip().endswith(f"# line {word}"))
+    return f"test_run.py:{number}"
+
+
+def test_every_product_names_its_module_its_line_and_its_parameter() -> None:
+    step = capture(_Named(), rows(4, 8, requires_grad=True), optimizer="none")
+    seen = {(e.phase, e.site.module, e.site.source.rsplit("/", 1)[-1]) for e in entries(step, Gemm)}
+    assert seen == {
+        (phase, f"inner.{name}", _line(name))
+        for name in ("a", "b")
+        for phase in (FORWARD, "backward-data", "backward-weight")
+    }
+    (tanh,) = entries(step, "tanh")
+    (gradient,) = entries(step, "tanh_backward")
+    assert tanh.site == gradient.site
+    assert (tanh.site.module, tanh.site.source.rsplit("/", 1)[-1]) == ("", _line("tanh"))
+    assert step.modules["inner.a"] == "Linear"
+    assert step.modules[""] == "_Named"
+
+
+# ---- losses ------------------------------------------------------------------------------------
+
+
+def test_without_a_loss_the_mean_stands_for_it_and_the_step_says_so() -> None:
+    step = capture(nn.Linear(8, 2), rows(4, 8), optimizer="none")
+    assert "mean" in names(step)
+    assert any("mean" in note for note in step.notes)
+
+
+def test_a_loss_given_or_returned_is_used() -> None:
+    given = capture(nn.Linear(8, 2), rows(4, 8), optimizer="none", loss=lambda y: y.square().sum())
+    returned = captured(
+        lambda self, x: {"loss": self.l(x).square().sum()}, rows(4, 8), parts={"l": nn.Linear(8, 2)}
+    )
+    for step in (given, returned):
+        assert "mean" not in names(step)
+        assert step.notes == ()
+
+
+def test_fp16_scales_the_loss_and_unscales_the_gradients() -> None:
+    step = capture(nn.Linear(8, 2), rows(4, 8), amp="fp16")
+    assert entries(step, "_amp_foreach_non_finite_check_and_unscale_", "optimizer")
+    assert not entries(
+        capture(nn.Linear(8, 2), rows(4, 8), amp="bf16"), "_amp_foreach_non_finite_check_and_unscale_"
+    )
+
+
+def test_an_output_that_cannot_be_trained_on_is_refused() -> None:
+    with pytest.raises(CaptureError, match="nothing to train on") as caught:
+        captured(lambda self, x: x.argmax(-1), rows(4, 8))
+    assert "--infer" in caught.value.hint
+
+
+# ---- what CUDA would say -----------------------------------------------------------------------
+
+
+def test_code_that_moves_tensors_to_cuda_runs() -> None:
+    def moves(self: Any, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_cuda
+        assert x.device == torch.device("cuda", 0)
+        y = x.cuda().to("cuda").to(0).to(x.device, torch.float16).cpu().to("cpu")
+        z = torch.zeros(4, 8, device="cuda") + torch.ones(8, device=x.device)
+        assert torch.cuda.get_device_capability() >= (8, 0)
+        return y + z
+
+    step = captured(moves, rows(4, 8), train=False)
+    assert names(step) == ["_to_copy", "zeros", "ones", "add", "add"]
+
+
+def test_compiled_code_runs_as_python() -> None:
+    step = captured(torch.compile(lambda self, x: x.exp()), rows(4, 8), train=False)
+    assert names(step) == ["exp"]
+
+
+def test_the_settings_say_how_it_ran() -> None:
+    step = capture(_model(), rows(2, 3, 8, 8), channels_last=True, compiled=True, amp="bf16", name="mine")
+    settings = step.settings
+    assert (settings.channels_last, settings.compiled, settings.amp, settings.optimizer) == (
+        True, True, "bf16", "adamw",
+    )  # fmt: skip
+    assert step.model == "mine"
+    assert all(entry.op.channels_last for entry in entries(step, Conv) if isinstance(entry.op, Conv))
+
+
+def test_real_data_gives_the_same_products_as_shapes() -> None:
+    image = torch.randn(2, 3, 8, 8)
+    shapes, real = (capture(_model(), image, amp="bf16", on_cpu=on_cpu) for on_cpu in (False, True))
+    assert products(shapes) == products(real)
+    assert [e.op for e in entries(shapes, Conv)] == [e.op for e in entries(real, Conv)]
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def _branches(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.exp() if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _branches,
+        lambda self, x: x[x[:, 0] > 0],
+        lambda self, x: x[torch.nonzero(x[:, 0])],
+        lambda self, x: x * float(x.mean()),
+        lambda self, x: x * int(x.argmax()),
+        lambda self, x: torch.from_numpy(x.detach().cpu().numpy()).exp(),
+        lambda self, x: x.unique(),
+        lambda self, x: x.masked_select(x > 0),
+        lambda self, x: torch.repeat_interleave(x, (x[:, 0] > 0).long(), dim=0),
+    ],
+)
+def test_what_depends_on_values_names_the_line_and_the_way_out(function: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError) as caught:
+        captured(function, rows(4, 8), train=False)
+    assert "value" in caught.value.what
+    assert "test_run.py:" in caught.value.where
+    assert "--on-cpu" in caught.value.hint
+    step = captured(function, torch.randn(4, 8), train=False, on_cpu=True)
+    assert step.ops
+
+
+def test_a_model_that_raises_is_quoted_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"raised RuntimeError: .*dim") as caught:
+        captured(lambda self, x: self.l(x.t()), rows(4, 8), parts={"l": nn.Linear(8, 2)})
+    assert "test_run.py:" in caught.value.where
+    assert "shapes" in caught.value.hint
+
+
+def test_a_wrong_argument_is_quoted() -> None:
+    with pytest.raises(CaptureError, match="unexpected keyword argument 'y'"):
+        capture(nn.Linear(8, 2), {"y": rows(4, 8)})
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = Lines(lambda self, x: x)
+    model.lock = threading.Lock()
+    with pytest.raises(CaptureError, match="cannot be copied"):
+        capture(model, rows(4, 8))
+
+
+def test_a_step_on_real_tensors_is_refused_rather_than_seen_as_empty() -> None:
+    weight = torch.randn(8, 8)
+
+    def on_the_host() -> torch.Tensor:
+        return weight @ weight
+
+    with pytest.raises(CaptureError, match="did nothing"):
+        capture(on_the_host)
+    with pytest.raises(CaptureError, match="different devices") as caught:
+        capture(nn.Linear(8, 8).forward, rows(4, 8))
+    assert "factory" in caught.value.hint
+
+
+def test_an_interrupt_passes_through() -> None:
+    def interrupted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        captured(interrupted, rows(4, 8))
+    assert torch.overrides._get_current_function_mode() is None

@@ -1,0 +1,221 @@
+"""From the text a user types to a model and its inputs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tilefit.capture.targets import InputOptions, load
+from tilefit.errors import TargetError, TilefitError, UsageError
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(8, 4)
+
+def convolution():
+    return nn.Conv2d(1, 4, 3)
+
+def words():
+    return nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 8))
+
+def pair():
+    return nn.Linear(8, 4), (torch.zeros(2, 8),)
+
+def reads_values():
+    sizes = [int(n) for n in torch.arange(1, 4)]
+    return nn.Linear(sizes[1], sizes[2]), (torch.zeros(2, 2),)
+
+def triple():
+    return 1, 2, 3
+
+def number():
+    return 3
+
+def broken():
+    raise ValueError("no such thing")
+
+ready = nn.Linear(8, 4)
+text = "not a factory"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a file lets it import its neighbours; later tests must not find them."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def _load(target: str, **options: Any) -> Any:
+    return load(target, InputOptions(**options))
+
+
+# ---- a user's file -----------------------------------------------------------------------------
+
+
+def test_a_factory_s_model_and_inputs_are_made_without_data(file: Path) -> None:
+    target = _load(f"{file}:pair")
+    assert target.name == "net.py:pair"
+    assert {t.device.type for t in (*target.model.parameters(), *target.inputs)} == {"meta"}
+
+
+def test_a_factory_that_reads_values_is_built_for_real(file: Path) -> None:
+    target = _load(f"{file}:reads_values")
+    assert target.model.weight.shape == (3, 2)
+
+
+def test_a_model_may_stand_in_the_file_ready(file: Path) -> None:
+    assert isinstance(_load(f"{file}:ready", specs=["float32[2,8]"]).model, nn.Linear)
+
+
+def test_a_module_is_imported_by_its_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    file.rename(file.parent / "importable_net.py")
+    assert _load("importable_net:pair").name == "importable_net:pair"
+
+
+def test_a_file_may_be_called_like_a_module_that_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / f"{json.__name__}.py"
+    path.write_text(MODEL, encoding="utf-8")
+    assert isinstance(_load(f"{path}:pair").model, nn.Linear)
+    assert sys.modules["json"] is json
+
+
+def test_a_file_imports_its_neighbours(file: Path) -> None:
+    (file.parent / "user.py").write_text("from net import pair\n", encoding="utf-8")
+    assert isinstance(_load(f"{file.parent / 'user.py'}:pair").model, nn.Linear)
+
+
+def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
+    (image,) = _load(f"{file}:convolution", image_size=32, batch=2).inputs
+    assert image.shape == (2, 1, 32, 32)
+    (tokens,) = _load(f"{file}:words", seq=16, batch=2).inputs
+    assert (tokens.shape, tokens.dtype) == ((2, 16), torch.int64)
+    assert _load(f"{file}:pair", specs=["float32[7,8]"]).inputs[0].shape == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "what", "hint"),
+    [
+        ("{file}:pare", TargetError, "has no 'pare'", "Did you mean 'pair'?"),
+        ("{file}:zzzzzz", TargetError, "has no 'zzzzzz'", "It has: "),
+        ("{folder}/nett.py:pair", TargetError, "there is no file", "net.py"),
+        ("no_such_package.x:f", TargetError, "there is no module 'no_such_package'", ""),
+        ("{file}:broken", TargetError, "raised ValueError: no such thing", ""),
+        ("{file}:triple", TargetError, "returned 3 values", "(model, inputs)"),
+        ("{file}:number", TargetError, "returned a int", "(model, inputs)"),
+        ("{file}:text", TargetError, "is a str", ""),
+        ("{file}:model", UsageError, "without inputs", "--input"),
+        ("gpt2", UsageError, "cannot read the target", "file.py:factory"),
+        ("hf:", UsageError, "cannot read the target", "hf:"),
+        ("hf:gpt22", TargetError, "no model type 'gpt22'", "gpt2"),
+        ("hf:{folder}/config.json", TargetError, "no configuration file", ""),
+        ("torchvision:resnet51", TargetError, "no model 'resnet51'", "resnet50"),
+        ("timm:convnext_tinyy", TargetError, "no model 'convnext_tinyy'", "convnext_tiny"),
+    ],
+)
+def test_a_wrong_target_is_told(
+    file: Path, target: str, kind: type[TilefitError], what: str, hint: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        _load(target.format(file=file, folder=file.parent))
+    assert what in caught.value.what
+    assert hint in caught.value.hint
+
+
+def test_a_factory_that_raises_is_told_with_its_line(file: Path) -> None:
+    with pytest.raises(TargetError) as caught:
+        _load(f"{file}:broken")
+    line = 1 + MODEL.splitlines().index('    raise ValueError("no such thing")')
+    assert caught.value.where.endswith(f"net.py:{line}")
+
+
+def test_a_file_that_cannot_be_read_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text("x = 1\ndef f(:\n", encoding="utf-8")
+    with pytest.raises(TargetError, match="SyntaxError") as caught:
+        _load(f"{path}:f")
+    assert caught.value.where.endswith("wrong.py:2")
+    path.write_text("import no_such_thing\n", encoding="utf-8")
+    with pytest.raises(TargetError, match="no_such_thing") as caught:
+        _load(f"{path}:f")
+    assert caught.value.where.endswith("wrong.py:1")
+
+
+# ---- libraries ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("not json", "not a JSON file"),
+        ("[1]", "names no model_type"),
+        ('{"hidden_size": 8}', "names no model_type"),
+        ('{"model_type": "gptt2"}', "no model type 'gptt2'"),
+    ],
+)
+def test_a_wrong_configuration_is_told(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TargetError) as caught:
+        _load(f"hf:{path}")
+    assert what in caught.value.what
+
+
+def _hf(folder: Path, model_type: str, values: dict[str, Any], **options: Any) -> Any:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": model_type, **values}), encoding="utf-8")
+    return _load(f"hf:{folder}", **options)
+
+
+def test_a_configuration_gives_the_head_it_names(tmp_path: Path) -> None:
+    target = _hf(
+        tmp_path, "bert", {"num_hidden_layers": 1, "architectures": ["BertForSequenceClassification"]}
+    )
+    assert type(target.model).__name__ == "BertForSequenceClassification"
+    assert target.inputs["labels"].shape == (target.inputs["input_ids"].shape[0],)
+    other = _hf(tmp_path, "bert", {"num_hidden_layers": 1}, batch=2, seq=8)
+    assert type(other.model).__name__ == "BertForMaskedLM"
+    assert other.inputs["labels"].shape == (2, 8)
+
+
+def test_inputs_are_what_the_model_takes(tmp_path: Path) -> None:
+    one = {"num_hidden_layers": 1}
+    text = _hf(tmp_path, "gpt2", {"n_layer": 1}, batch=2, seq=8, train=False)
+    assert {name: tuple(t.shape) for name, t in text.inputs.items()} == {"input_ids": (2, 8)}
+    image = _hf(tmp_path, "vit", one, batch=2, image_size=224)
+    assert image.inputs["pixel_values"].shape == (2, 3, 224, 224)
+    sound = _hf(tmp_path, "wav2vec2", one, batch=2, seq=4000)
+    assert sound.inputs["input_values"].shape == (2, 4000)
+    assert "SpecAugment" in sound.notes[0]
+    speech = _hf(tmp_path, "whisper", {"encoder_layers": 1, "decoder_layers": 1}, batch=2, seq=8)
+    assert speech.inputs["input_features"].shape == (2, 80, 3000)
+    assert speech.inputs["labels"].shape == (2, 8)
+    both = _hf(tmp_path, "t5", {"num_layers": 1}, batch=2, seq=8, train=False)
+    assert both.inputs["decoder_input_ids"].shape == (2, 8)
+
+
+def test_positions_never_exceed_what_the_model_has(tmp_path: Path) -> None:
+    roberta = _hf(tmp_path, "roberta", {"num_hidden_layers": 1, "max_position_embeddings": 66})
+    assert roberta.inputs["input_ids"].shape[1] == 64
+
+
+def test_images_come_in_the_size_a_model_was_made_for() -> None:
+    assert _load("torchvision:resnet18", batch=2).inputs[0].shape == (2, 3, 224, 224)
+    assert _load("timm:resnet18", batch=2, image_size=64).inputs[0].shape == (2, 3, 64, 64)
+    assert _load("torchvision:resnet18", specs=["float32[5,3,32,32]"]).inputs[0].shape == (5, 3, 32, 32)
