@@ -118,7 +118,8 @@ class Witness(TorchDispatchMode):
     def _convolution(
         self, kind: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, transposed: bool
     ) -> None:
-        key = f"conv {kind} {_DTYPES[x.dtype]} {tuple(x.shape)} {tuple(weight.shape)} {tuple(y.shape)} {_nhwc(x, weight)}"
+        sizes = f"{tuple(x.shape)} {tuple(weight.shape)} {tuple(y.shape)}"
+        key = f"conv {kind} {_DTYPES[x.dtype]} {sizes} {_nhwc(x, weight)}"
         self.seen[key + (" transposed" if transposed else "")] += 1
 
 

@@ -71,7 +71,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "python": platform.python_version(),
-        "platform": platform.platform(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
