@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,6 +33,7 @@ from pack_h200 import HELD_OUT, family, kernel_name
 from pack_h200 import rows as collected
 
 from tilefit import gpus
+from tilefit.capture.aten import multi_tensor_launches
 from tilefit.cost import calibrated
 from tilefit.cost.features import FEATURES, domain
 from tilefit.cost.kernels import select
@@ -72,9 +74,9 @@ class Plan:
 
 PLANS = {
     "gemm": Plan(400_000, 16, 224, 1, 1024, classes=True),
-    "conv": Plan(100_000, 60, 128, 6, 128, decay=0.02),
-    "attention": Plan(100_000, 150, 64, 6, 64, hidden=2, decay=0.02),
-    "streaming": Plan(100_000, 40, 96, 3, 256),
+    "conv": Plan(100_000, 30, 128, 6, 128, decay=0.1),
+    "attention": Plan(100_000, 100, 96, 6, 64, hidden=2, decay=0.1),
+    "streaming": Plan(100_000, 40, 128, 3, 256),
 }
 
 
@@ -134,18 +136,17 @@ def stream(row: dict[str, str]) -> Op | None:
         return None
     rows, inner = int(row["rows"]), int(row["inner_size"])
     op = streaming.operation(name, rows, inner, row["dtype"])
-    elements = op.elements
-    matrix = elements * (op.read_bytes // max(1, elements) or 1)
-    if op.role == "reduction":
-        size = max(1, op.write_bytes // (8 if name.startswith("argmax") else matrix // elements))
-        inner = max(1, elements // size)
-    elif op.role not in ("softmax", "normalization") or not op.inner:
-        inner = 0
-    lists = {"adamw_fused": 4, "sgd_fused": 3}.get(name)
-    launches = max(-(-rows // {3: 48, 4: 36}[lists]), -(-elements // (320 * 65536))) if lists else 1
-    launches = 8 if name == "embedding_backward" else launches
-    strided = op.strided and op.role in ("copy", "pointwise")
-    return replace(op, inner=inner, strided=strided, kernels=launches, flop_per_element=1.0)
+    reach = op.inner if op.role in ("softmax", "normalization", "reduction") else 0
+    if name == "group_norm":
+        reach = inner // gcd(inner, 32) * (rows // gcd(rows, 32))
+    kernels = 1
+    if name in ("adamw_fused", "sgd_fused"):
+        kernels = multi_tensor_launches(rows, op.elements, 4)
+    elif name == "embedding_backward":
+        kernels = 2 if rows <= 3072 else 30
+    elif name == "nll_loss_backward":
+        kernels = 2
+    return replace(op, inner=reach, kernels=kernels, flop_per_element=1.0)
 
 
 READERS: dict[str, Callable[[dict[str, str]], Op | None]] = {

@@ -138,7 +138,7 @@ def test_defaults_are_a_training_step_as_pytorch_runs_it(tilefit, captured) -> N
 
 
 def test_rules_are_selected_and_ignored(tilefit, captured) -> None:
-    assert tilefit("check", "odd", "--gpu", "h200", "--ignore", "ALN,QNT").code == 0
+    assert tilefit("check", "odd", "--gpu", "h200", "--ignore", "ALN,QNT,LAY").code == 0
     assert tilefit("check", "odd", "--gpu", "h200", "--select", "ALN001").code == 1
     assert tilefit("check", "odd", "--gpu", "h200", "--select", "RNN").code == 0
 
@@ -155,7 +155,7 @@ def test_the_project_s_configuration_holds_and_options_go_before_it(
     assert tilefit("check", "odd").code == 0
     assert tilefit("check", "odd", "--select", "ALN").code == 1
     config.write_text(
-        '[tool.tilefit]\ngpu = "h200"\n[tool.tilefit.per-module-ignores]\n"net.*" = ["ALN", "QNT"]\n'
+        '[tool.tilefit]\ngpu = "h200"\n[tool.tilefit.per-module-ignores]\n"net.*" = ["ALN", "QNT", "LAY"]\n'
     )
     assert tilefit("check", "odd").code == 0
     config.write_text("[tool.tilefit]\ngpus = 1")

@@ -12,6 +12,7 @@ from tilefit import gpus
 from tilefit.cost import DATASHEET, ESTIMATED, LATENCY, MATH, MEMORY, estimate
 from tilefit.cost.kernels import alignment_bytes, select
 from tilefit.cost.memory import floor_s
+from tilefit.cost.model import analytic
 from tilefit.ops import Gemm
 
 GPUS = tuple(gpus.get(name) for name in ("v100", "t4", "a100", "l40s", "rtx-4090", "h100", "h200", "b200"))
@@ -87,7 +88,7 @@ def test_what_a_misaligned_dimension_costs_on_an_h200(
 ) -> None:
     aligned = Gemm(4096, 4096, 4096, "bf16", layout)
     sizes = {"m": 4096, "n": 4096, "k": 4096} | {dimension: size}
-    slowdown = estimate(Gemm(**sizes, layout=layout), H200).time_s / estimate(aligned, H200).time_s  # type: ignore[arg-type]
+    slowdown = analytic(Gemm(**sizes, layout=layout), H200).time_s / analytic(aligned, H200).time_s  # type: ignore[arg-type]
     # The aligned products took 194 to 214 us, about the noise.
     assert slowdown == pytest.approx(measured / 204, rel=0.3)
 
@@ -99,8 +100,8 @@ def test_what_a_misaligned_dimension_costs_on_an_h200(
 def test_what_a_misaligned_dimension_costs_in_tf32(dimension: str, size: int, measured: float) -> None:
     sizes = {"m": 4096, "n": 4096, "k": 4096} | {dimension: size}
     slowdown = (
-        estimate(Gemm(**sizes, dtype="tf32"), H200).time_s  # type: ignore[arg-type]
-        / estimate(Gemm(4096, 4096, 4096, "tf32"), H200).time_s
+        analytic(Gemm(**sizes, dtype="tf32"), H200).time_s  # type: ignore[arg-type]
+        / analytic(Gemm(4096, 4096, 4096, "tf32"), H200).time_s
     )
     assert slowdown == pytest.approx(measured / 385, rel=0.15)
 
@@ -132,7 +133,7 @@ def test_misalignment_falls_off_the_hopper_path_and_says_which_operand() -> None
     assert "4089" in kernel.reason
     assert select(Gemm(4096, 50257, 4096), H200).misaligned == "C"
     assert select(Gemm(4095, 4096, 4096), H200).family == "sm90"
-    assert estimate(Gemm(4096, 4096, 4089), H200).kernel_family == "sm80"
+    assert analytic(Gemm(4096, 4096, 4089), H200).kernel_family == "sm80"
 
 
 def test_a_slice_counts_by_the_matrix_it_was_cut_from() -> None:
@@ -155,9 +156,9 @@ def test_misalignment_is_milder_where_the_tensor_cores_are_slower() -> None:
 
 
 def test_fp32_runs_on_cuda_cores_whatever_its_alignment() -> None:
-    odd = estimate(Gemm(4096, 4096, 4095, "fp32"), H200)
+    odd = analytic(Gemm(4096, 4096, 4095, "fp32"), H200)
     assert odd.kernel_family == "simt"
-    assert odd.time_s == pytest.approx(estimate(Gemm(4096, 4096, 4096, "fp32"), H200).time_s, rel=0.02)
+    assert odd.time_s == pytest.approx(analytic(Gemm(4096, 4096, 4096, "fp32"), H200).time_s, rel=0.02)
     # Measured: 51 TFLOP/s at 4096^3.
     assert 2 * 4096**3 / odd.time_s == pytest.approx(51e12, rel=0.1)
 
@@ -166,7 +167,7 @@ def test_fp32_runs_on_cuda_cores_whatever_its_alignment() -> None:
     ("dtype", "size", "tflops"), [("bf16", 4096, 698), ("bf16", 8192, 687), ("tf32", 4096, 355)]
 )
 def test_sustained_rates_of_an_h200_lie_in_the_interval(dtype: str, size: int, tflops: float) -> None:
-    predicted = estimate(Gemm(size, size, size, dtype), H200)
+    predicted = analytic(Gemm(size, size, size, dtype), H200)
     # Sustained runs are throttled; bursts of the same product reach 770 to 800.
     assert predicted.low_s <= 2 * size**3 / (tflops * 1e12) <= predicted.high_s * 1.1
 

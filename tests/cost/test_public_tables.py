@@ -9,7 +9,9 @@ from statistics import fmean
 
 import pytest
 
+from tilefit import gpus
 from tilefit.cost import estimate
+from tilefit.cost.model import analytic
 from tilefit.ops import Attention, Gemm
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -33,7 +35,7 @@ def test_bf16_products(gpu: str, table: str, bar: float) -> None:
         # A shape held by one or two runs says little where the others are held by ten.
         if row["m"] == "0" or (gpu != "a100" and int(row["runs"]) < 5):
             continue
-        predicted = estimate(Gemm(int(row["m"]), int(row["n"]), int(row["k"])), gpu)
+        predicted = analytic(Gemm(int(row["m"]), int(row["n"]), int(row["k"])), gpus.get(gpu))
         measured_s = float(row["us"]) * 1e-6
         errors.append(100 * abs(predicted.time_s / measured_s - 1))
         inside.append(predicted.low_s <= measured_s <= predicted.high_s)

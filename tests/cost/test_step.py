@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import LAUNCH, estimate, estimate_step
-from tilefit.cost.launch import FORWARD_S, RECURRENT_STEP_S, launch_s
+from tilefit.cost.launch import RECURRENT_STEP_S, launch_s
 from tilefit.gpus import get
 from tilefit.ops import FORWARD, Gemm, Op, Recurrent, Settings, Site, Step, StepOp, Streaming
 
@@ -22,13 +22,14 @@ def test_large_operations_hide_the_launches() -> None:
     predicted = estimate_step(step(*[LARGE] * 20), H200)
     assert predicted.gpu_time_s == pytest.approx(20 * estimate(LARGE, H200).time_s)
     # Only the first launch is waited for.
-    assert predicted.time_s == pytest.approx(predicted.gpu_time_s + FORWARD_S[Gemm])
-    assert predicted.bound_time_s[LAUNCH] == pytest.approx(FORWARD_S[Gemm])
+    first_s = launch_s(LARGE, FORWARD, H200, Settings())
+    assert predicted.time_s == pytest.approx(predicted.gpu_time_s + first_s)
+    assert predicted.bound_time_s[LAUNCH] == pytest.approx(first_s)
 
 
 def test_small_operations_wait_for_the_host() -> None:
     predicted = estimate_step(step(*[SMALL] * 100), H200)
-    assert predicted.host_time_s == pytest.approx(100 * FORWARD_S[Streaming])
+    assert predicted.host_time_s == pytest.approx(100 * launch_s(SMALL, FORWARD, H200, Settings()))
     assert predicted.time_s == pytest.approx(predicted.host_time_s + estimate(SMALL, H200).time_s)
     assert predicted.bound_time_s[LAUNCH] > predicted.gpu_time_s
 
@@ -58,10 +59,10 @@ def test_a_standard_recurrent_layer_waits_for_a_launch_every_step() -> None:
     assert estimate_step(step(persistent), H200).time_s < predicted.time_s / 3
 
 
-def test_compiled_and_backward_launches_are_cheaper() -> None:
+def test_compiled_launches_are_cheaper_and_backward_ones_dearer() -> None:
     eager = launch_s(SMALL, FORWARD, H200, Settings())
     assert launch_s(SMALL, FORWARD, H200, Settings(compiled=True)) < eager
-    assert launch_s(SMALL, "backward-data", H200, Settings()) < eager
+    assert launch_s(SMALL, "backward-data", H200, Settings()) > eager
 
 
 def test_an_empty_step_takes_no_time() -> None:

@@ -1,8 +1,9 @@
 """What the host spends to launch an operation.
 
-Medians of eager calls on tiny tensors, on the host of an H200 (PyTorch 2.11, Python 3.12), by
-``benchmarks/collect_h200.py --part launch``. A backward operation is what a call with its backward pass takes
-beyond the forward call, the gradient's fill and the 45 us that starting autograd takes. Other hosts differ.
+The constants were measured on one H200 machine (PyTorch 2.11, 16 virtual cores), in seconds: those of an
+operation by ``benchmarks/collect_h200.py --part launch``, those of what lies between two operations from the
+host-bound steps of ``benchmarks/results/whole_steps_before_calibration.json`` (Swin, BART, a U-Net). Another
+host's processor moves them all; a step that the GPU bounds does not depend on them.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, OPTIMIZER, Attention, Conv, Gemm, Op, Recurrent, Settings, Streaming
 
-#: One forward operation called from Python: interpreter, dispatcher, autograd, allocation, launch.
+#: One forward operation: dispatcher, autograd's bookkeeping, allocation, launch.
 FORWARD_S: dict[type[Op], float] = {
-    Gemm: 15e-6,
-    Conv: 16e-6,
+    Gemm: 14e-6,
+    Conv: 12e-6,
     Attention: 17e-6,
     Recurrent: 40e-6,
-    Streaming: 8.5e-6,
+    Streaming: 8e-6,
 }
-#: One operation of the backward pass, which autograd's engine calls from its own thread: the two gradients
-#: of a product or a convolution count apart.
+#: One operation of the backward pass, with the views and the accumulation that go with it.
 BACKWARD_S: dict[type[Op], float] = {
-    Gemm: 25e-6,
-    Conv: 25e-6,
-    Attention: 63e-6,
+    Gemm: 24e-6,
+    Conv: 24e-6,
+    Attention: 60e-6,
     Recurrent: 40e-6,
     Streaming: 14e-6,
 }
+#: Between two operations: the model's own Python, its modules, views; autograd's engine in the backward pass.
+BETWEEN_FORWARD_S = 16e-6
+BETWEEN_BACKWARD_S = 12e-6
 #: One further kernel of the same operation.
-KERNEL_S = 2.5e-6
-#: One kernel of a multi-tensor operation, for which the host lists up to 110 tensors (AdamW and SGD over 100
-#: and 300 tensors: 40 to 54 us a kernel).
-MULTI_TENSOR_KERNEL_S = 48e-6
-#: One kernel of a compiled graph: no dispatcher, a prepared launch.
+KERNEL_S = 3e-6
+#: A multi-tensor operation of an optimizer, and each further launch of it: gathering the addresses of the
+#: 30 to 110 tensors that one launch holds is what takes the time.
+OPTIMIZER_S = 25e-6
+OPTIMIZER_KERNEL_S = 60e-6
+#: One kernel of a compiled graph: no dispatcher, a prepared launch. A typical value, not measured.
 COMPILED_S = 4e-6
 #: One time step of cuDNN's standard recurrent algorithm, forward and backward, per layer and direction: an
 #: eager H200 takes 10 to 14 us a step forward and 23 to 36 us both ways, whatever the size.
@@ -61,8 +65,10 @@ def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
             return fixed
         return fixed + steps * (RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S)
     count = kernels(op, gpu)
-    if settings.compiled and phase != OPTIMIZER:
+    if phase == OPTIMIZER:
+        return OPTIMIZER_S + OPTIMIZER_KERNEL_S * (count - 1)
+    if settings.compiled:
         return COMPILED_S * count
-    table = BACKWARD_S if phase.startswith("backward") else FORWARD_S
-    further_s = MULTI_TENSOR_KERNEL_S if phase == OPTIMIZER else KERNEL_S
-    return table[type(op)] + further_s * (count - 1)
+    if phase.startswith("backward"):
+        return BACKWARD_S[type(op)] + BETWEEN_BACKWARD_S + KERNEL_S * (count - 1)
+    return FORWARD_S[type(op)] + BETWEEN_FORWARD_S + KERNEL_S * (count - 1)

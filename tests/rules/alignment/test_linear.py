@@ -19,7 +19,7 @@ def test_layers_that_share_a_size_are_one_finding(h200: Gpu) -> None:
     assert finding.module == "model.layers.*.mlp.*"
     assert "out_features of model.layers.*.mlp.* 5461 -> 5504" in finding.fix
     assert "in_features of model.layers.*.mlp.down_proj 5461 -> 5504" in finding.fix
-    assert "sm80" in finding.message
+    assert "sm75" in finding.message
 
 
 def test_identical_layers_are_one_finding_with_their_pattern(h200: Gpu) -> None:

@@ -16,8 +16,11 @@ from tilefit.rules.base import Context
     ("vocabulary", "padded"),
     [(50257, 50304), (50265, 50304), (30522, 30528), (51865, 51904)],
 )
-def test_a_tied_vocabulary_comes_first(vocabulary: int, padded: int, h200: Gpu) -> None:
-    first, *others = run(gpt2(vocabulary), h200)
+def test_a_tied_vocabulary_is_the_one_alignment_finding(vocabulary: int, padded: int, h200: Gpu) -> None:
+    found = run(gpt2(vocabulary), h200)
+    # Compiling the model saves as much or more, and pads by itself.
+    assert "ALN002" in [f.code for f in found[:2]]
+    first, *others = [f for f in found if f.code != "NTC001"]
     assert first.code == "ALN002"
     assert first.module == "lm_head"
     assert f"vocab_size={padded}" in first.fix
@@ -48,7 +51,7 @@ def test_a_multiple_of_sixteen_bytes_is_left_alone(vocabulary: int, h200: Gpu, a
 def test_the_arithmetic_names_operand_family_and_cost(h200: Gpu) -> None:
     (finding,) = run(gpt2(50257), h200, select=["ALN002"])
     text = "\n".join(finding.arithmetic)
-    assert "forward TN 16384x50257x768 bf16: C (n = 50257) not a multiple of 8; sm80" in text
+    assert "forward TN 16384x50257x768 bf16: C (n = 50257) not a multiple of 8; sm75" in text
     assert "backward-data NN 16384x768x50257 bf16: A (k = 50257)" in text
     assert "backward-weight NT 50257x768x16384 bf16: A (m = 50257)" in text
     assert "-> sm90" in text

@@ -37,9 +37,9 @@ def copies(strided: bool) -> StepBuilder:
     b = StepBuilder()
     for i in range(4):
         module = f"blocks.{i}.norm"
-        x, y = b.tensor(16, 56, 56, 384), b.tensor(16, 384, 56, 56)
+        x, y = b.tensor(128, 56, 56, 384), b.tensor(128, 384, 56, 56)
         b.stream(module, "copy", (x,), (y,), name="aten.clone", strided=strided)
-        b.linear(f"blocks.{i}.fc", 16 * 56 * 56, 384, 384)
+        b.linear(f"blocks.{i}.fc", 128 * 56 * 56, 384, 384)
     return b
 
 

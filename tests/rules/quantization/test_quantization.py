@@ -32,11 +32,11 @@ def test_a_batch_just_above_whole_waves_names_a_smaller_one(a100: Gpu) -> None:
     """Over all batches: what is advised is smaller, and does more samples per second."""
 
     def rate(batch: int) -> float:
-        return batch / estimate_step(mlp(64 * batch, 1024, 1024, batch), a100).time_s
+        return batch / estimate_step(mlp(64 * batch, 8192, 8192, batch), a100).time_s
 
     advised = {}
     for batch in range(9, 33):
-        for finding in run(mlp(64 * batch, 1024, 1024, batch), a100, select=["QNT002"]):
+        for finding in run(mlp(64 * batch, 8192, 8192, batch), a100, select=["QNT002"]):
             advised[batch] = int(finding.fix.split("batch of ")[1].split()[0])
             assert finding.safety == "unsafe"
     assert advised

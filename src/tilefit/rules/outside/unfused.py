@@ -48,6 +48,8 @@ class Unfused(Rule):
         if step.settings.compiled:
             return
         fused = fuse(step)
+        if _count(fused) == _count(step):
+            return
         after = estimate_step(fused, gpu)
         padded_s = _products_s(step, before) - _products_s(fused, after)
         if before.time_s - after.time_s - padded_s < _LEAST_SHARE * before.time_s:
