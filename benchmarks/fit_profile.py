@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 from pathlib import Path
 from random import Random
@@ -181,7 +182,7 @@ class Ensemble(torch.nn.Module):
     def __init__(self, members: int, sizes: list[int]) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(
-            torch.randn(members, a, b) * (2 / a) ** 0.5 for a, b in zip(sizes, sizes[1:], strict=False)
+            torch.randn(members, a, b) * (2 / a) ** 0.5 for a, b in pairwise(sizes)
         )
         self.biases = torch.nn.ParameterList(torch.zeros(members, 1, b) for b in sizes[1:])
         with torch.no_grad():
@@ -332,7 +333,7 @@ def groups(kind: str, tested: list[Measured], trained: set[str]) -> Iterator[tup
     unseen = where(lambda each: each.row["source"].startswith(UNSEEN_MODELS) and shape(each) not in trained)
     yield "models and weights never seen", unseen
     bands = (0, 5, 20, 100, 1000, float("inf"))
-    for low, high in zip(bands, bands[1:], strict=False):
+    for low, high in pairwise(bands):
         yield f"{low:g} to {high:g} us", where(lambda each, lo=low, hi=high: lo <= each.time_s * 1e6 < hi)  # type: ignore[misc]
 
 
@@ -396,7 +397,10 @@ def agreement(tested: list[Measured], first: list[Any], second: list[Any]) -> di
         "hopper_path_agreement": round(
             float(
                 np.mean(
-                    [(e.kernel_family in fast) == (name in fast) for e, name in zip(second, names, strict=True)]
+                    [
+                        (e.kernel_family in fast) == (name in fast)
+                        for e, name in zip(second, names, strict=True)
+                    ]
                 )
             ),
             4,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tilefit.cost import MEMORY, estimate
 from tilefit.cost.memory import floor_s
+from tilefit.cost.model import analytic
 from tilefit.gpus import get
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d
 
@@ -32,7 +33,7 @@ def test_3x3_layers_by_layout_and_channels(
     channels: tuple[int, int], size: int, channels_last: bool, measured_us: float
 ) -> None:
     conv = Conv2d(256, *channels, size, 3, 1, 1, channels_last=channels_last)
-    assert estimate(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.2)
+    assert analytic(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_first_layer_gains_nothing_forward_from_a_fourth_channel(
     channels_last: bool, channels: int, measured_us: float
 ) -> None:
     conv = Conv2d(256, channels, 64, 224, 7, 2, 3, channels_last=channels_last)
-    assert estimate(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.1)
+    assert analytic(conv, H200).time_s == pytest.approx(measured_us * 1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize(("direction", "measured_us"), [(FORWARD, 517), (BACKWARD_WEIGHT, 309)])
@@ -55,7 +56,7 @@ def test_the_first_layer_of_vgg(direction: str, measured_us: float) -> None:
 
 def test_padding_channels_and_channels_last_pay() -> None:
     def time_s(channels: int, channels_last: bool) -> float:
-        return estimate(
+        return analytic(
             Conv2d(256, channels, channels, 56, 3, 1, 1, channels_last=channels_last), H200
         ).time_s
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tilefit.cost import LATENCY, MEMORY, estimate
 from tilefit.cost.memory import floor_s
+from tilefit.cost.model import analytic
 from tilefit.gpus import get
 from tilefit.ops import Streaming
 from tilefit.ops.streaming import ROLES
@@ -32,16 +33,16 @@ def test_never_below_the_floor(role: str, read: int, written: int, strided: bool
 
 def test_large_tensors_move_at_most_of_the_bandwidth() -> None:
     op = pointwise(2000)
-    rate = op.moved_bytes / estimate(op, "h200").time_s
+    rate = op.moved_bytes / analytic(op, get("h200")).time_s
     assert 0.7 * get("h200").memory_bandwidth_bytes_per_s < rate < get("h200").memory_bandwidth_bytes_per_s
-    assert estimate(op, "h200").bound == MEMORY
+    assert analytic(op, get("h200")).bound == MEMORY
 
 
 def test_a_small_tensor_costs_a_kernel() -> None:
-    predicted = estimate(pointwise(0.001), "h200")
+    predicted = analytic(pointwise(0.001), get("h200"))
     assert predicted.bound == LATENCY
     assert 1.5e-6 < predicted.time_s < 4e-6
-    assert estimate(pointwise(0.001, kernels=10), "h200").time_s == pytest.approx(
+    assert analytic(pointwise(0.001, kernels=10), get("h200")).time_s == pytest.approx(
         10 * predicted.time_s, rel=0.02
     )
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 

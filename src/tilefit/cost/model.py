@@ -16,7 +16,6 @@ from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
 
-
 #: Estimates made so far; forgotten all at once when there are too many.
 _KNOWN: dict[tuple[Op, Gpu], Estimate] = {}
 _MOST_KNOWN = 200_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import hypot
@@ -85,8 +85,8 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
     if proposal.change is not None:
         after = estimate_step(changed(context.step, proposal.change), context.gpu)
         gain_s = context.estimate.time_s - after.time_s / proposal.change.work_ratio
-        spread_s = _spread_s(context.estimate, after, proposal.change)
-        low_s, high_s = gain_s - spread_s, gain_s + spread_s
+        low_s = gain_s - _spread_s(context.estimate, after, proposal.change, _below_s, _above_s)
+        high_s = gain_s + _spread_s(context.estimate, after, proposal.change, _above_s, _below_s)
     share = gain_s / context.estimate.time_s if context.estimate.time_s else 0.0
     return Finding(
         code=code,
@@ -117,8 +117,17 @@ def _is_worth(context: Context, proposal: Proposal, finding: Finding, min_gain: 
     )
 
 
-def _spread_s(before: StepEstimate, after: StepEstimate, change: Change) -> float:
-    """Half the width of the gain's 80 % interval.
+def _spread_s(
+    before: StepEstimate,
+    after: StepEstimate,
+    change: Change,
+    width_s: Callable[[Estimate], float],
+    opposite_s: Callable[[Estimate], float],
+) -> float:
+    """How far the gain's 80 % interval reaches to one side of it.
+
+    The gain is least where the replaced operations take less than predicted (``width_s`` is then how much
+    less) and their replacements more (``opposite_s``); and the other way round.
 
     How the errors of the operations combine is a choice:
 
@@ -133,7 +142,7 @@ def _spread_s(before: StepEstimate, after: StepEstimate, change: Change) -> floa
         paths: dict[tuple[str, str], float] = defaultdict(float)
         for sign, estimates in ((1, before.ops), (-1, after.ops)):
             for estimate in estimates:
-                paths[estimate.kernel_family, estimate.bound] += sign * _half_width_s(estimate)
+                paths[estimate.kernel_family, estimate.bound] += sign * width_s(estimate)
         return hypot(*paths.values())
     pairs: Counter[tuple[Estimate, tuple[Estimate, ...]]] = Counter()
     shift = 0
@@ -146,11 +155,15 @@ def _spread_s(before: StepEstimate, after: StepEstimate, change: Change) -> floa
     for (old, new), count in pairs.items():
         same = [e for e in new if (e.kernel_family, e.bound) == (old.kernel_family, old.bound)]
         other = [e for e in new if (e.kernel_family, e.bound) != (old.kernel_family, old.bound)]
-        shared = _half_width_s(old) - sum(map(_half_width_s, same)) / change.work_ratio
-        own = sum(map(_half_width_s, other)) / change.work_ratio
+        shared = width_s(old) - sum(map(width_s, same)) / change.work_ratio
+        own = sum(map(opposite_s, other)) / change.work_ratio
         widths.append(count * hypot(shared, own))
     return hypot(*widths)
 
 
-def _half_width_s(estimate: Estimate) -> float:
-    return (estimate.high_s - estimate.low_s) / 2
+def _below_s(estimate: Estimate) -> float:
+    return estimate.time_s - estimate.low_s
+
+
+def _above_s(estimate: Estimate) -> float:
+    return estimate.high_s - estimate.time_s
