@@ -9,6 +9,10 @@ A model of ``torch.compile`` (Inductor), with these assumptions:
   pass, is written once. An input is read once however many operations of the chain read it. Inductor also
   recomputes cheap results instead of saving them; that is not modelled, so the gain is understated.
 - A reduction over everything ends its chain: who needs its result must wait for the whole grid.
+- A generated kernel moves its bytes at the rate of a pointwise one, whatever it normalises or reduces: the
+  library's kernels for these are often far slower (batch normalization in NCHW above all).
+- Convolutions run in NHWC (Inductor's layout optimization), but for grouped ones that are not depthwise,
+  whose presence switches it off.
 - A misaligned product is padded to whole 16-byte accesses (Inductor's ``pad_mm``), which costs a copy of
   each operand that grows. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
   product of enough arithmetic intensity is padded.
@@ -20,11 +24,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from tilefit.cost.tiles import round_up
-from tilefit.ops import FORWARD, OPTIMIZER, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 
-#: Roles that fuse, from the one whose kernels are hardest to saturate memory with; a chain takes the
-#: first it contains.
+#: Roles that fuse.
 _FUSIBLE = ("softmax", "normalization", "reduction", "pointwise", "copy")
 #: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
 #: which the copies would cost as much as they save.
@@ -75,9 +78,12 @@ def fuse(step: Step) -> Step:
         for ref in entry.outputs:
             producer[ref.id] = index
     ops: list[StepOp] = []
+    channels_last = not any(_is_grouped(entry.op) for entry in step.ops)
     for index, entry in enumerate(step.ops):
         chain = chain_of.get(index)
-        if chain is None or len(chain.members) == 1:
+        if chain is None:
+            if isinstance(entry.op, Conv) and channels_last:
+                entry = replace(entry, op=replace(entry.op, channels_last=True))
             ops.extend(_padded(entry))
         elif index == chain.position:
             ops.append(_kernel(step, chain, sources, outside_readers, read_ever))
@@ -132,8 +138,14 @@ def _padded(entry: StepOp) -> tuple[StepOp, ...]:
     return (*copies, replace(entry, op=padded))
 
 
+def _is_grouped(op: object) -> bool:
+    return isinstance(op, Conv) and op.groups > 1 and not op.is_depthwise
+
+
 def _reduces_everything(op: object) -> bool:
-    return isinstance(op, Streaming) and op.role == "reduction" and op.inner in (0, op.elements)
+    if not isinstance(op, Streaming) or op.role != "reduction":
+        return False
+    return op.inner == op.elements or (op.inner == 0 and not op.strided)
 
 
 def _bytes(ref: TensorRef) -> int:
@@ -171,23 +183,24 @@ def _kernel(
             if (index, ref.id) in outside_readers or (index, ref.id) not in read_ever:
                 outputs[ref.id] = ref
                 write_bytes += min(_bytes(ref), op.write_bytes)
+    # Statistics over the batch need the whole grid before they can be used: their inputs are read twice.
+    again = sum(part.read_bytes for part in parts if part.role == "normalization" and not part.inner)
     largest = max(parts, key=lambda part: part.elements)
     first = step.ops[chain.members[0]]
     names = dict.fromkeys(step.ops[index].name.removeprefix("aten.") for index in chain.members)
     return StepOp(
         Streaming(
-            role=min((part.role for part in parts), key=_FUSIBLE.index),
+            role="pointwise",
             elements=largest.elements,
-            read_bytes=sum(read_bytes.values()),
+            read_bytes=sum(read_bytes.values()) + again,
             write_bytes=write_bytes,
             dtype=largest.dtype,
             flop_per_element=sum(part.flop for part in parts) / largest.elements if largest.elements else 0.0,
-            inner=max(part.inner for part in parts),
-            strided=any(part.strided for part in parts),
+            strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
         ),
         phase=first.phase,
         site=first.site,
-        name=f"fused({', '.join(name for name in names if name)})",
+        name=first.name if len(parts) == 1 else f"fused({', '.join(name for name in names if name)})",
         inputs=tuple(inputs.values()),
         outputs=tuple(outputs.values()),
         recomputed=first.recomputed,

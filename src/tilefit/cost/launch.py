@@ -37,8 +37,9 @@ KERNEL_S = 3e-6
 #: 30 to 110 tensors that one launch holds is what takes the time.
 OPTIMIZER_S = 25e-6
 OPTIMIZER_KERNEL_S = 60e-6
-#: One kernel of a compiled graph: no dispatcher, a prepared launch. A typical value, not measured.
-COMPILED_S = 4e-6
+#: One operation of a compiled graph, launched from the Python that the compiler generates (without CUDA
+#: graphs): from the host-bound steps of ``benchmarks/results/whole_steps_compiled.json``.
+COMPILED_S = 22e-6
 #: One time step of cuDNN's standard recurrent algorithm, forward and backward, per layer and direction: an
 #: eager H200 takes 10 to 14 us a step forward and 23 to 36 us both ways, whatever the size.
 RECURRENT_STEP_S = 10e-6
@@ -68,7 +69,7 @@ def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
     if phase == OPTIMIZER:
         return OPTIMIZER_S + OPTIMIZER_KERNEL_S * (count - 1)
     if settings.compiled:
-        return COMPILED_S * count
+        return COMPILED_S + KERNEL_S * (count - 1)
     if phase.startswith("backward"):
         return BACKWARD_S[type(op)] + BETWEEN_BACKWARD_S + KERNEL_S * (count - 1)
     return FORWARD_S[type(op)] + BETWEEN_FORWARD_S + KERNEL_S * (count - 1)
