@@ -20,6 +20,8 @@ WARNING_SHARE = 0.05
 #: Below this share of the time of the operations it touches, a change is lost in the noise: runs of the
 #: same GEMM on the same GPU differ by 2 % and more.
 OPERATION_SHARE = 0.03
+#: The part of an interval that an operation does not share with one on the same path.
+_OWN_SHARE = 0.2
 
 
 def run(
@@ -133,8 +135,9 @@ def _spread_s(
 
     - The same shape in several layers is wrong in the same way, so equal pairs add up linearly.
     - An operation and its replacement that take the same path (kernel family and bound) err through the
-      same ceiling, by the same factor: only the difference of the two widths is uncertain. A replacement
-      on another path errs on its own, and the widths add in quadrature.
+      same ceiling, by nearly the same factor: uncertain is the difference of the two widths, and a fifth
+      of each width that is its own. A replacement on another path errs on its own altogether. These add in
+      quadrature.
     - Different pairs err independently and add in quadrature.
     - Where the whole step changes there are no pairs: what is said of a pair holds for each path.
     """
@@ -157,7 +160,8 @@ def _spread_s(
         other = [e for e in new if (e.kernel_family, e.bound) != (old.kernel_family, old.bound)]
         shared = width_s(old) - sum(map(width_s, same)) / change.work_ratio
         own = sum(map(opposite_s, other)) / change.work_ratio
-        widths.append(count * hypot(shared, own))
+        unlike = _OWN_SHARE * hypot(width_s(old), sum(map(opposite_s, same)) / change.work_ratio)
+        widths.append(count * hypot(shared, own, unlike if same else 0.0))
     return hypot(*widths)
 
 
