@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.nn.functional as F
 
 #: batch, image, filters, kernel, stride, padding: ResNet, the same small, VGG, MobileNet, ConvNeXt, ViT.
 LAYERS = {

@@ -86,8 +86,8 @@ def test_resnet50_in_channels_last_has_neither_alignment_nor_layout_findings() -
 
 
 def test_resnet50_in_nchw_is_told_to_use_channels_last() -> None:
-    # First or second: compiling the model changes the layout, too.
-    found = [f for f in report("torchvision:resnet50", batch=128).findings[:2] if f.code == "LAY001"]
+    # Compiling the model, which changes the layout too, comes first.
+    found = [f for f in report("torchvision:resnet50", batch=128).findings[:3] if f.code == "LAY001"]
     assert found
     assert "channels_last" in found[0].fix
     assert found[0].gain_fraction > 0.1

@@ -122,8 +122,10 @@ class Recurrent(Op):
     def read_bytes(self) -> int:
         if self.direction == FORWARD:
             return self._activation_bytes + self.weight_bytes
-        return self._activation_bytes + self._gate_bytes + (
-            self.weight_bytes if self.direction == BACKWARD_DATA else 0
+        return (
+            self._activation_bytes
+            + self._gate_bytes
+            + (self.weight_bytes if self.direction == BACKWARD_DATA else 0)
         )
 
     @property

@@ -105,7 +105,9 @@ def test_weights_cast_in_every_call() -> None:
     half = capture(model.bfloat16(), x.bfloat16(), train=False)
     (finding,) = findings(cast, "PRC005")
     assert "model.to(torch.bfloat16)" in finding.fix
-    assert finding.gain_s == pytest.approx(saved_s(cast, half), rel=0.15)  # the input's cast is not the rule's
+    assert finding.gain_s == pytest.approx(
+        saved_s(cast, half), rel=0.15
+    )  # the input's cast is not the rule's
     assert not findings(half, "PRC005", min_gain=0)
 
 

@@ -61,20 +61,42 @@ class ChannelsLast(Rule):
         memory_format = "torch.channels_last_3d" if volume else "torch.channels_last"
         before_s = sum(context.estimate.ops[index].time_s for index in turned)
         conversions = _conversions(step.ops)
+        followers = _followers(step.ops)
+        follows_s = sum(context.estimate.ops[index].time_s for index in followers)
         yield Proposal(
             module=pattern(modules),
             source=first.site.source,
             message=f"{len(modules)} convolutions run in NCHW; the Tensor Cores' kernels read NHWC",
             fix=f"Call .to(memory_format={memory_format}) on the model and on its images.",
             safety=SAFE,
-            change=Change({**dict.fromkeys(conversions, ()), **turned}),
+            change=Change({**dict.fromkeys(conversions, ()), **followers, **turned}),
             arithmetic=(
                 f"{len(turned)} convolutions, all passes: {seconds(before_s)} -> "
                 f"{seconds(replaced_s(context, turned))}",
+                *(
+                    [
+                        f"batch normalization and pooling between them: {seconds(follows_s)} -> "
+                        f"{seconds(replaced_s(context, followers))}"
+                    ]
+                    if followers
+                    else []
+                ),
                 *([f"{len(conversions)} copies between the two formats fall away"] if conversions else []),
             ),
             sites=len(modules),
         )
+
+
+def _followers(ops: tuple[StepOp, ...]) -> dict[int, tuple[StepOp, ...]]:
+    """Batch normalization and pooling of images take the format of what they read."""
+    return {
+        index: (replace(entry, op=replace(op, strided=True)),)
+        for index, entry in enumerate(ops)
+        if isinstance(op := entry.op, Streaming)
+        and not op.strided
+        and (op.role == "pooling" or (op.role == "normalization" and "batch_norm" in entry.name))
+        and any(len(ref.shape) >= 4 for ref in entry.inputs)
+    }
 
 
 def _conversions(ops: tuple[StepOp, ...]) -> list[int]:
