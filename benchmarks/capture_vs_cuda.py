@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from tilefit.capture import capture
 from tilefit.capture.targets import InputOptions, load
@@ -177,10 +178,10 @@ def loss_of(target: Any, output: Any) -> torch.Tensor:
     return output if output.dim() == 0 else output.mean()
 
 
-def real_step(target: Any) -> Counter[str]:
+def real_step(target: Any, device: str) -> Counter[str]:
     """What one real training step under bf16 autocast dispatches."""
-    model = target.model.train()
-    inputs = target.inputs
+    model = target.model.to(device).train()
+    inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, target.inputs)
     witness = Witness()
     with witness:
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -195,7 +196,7 @@ def compare(name: str, device: str = "cuda") -> dict[str, Any]:
     shapes = loaded(name, "meta")
     step = capture(shapes.model, shapes.inputs, amp="bf16", optimizer="none", loss=shapes.loss)
     ours = captured(step)
-    theirs = real_step(loaded(name, device))
+    theirs = real_step(loaded(name, "cpu"), device)
     return {
         "model": name,
         "operations": sum(theirs.values()),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map
 
 from tilefit import gpus
 from tilefit.capture import capture
@@ -76,9 +77,9 @@ def predicted(
 def measured(
     target: str, sizes: dict[str, int], channels_last: bool, device: str, compiled: bool
 ) -> dict[str, Any]:
-    loaded = load(target, InputOptions(device=device, **sizes))
+    loaded = load(target, InputOptions(device="cpu", **sizes))
     model, inputs = loaded.model.to(device).train(), loaded.inputs
-    inputs = inputs if isinstance(inputs, dict) else tuple(t.to(device) for t in inputs)
+    inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
         inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
