@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -45,10 +47,9 @@ def capture_target(target: str, options: CaptureOptions) -> Step:
     from tilefit.capture.targets import InputOptions, load
 
     device = "cpu" if options.on_cpu else "meta"
-    loaded = load(
-        target,
-        InputOptions(options.inputs, options.batch, options.seq, options.image_size, options.train, device),
-    )
+    with _uncollected():
+        sizes = (options.batch, options.seq, options.image_size)
+        loaded = load(target, InputOptions(options.inputs, *sizes, options.train, device))
     return capture(
         loaded.model,
         loaded.inputs,
@@ -64,6 +65,22 @@ def capture_target(target: str, options: CaptureOptions) -> Step:
         name=loaded.name,
         notes=loaded.notes,
     )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within the block no garbage is collected, and what it made is not searched for any later.
+
+    Importing libraries makes hundreds of thousands of objects and hardly any garbage.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def capture_in_child(target: str, options: CaptureOptions, timeout_s: float = 600.0) -> Step:
@@ -116,7 +133,6 @@ def _ending(returncode: int) -> str:
 
 def main() -> None:
     """The child's side."""
-    gc.disable()  # imports and meta tensors are all it makes, and it lives for seconds
     request = json.load(sys.stdin)
     result = Path(sys.argv[1])
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
