@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefit import gpus, rules
 from tilefit.cost import estimate_step
+from tilefit.cost.fusion import fuse
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
@@ -105,6 +106,8 @@ def assess(
     per_module_ignores: Mapping[str, Sequence[str]] | None = None,
 ) -> Report | Comparison:
     """The report of a step that was captured before; arguments and result as of :func:`check`."""
+    if step.settings.compiled:
+        step = fuse(step)
     reports = []
     for device in resolve(gpu):
         estimate = estimate_step(step, device)
