@@ -257,3 +257,16 @@ def test_an_interrupt_passes_through() -> None:
     with pytest.raises(KeyboardInterrupt):
         captured(interrupted, rows(4, 8))
     assert torch.overrides._get_current_function_mode() is None
+
+
+def test_the_batch_of_a_time_first_recurrent_model_is_not_its_length() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, batch_first=batch_first)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0]
+
+    assert capture(TimeFirst(batch_first=False), torch.empty(35, 20, 8)).batch == 20
+    assert capture(TimeFirst(batch_first=True), torch.empty(20, 35, 8)).batch == 20

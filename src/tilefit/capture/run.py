@@ -23,7 +23,7 @@ from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
 from tilefit.errors import CaptureError, TilefitError, UsageError
-from tilefit.ops import Memory, Parameter, Settings, Step
+from tilefit.ops import Memory, Parameter, Recurrent, Settings, Step, StepOp
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -260,7 +260,7 @@ class _Session:
             memory=memory,
             settings=settings,
             inputs=tuple(describe_inputs(inputs)),
-            batch=_batch_of(inputs),
+            batch=_batch_of(inputs, self.recorder.ops),
             parameters=parameters,
             modules=dict(self.sites.classes),
             model=name,
@@ -446,6 +446,12 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
             yield f"{name}: {dtype}[{','.join(map(str, value.shape))}]"
 
 
-def _batch_of(inputs: Any) -> int:
+def _batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
+    """Samples: the first size of the first input, or what a recurrent layer that reads time first says."""
     first = next((t for t in _tensors(inputs) if t.dim() > 0), None)
-    return int(first.shape[0]) if first is not None else 0
+    if first is None:
+        return 0
+    recurrent = next((entry.op for entry in ops if isinstance(entry.op, Recurrent)), None)
+    if recurrent is not None and tuple(first.shape[:2]) == (recurrent.seq_len, recurrent.batch):
+        return recurrent.batch
+    return int(first.shape[0])
