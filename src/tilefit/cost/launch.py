@@ -2,7 +2,7 @@
 
 The constants were measured on one H200 machine (PyTorch 2.11, 16 virtual cores), in seconds: those of an
 operation by ``benchmarks/collect_h200.py --part launch``, those of what lies between two operations from the
-host-bound steps of ``benchmarks/results/whole_steps_before_calibration.json`` (Swin, BART, a U-Net). Another
+host-bound steps of ``benchmarks/results/whole_steps.json`` (Swin, BART, a U-Net). Another
 host's processor moves them all; a step that the GPU bounds does not depend on them.
 """
 
