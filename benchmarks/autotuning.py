@@ -17,8 +17,8 @@ from pathlib import Path
 
 RESULT = Path(__file__).parent / "results" / "autotuning_h200.json"
 SHAPE = (
-    "batch", "in_channels", "out_channels", "input_size", "kernel_size", "stride", "padding", "dilation", "groups",
-    "dtype", "channels_last", "direction",
+    "batch", "in_channels", "out_channels", "input_size", "kernel_size", "stride", "padding", "dilation",
+    "groups", "dtype", "channels_last", "direction",
 )  # fmt: skip
 
 
