@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.estimate import MATH, MEMORY, Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.profiles import Constants
@@ -90,16 +90,14 @@ def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimat
     # The sum, not the larger: fitted as a p-norm, the best p was 1.1.
     busy = math_s + memory_s
     time_s = max(busy + _FIXED_KERNELS * constants.kernel_s(gpu), floor)
-    factor = 1.0 + _SPREAD
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / factor, floor),
-        high_s=time_s * factor,
-        bound=LATENCY if busy < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+    return from_datasheet(
+        time_s,
+        floor,
+        _SPREAD,
+        busy_s=busy,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=name,
-        provenance=DATASHEET,
         reason=reason,
     )
 
@@ -133,6 +131,5 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=MATH_BACKEND,
-        provenance=DATASHEET,
         reason=reason,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import SIMT, Kernel, select, uses_tensor_cores
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
@@ -104,18 +104,16 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     math_s, memory_s = plan.math_s * factor, plan.memory_s * factor + conversion_s
     time_s = max(plan.time_s * factor + conversion_s + constants.kernel_s(gpu), floor)
     busy = max(math_s, memory_s)
-    spread = 1.0 + _SPREAD
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / spread, floor),
-        high_s=time_s * spread,
-        bound=LATENCY if busy < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+    return from_datasheet(
+        time_s,
+        floor,
+        _SPREAD,
+        busy_s=busy,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=kernel.family,
         tile=(plan.tile.rows, plan.tile.columns),
         waves=plan.blocks / gpu.sms,
-        provenance=DATASHEET,
         reason=reason,
     )
 
@@ -139,15 +137,13 @@ def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     floor = floor_s(op, gpu)
     busy = max(memory_s, math_s)
     time_s = max(busy + constants.kernel_s(gpu), floor)
-    factor = 1.0 + _DEPTHWISE_SPREAD
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / factor, floor),
-        high_s=time_s * factor,
-        bound=LATENCY if busy < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+    return from_datasheet(
+        time_s,
+        floor,
+        _DEPTHWISE_SPREAD,
+        busy_s=busy,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=SIMT,
-        provenance=DATASHEET,
         reason=f"{op.in_channels // op.groups} channels per group: CUDA cores, not Tensor Cores",
     )

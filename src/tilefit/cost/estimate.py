@@ -18,7 +18,10 @@ MEASURED = "measured"
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted GPU time of one operation on one GPU, warm, without the host's launch time.
+    """Predicted GPU time of one operation on one GPU, without the host's launch time.
+
+    Operands are taken not to lie in the L2 cache beforehand, where the times the model was fitted to say so
+    (the calibrated stage).
 
     Attributes:
         time_s: The prediction.
@@ -50,6 +53,40 @@ class Estimate:
 
 #: The host's launches are what a step waits for; a bound of a step, never of one operation.
 LAUNCH = "launch"
+
+
+def from_datasheet(
+    time_s: float,
+    floor_s: float,
+    spread: float,
+    *,
+    busy_s: float,
+    math_s: float,
+    memory_s: float,
+    kernel_family: str,
+    reason: str,
+    tile: tuple[int, int] | None = None,
+    waves: float | None = None,
+) -> Estimate:
+    """An estimate that rests on no measurement of the GPU.
+
+    Args:
+        time_s: The prediction; at least ``floor_s``, what physics allows.
+        spread: The interval reaches from ``time_s / (1 + spread)`` to ``time_s * (1 + spread)``.
+        busy_s: The part of the time that is not a fixed cost; below half of it latency is the bound.
+    """
+    return Estimate(
+        time_s=time_s,
+        low_s=max(time_s / (1.0 + spread), floor_s),
+        high_s=time_s * (1.0 + spread),
+        bound=LATENCY if busy_s < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+        math_s=math_s,
+        memory_s=memory_s,
+        kernel_family=kernel_family,
+        tile=tile,
+        waves=waves,
+        reason=reason,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """What the host spends to launch an operation.
 
-The constants were measured on one H200 machine (PyTorch 2.11, 16 virtual cores), in seconds: those of an
-operation by ``benchmarks/collect_h200.py --part launch``, those of what lies between two operations from the
-host-bound steps of ``benchmarks/results/whole_steps.json`` (Swin, BART, a U-Net). Another
-host's processor moves them all; a step that the GPU bounds does not depend on them.
+The constants are those of one H200 machine (PyTorch 2.11, 16 virtual cores), in seconds: of an operation as
+``benchmarks/collect_h200.py --part launch`` measured it; of what lies between two operations set by hand so
+that the host-bound steps of ``benchmarks/results/whole_steps.json`` (Swin, BART, a U-Net) come out. What a
+recurrent call costs beside its time steps is a typical value. Another host's processor moves them all; a step
+that the GPU bounds does not depend on them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import exp, log
 
-from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s
 from tilefit.cost.profiles import Constants
@@ -184,15 +184,13 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
     floor = floor_s(op, gpu)
     time_s = max(time_s, floor)
     busy = max(math_s, memory_s)
-    factor = 1.0 + _SPREAD
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / factor, floor),
-        high_s=time_s * factor,
-        bound=LATENCY if busy < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+    return from_datasheet(
+        time_s,
+        floor,
+        _SPREAD,
+        busy_s=busy,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=f"cudnn {algorithm}",
-        provenance=DATASHEET,
         reason=f"cuDNN runs {algorithm}" + (f": {failed}" if failed else ""),
     )

@@ -39,11 +39,6 @@ THROTTLE_REASONS = {
 }
 
 
-def throttled_by(sample: ClockSample) -> list[str]:
-    """The reasons in words; empty when nothing holds the clock back."""
-    return [text for bit, text in THROTTLE_REASONS.items() if sample.throttle_reasons & bit]
-
-
 def _nvml(index: int) -> tuple[Any, Any] | None:
     """The module and a handle; None where there is no NVML or no such GPU."""
     try:

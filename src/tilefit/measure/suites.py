@@ -33,7 +33,7 @@ class Entry:
 
 # --- DeepBench -------------------------------------------------------------------------------------
 
-DEEPBENCH_SOURCE = "baidu-research/DeepBench, commit da81ba7 (2020-08-11), Apache License 2.0"
+# Shapes and times of baidu-research/DeepBench, commit da81ba7 (2020-08-11), Apache License 2.0.
 
 
 def _table(name: str) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from tilefit.ops import BACKWARD_WEIGHT, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.layers import Linear, linears
 
@@ -139,11 +139,6 @@ def elements(ref: TensorRef) -> int:
 def tensor_bytes(refs: Iterable[TensorRef]) -> int:
     """Bytes of tensors, each memory counted once."""
     return sum(elements(ref) * size_bytes(ref.dtype) for ref in {ref.id: ref for ref in refs}.values())
-
-
-def is_weight_gradient(entry: StepOp) -> bool:
-    """A matrix product that makes the gradient of a weight."""
-    return isinstance(entry.op, Gemm) and entry.phase == BACKWARD_WEIGHT
 
 
 def parent(module: str) -> str:
