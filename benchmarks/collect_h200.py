@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
 import gzip
 import itertools
 import json
@@ -33,13 +34,15 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import model_calls
 import torch
 import torch.nn.functional as F
 
@@ -49,7 +52,7 @@ from tilefit.measure.clocks import ClockLog, driver_version
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.pool import Pool
 from tilefit.measure.profiler import CudaSession, HostSession, Launch, Session
-from tilefit.ops import FORWARD, Attention, Conv, Gemm, Op, Recurrent
+from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
 
 L2_SHARE = 48 << 20  # operands below this many bytes are also timed warm
 BATCH_S = 1.5  # predicted GPU time of one profiler session
@@ -128,11 +131,15 @@ def duration_us(launches: list[Launch]) -> float:
 
 
 def measure(
-    cases: Iterable[Case], pool: Pool, session: Callable[[], Session], clocks: ClockLog
+    cases: Sequence[Case],
+    pool: Pool,
+    session: Callable[[], Session],
+    clocks: ClockLog,
+    alone: AbstractContextManager[object],
 ) -> Iterator[dict[str, Any]]:
     """Measure some cases in one profiler session; a row each."""
     plan: list[tuple[Case, int, int, str]] = []  # case, cold calls, warm calls, error
-    with session() as running:
+    with alone, session() as running:
         for case in cases:
             guess = guess_s(case.op)
             cold = 6 if guess < 3e-4 else 4 if guess < 2e-3 else 3
@@ -178,6 +185,22 @@ def measure(
             if case.elapsed:
                 row["elapsed_us"] = elapsed_us(case.build(pool), pool.device)
         yield row
+
+
+def rehearse(cases: Sequence[Case], pool: Pool) -> None:
+    """Run each case once, so that the library has chosen its kernels before another process must wait."""
+    for case in cases:
+        with suppress(RuntimeError, TilefitError, ValueError, TypeError):  # measuring it will report it
+            case.build(pool)()
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While other processes keep out of the block."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def elapsed_us(call: Callable[[], object], device: torch.device, calls: int = 3) -> float:
@@ -264,22 +287,23 @@ def gemm_cases(seed: int, pool: Pool) -> Iterator[Case]:
 
 
 def conv_cases(seed: int, pool: Pool) -> Iterator[Case]:
-    """Convolutions with both gradients; one in six shapes with cuDNN's autotuning, else its heuristics."""
-    rng, tuned, before = Random(seed), False, None
+    """Convolutions with both gradients, as cuDNN's heuristics run them."""
     for entry in suites.convs(seed):
         op = entry.op
-        assert isinstance(op, Conv)
-        shape = replace(op, direction=FORWARD)
-        if shape != before:
-            tuned, before = rng.random() < 1 / 6, shape
-        if max(op.read_bytes, op.write_bytes) > pool.capacity_bytes or guess_s(op) > 4e-3:
-            continue
+        if max(op.read_bytes, op.write_bytes) < pool.capacity_bytes and guess_s(op) < 4e-3:
+            yield _case(entry)
 
-        def build(pool: Pool, op: Op = op, tuned: bool = tuned) -> Callable[[], object]:
-            torch.backends.cudnn.benchmark = tuned
-            return instance(op, pool)
 
-        yield Case(op, entry.source, build, "tuned" if tuned else "")
+def tuned_conv_cases(seed: int, pool: Pool) -> Iterator[Case]:
+    """The same, each once more with cuDNN's autotuning."""
+    for case in conv_cases(seed, pool):
+        for tuned in (False, True):
+
+            def build(pool: Pool, op: Op = case.op, tuned: bool = tuned) -> Callable[[], object]:
+                torch.backends.cudnn.benchmark = tuned
+                return instance(op, pool)
+
+            yield replace(case, build=build, name="tuned" if tuned else "")
 
 
 def attention_cases(seed: int, pool: Pool) -> Iterator[Case]:
@@ -313,12 +337,40 @@ def recurrent_cases(seed: int, pool: Pool) -> Iterator[Case]:
             yield replace(_case(entry), elapsed=True)
 
 
+def call_cases(calls: Path, share: tuple[int, int], seed: int, pool: Pool) -> Iterator[Case]:
+    """The memory-bound calls of real models that model_calls.py wrote down; ``name`` is the number of kernels
+    a captured step says such a call launches."""
+    part, parts = share
+    for entry in model_calls.read(calls, seed)[part::parts]:
+        if "function" in entry:
+            op = Streaming(**entry["op"])
+            if max(op.read_bytes, op.write_bytes) < pool.capacity_bytes // 2:
+                yield Case(op, entry["source"], partial(model_calls.build, entry), str(op.kernels))
+
+
+def model_conv_cases(calls: Path, share: tuple[int, int], seed: int, pool: Pool) -> Iterator[Case]:
+    """The convolutions of real models that model_calls.py wrote down."""
+    part, parts = share
+    for entry in model_calls.read(calls, seed)[part::parts]:
+        if "function" not in entry:
+            op = Conv(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["op"].items()})
+            if max(op.read_bytes, op.write_bytes) < pool.capacity_bytes:
+                yield _case(suites.Entry(op, entry["source"]))
+
+
 PROFILED_PARTS: dict[str, Callable[[int, Pool], Iterator[Case]]] = {
     "gemm": gemm_cases,
     "conv": conv_cases,
+    "conv-tuned": tuned_conv_cases,
     "attention": attention_cases,
     "streaming": streaming_cases,
     "recurrent": recurrent_cases,
+}
+
+
+CALL_PARTS: dict[str, Callable[[Path, tuple[int, int], int, Pool], Iterator[Case]]] = {
+    "calls": call_cases,
+    "conv-calls": model_conv_cases,
 }
 
 
@@ -328,7 +380,10 @@ def run_profiled(
     pool = Pool(device, args.pool_bytes, args.seed)
     session: Callable[[], Session] = CudaSession if device.type == "cuda" else HostSession
     writer = Writer(args.out / f"{part}-{args.seed}.csv.gz")
-    cases = PROFILED_PARTS[part](args.seed, pool)
+    if part in CALL_PARTS:
+        cases = CALL_PARTS[part](args.calls, tuple(map(int, args.share.split("/"))), args.seed, pool)
+    else:
+        cases = PROFILED_PARTS[part](args.seed, pool)
     if args.limit:
         cases = itertools.islice(cases, args.limit)
     rows_done = errors = sessions = lost = 0
@@ -339,7 +394,10 @@ def run_profiled(
         if time.monotonic() - began > args.budget_s:
             break
         try:
-            rows = list(measure(group, pool, session, clocks))
+            if args.lock:
+                rehearse(group, pool)
+            alone = locked(args.lock) if args.lock else nullcontext()
+            rows = list(measure(group, pool, session, clocks, alone))
         except TilefitError as error:  # the profiler lost records: this session's shapes are gone
             lost += len(group)
             print(f"session lost: {error}", file=sys.stderr)
@@ -593,7 +651,9 @@ def run_method(args: argparse.Namespace, device: torch.device, clocks: ClockLog)
     for part in ("gemm", "conv", "attention", "streaming"):
         cases += itertools.islice(PROFILED_PARTS[part](args.seed, pool), args.limit or 150)
     Random(args.seed).shuffle(cases)  # whatever the budget, some of each
-    profiled = [row for group in batches(iter(cases)) for row in measure(group, pool, session, clocks)]
+    profiled = [
+        row for group in batches(iter(cases)) for row in measure(group, pool, session, clocks, nullcontext())
+    ]
     rows = []
     began = time.monotonic()
     for case, row in zip(cases, profiled, strict=True):
@@ -635,11 +695,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", required=True, choices=[*PROFILED_PARTS, *OTHER_PARTS])
+    parser.add_argument("--part", required=True, choices=[*PROFILED_PARTS, *CALL_PARTS, *OTHER_PARTS])
+    parser.add_argument("--calls", type=Path, help="what model_calls.py wrote, for the parts of that name")
+    parser.add_argument("--share", default="0/1", help="of these calls: 1/4 is the second quarter")
     parser.add_argument("--seed", type=int, default=1, help="another seed measures other shapes")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--limit", type=int, default=0, help="stop after this many shapes")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--lock", type=Path, help="file that keeps processes on one GPU from measuring at once"
+    )
     parser.add_argument("--pool-bytes", type=int, default=0, help="size of a ring of random data")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/deepbench_page.py
 
-Every number on the page is computed here from ``results/deepbench_h200.json``; the columns of other GPUs are
-those that DeepBench published.
+Every number on the page is computed here from ``results/deepbench_h200.json`` and, where it is there, from
+``results/gemm-choice-h200.json``, which ``gemm_choice.py`` records; the columns of other GPUs are those that
+DeepBench published.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tilefit.measure.suites import deepbench_gemm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "deepbench_h200.json"
+CHOICE = ROOT / "benchmarks" / "results" / "gemm-choice-h200.json"
 PAGE = ROOT / "docs" / "gemm-on-h200.md"
 PLOT = ROOT / "docs" / "gemm-on-h200.svg"
 
@@ -433,6 +435,17 @@ def copies(result: dict[str, Any]) -> Iterator[str]:
     yield table(head, padded)
 
 
+def spread_row(label: str, ratios: Sequence[float]) -> tuple[object, ...]:
+    """Label, number, geometric mean, median, 90th percentile and largest, how often above 1.05 and 1.2."""
+    p90 = quantiles(ratios, n=10, method="inclusive")[-1] if len(ratios) > 1 else ratios[0]
+    middle = (geometric_mean(ratios), median(ratios), p90, max(ratios))
+    over = sum(ratio > SAME for ratio in ratios), sum(ratio > 1.2 for ratio in ratios)
+    return label, len(ratios), *(f"{value:.2f}" for value in middle), *over
+
+
+SPREAD_HEAD = ("products", "number", "geometric mean", "median", "p90", "worst", "> 1.05", "> 1.2")
+
+
 def regret(result: dict[str, Any]) -> Iterator[str]:
     yield "## How good is the default?"
     yield (
@@ -454,20 +467,9 @@ def regret(result: dict[str, Any]) -> Iterator[str]:
         ("n ≥ 700, aligned", lambda r: r.n >= 700 and r.aligned),
         ("misaligned", lambda r: not r.aligned),
     ]
-    rows = []
-    for label, wanted in groups:
-        ratios = [r.ratio for r in found if wanted(r)]
-        p90 = quantiles(ratios, n=10, method="inclusive")[-1]
-        over = sum(ratio > SAME for ratio in ratios), sum(ratio > 1.2 for ratio in ratios)
-        rows.append(
-            (
-                label,
-                len(ratios),
-                *(f"{value:.2f}" for value in (geometric_mean(ratios), median(ratios), p90, max(ratios))),
-                *over,
-            )
-        )
-    yield table(("products", "number", "geometric mean", "median", "p90", "worst", "> 1.05", "> 1.2"), rows)
+    yield table(
+        SPREAD_HEAD, [spread_row(label, [r.ratio for r in found if wanted(r)]) for label, wanted in groups]
+    )
     winners = Counter(_kind(r.best) if r.ratio > SAME else "default, within 5 %" for r in found)
     yield "What was best: " + ", ".join(f"{what} {count}" for what, count in winners.most_common()) + "."
     for what, wanted in (("misaligned", False), ("aligned", True)):
@@ -489,10 +491,85 @@ def regret(result: dict[str, Any]) -> Iterator[str]:
             ][:10],
             left=4,
         )
+    yield "Not tried here: further algorithms of cuBLASLt, split-K in Triton, CUTLASS, and cold operands."
+
+
+def choice(result: dict[str, Any]) -> Iterator[str]:
+    """The best of every way of running a product as it is stored, cold."""
+    yield "## The best of cuBLAS, cuBLASLt and Triton, cold"
+    facts = result["provenance"]
+    rows = [row for row in result["choices"] if "failed" not in row]
+    left = facts["wanted"] - len(rows)
     yield (
-        "Not tried: further algorithms of cuBLASLt, autotuned or split-K Triton kernels, CUTLASS, and cold "
-        "operands."
+        "What a better choice of kernel could gain where the operands stay as they are stored: `torch.mm` "
+        "against the same with cuBLAS or cuBLASLt preferred, the algorithms that cuBLASLt's heuristics "
+        "propose, the plain Triton kernel, and for at most 16 rows one that splits the contraction. "
+        f"{len(rows)} products in bf16: DeepBench's, layers of language models with few rows, odd sizes. "
+        "Operands are **cold in L2**. All ways are timed roughly, then the default and the three fastest "
+        f"again, in turn; the regret is from the second round. Measured {facts['date'][:10]} with PyTorch "
+        f"{facts['torch'].partition('+')[0]}, CUDA {facts['cuda']}, Triton {facts['triton']}."
+        + (f" {left} more were not reached or failed." if left else "")
     )
+    ratios = {id(row): row["regret"] for row in rows}
+    groups: list[tuple[str, Callable[[Row], bool]]] = [
+        ("all", lambda r: True),
+        ("DeepBench, aligned", lambda r: r["source"] == "deepbench" and _is_aligned(r)),
+        ("DeepBench, misaligned", lambda r: r["source"] == "deepbench" and not _is_aligned(r)),
+        ("few rows", lambda r: r["source"] == "few rows"),
+        ("odd sizes", lambda r: r["source"] == "odd"),
+        ("n = 1", lambda r: r["n"] == 1),
+        ("2 ≤ n ≤ 16", lambda r: 2 <= r["n"] <= 16),
+        ("n > 16, aligned", lambda r: r["n"] > 16 and _is_aligned(r)),
+    ]
+    yield table(
+        SPREAD_HEAD,
+        [
+            spread_row(label, [ratios[id(row)] for row in rows if wanted(row)])
+            for label, wanted in groups
+            if any(map(wanted, rows))
+        ],
+    )
+    won = Counter(_family(r["best"]) if r["regret"] > SAME and not r["noise"] else "default" for r in rows)
+    yield (
+        "What was best, by more than 5 % and the spread: "
+        + ", ".join(f"{what} {count}" for what, count in won.most_common())
+        + "."
+    )
+    yield "The fifteen largest:"
+    ranked = sorted(rows, key=lambda row: -row["regret"])[:15]
+    yield table(
+        ("", "m, n, k", "best", "default µs", "best µs", "regret"),
+        [
+            (
+                row["layout"],
+                "{}, {}, {}".format(*_size(row)),
+                row["best"],
+                short(row["us"]["torch.mm"][0]),
+                short(row["us"][row["best"]][0]),
+                f"{row['regret']:.2f}",
+            )
+            for row in ranked
+        ],
+        left=3,
+    )
+    failures = Counter(_family(name) for row in rows for name in row["errors"])
+    if failures:
+        listed = ", ".join(f"{what} {count}" for what, count in failures.most_common())
+        yield f"Ways that refused a product or got it wrong, and did not count: {listed}."
+
+
+def _is_aligned(row: Row) -> bool:
+    """Every leading dimension is a multiple of 8: 16 bytes of bf16."""
+    other = row["n"] if row["layout"] == "NT" else row["k"]
+    return row["m"] % 8 == 0 == other % 8
+
+
+def _family(way: str) -> str:
+    """The kind of a way, without its configuration."""
+    for kind in ("Triton split-K", "Triton", "cuBLASLt"):
+        if way.startswith(kind):
+            return kind
+    return "cuBLASLt preferred" if way.endswith("cublaslt") else "cuBLAS preferred"
 
 
 def every_size(result: dict[str, Any]) -> Iterator[str]:
@@ -549,8 +626,8 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def page(result: dict[str, Any]) -> str:
-    """The whole page."""
+def page(result: dict[str, Any], choices: dict[str, Any] | None = None) -> str:
+    """The whole page, with the section on the choice of a library where that was measured."""
     facts = result["provenance"]
     clock, power = facts["sm_mhz"], facts["power_w"]
     bits = facts["throttle_reasons"]
@@ -575,8 +652,11 @@ def page(result: dict[str, Any]) -> str:
         "form of a weight gradient. These are the letters of the library; DeepBench's own roles (NN "
         "forward, TN data gradient) are those of a column-major program.",
     ]
-    for section in (layouts, curve, multiples, combined, copies, regret, every_size):
+    for section in (layouts, curve, multiples, combined, copies, regret):
         parts += section(result)
+    if choices:
+        parts += choice(choices)
+    parts += every_size(result)
     return "\n\n".join(parts) + "\n"
 
 
@@ -644,9 +724,14 @@ def _panel(width: int, lines: Sequence[tuple[str, dict[int, float], dict[int, in
     return "\n".join(parts)
 
 
+def recorded_choice() -> dict[str, Any] | None:
+    """What ``gemm_choice.py`` recorded, if it did."""
+    return json.loads(CHOICE.read_text(encoding="utf-8")) if CHOICE.is_file() else None
+
+
 def main() -> None:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
-    PAGE.write_text(page(result), encoding="utf-8")
+    PAGE.write_text(page(result, recorded_choice()), encoding="utf-8")
     PLOT.write_text(plot(result), encoding="utf-8")
 
 

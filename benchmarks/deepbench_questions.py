@@ -45,8 +45,9 @@ from tilefit.measure.suites import deepbench_gemm
 from tilefit.ops import Gemm
 
 if importlib.util.find_spec("triton"):
-    import triton_matmul
     from triton.errors import TritonError
+
+    from tilefit.measure import triton_matmul
 else:
 
     class TritonError(Exception):

@@ -5,7 +5,7 @@
 Rows that failed are dropped. Times keep 12 bits of mantissa (a relative error of 1.2e-4, far below their
 spread). ``held_out`` marks the test set, chosen by family so that a test shape has no near neighbour in the
 training set: all products whose weights have about the same two sizes (within a cell of 19 %), whatever the
-rows, layout, type or model; all layers of a convolutional model; and so on.
+rows, layout, type or model; all convolutions whose weights have the same sizes; and so on.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def family(part: str, row: dict[str, str]) -> str:
     if part == "gemm":  # the weights' sizes; a weight gradient computes them
         sizes = (row["m"], row["n"]) if row["layout"] == "NT" else (row["n"], row["k"])
         return "/".join(str(round(4 * log2(int(size)))) for size in sorted(sizes, key=int))
-    if not row["source"].startswith(("grid", "stream")):
+    if "function" in row:
+        return "/".join((row["function"], row["inner"], str(round(log2(int(row["elements"]) or 1)))))
+    if part != "conv" and not row["source"].startswith(("grid", "stream")):
         return row["source"]
     keys = {
         "conv": ("in_channels", "out_channels", "kernel_size"),

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from fit_profile import GPU, Measured, errors, read
 
-from tilefit.cost import calibrated
+from tilefit.cost import calibrated, lookup
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
 from tilefit.ops import Gemm
@@ -111,7 +111,7 @@ def main() -> None:
     held_out = [each for each in everything if each.held_out]
     tested = Random(0).sample(held_out, min(args.rows, len(held_out)))
     peak, bandwidth = measured_ceilings(trained)
-    fitted = calibrated.read(args.profile) if args.profile else calibrated.profile(GPU)
+    fitted = calibrated.read(args.profile) if args.profile else lookup.shipped(GPU)
     notes = [] if fitted else [f"no profile of the {GPU.name} ships: tilefit is the analytic stage alone"]
     others, missing = nv_heuristics()
     notes += missing

@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,21 @@ def measured(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     run = torch.compile(model) if compiled else model
 
-    def step() -> None:
+    def step() -> list[float]:
+        """The times at which the host has launched the forward pass, the backward pass and the optimizer."""
+        passed = [time.perf_counter()]
         with torch.autocast(device, dtype=torch.bfloat16):
             output = run(**inputs) if isinstance(inputs, dict) else run(*inputs)
             loss = loaded.loss(output) if loaded.loss else getattr(output, "loss", output)
             if loss.dim():
                 loss = loss.mean()
+        passed.append(time.perf_counter())
         loss.backward()
+        passed.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()
+        passed.append(time.perf_counter())
+        return passed
 
     def synchronize() -> None:
         if device == "cuda":
@@ -105,10 +112,10 @@ def measured(
     synchronize()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, launched = [], []
     for _ in range(9):
         start = time.perf_counter()
-        step()
+        launched.append(step())
         synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     # Back to back, as a training loop runs: the host may be ahead of the GPU.
@@ -130,6 +137,11 @@ def measured(
         "wall_ms": statistics.median(times),
         "wall_spread_ms": max(times) - min(times),
         "sustained_ms": sustained,
+        # A host that runs ahead far enough has to wait for the GPU: of a GPU-bound step these say little.
+        "host_ms": [  # forward, backward, optimizer
+            1e3 * statistics.median(part)
+            for part in zip(*(map(sub, p[1:], p) for p in launched), strict=True)
+        ],
         "gpu_ms": sum(sum(v) for v in kernels.values()) / 1e3,
         "kernels": sum(len(v) for v in kernels.values()),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0,

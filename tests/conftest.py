@@ -10,6 +10,8 @@ import pytest
 # The processes that tests start find the package where the tests do, whatever folder they run in.
 _SOURCE = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")]))
+# Nor do they find the profiles of whoever runs them.
+os.environ["XDG_DATA_HOME"] = str(Path(__file__).parent / "no-such-folder")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
 import tilefit
+from small_profile import made
+from tilefit.cost.calibrated import write
 
 
 def _model(features: int) -> torch.nn.Module:
@@ -82,3 +85,18 @@ def test_a_compiled_step_is_fused_and_takes_less_time() -> None:
     (promised,) = [f for f in eager.findings if f.code == "NTC001"]
     assert eager.step.time_s - promised.gain_s == pytest.approx(compiled.step.time_s, rel=1e-6)
     assert "NTC001" not in [f.code for f in compiled.findings]
+
+
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
+    a100 = tilefit.gpus.get("a100")
+    write(made(a100), tmp_path / "a100.npz")
+    model, rows = _model(4096).bfloat16(), torch.empty(8192, 4096, dtype=torch.bfloat16)
+    usual = tilefit.check(model, rows, gpu="a100")
+    fitted = tilefit.check(model, rows, profile=tmp_path / "a100.npz")  # of the file's GPU
+    assert isinstance(usual, tilefit.Report)
+    assert isinstance(fitted, tilefit.Report)
+    assert fitted.gpu == a100.name
+    assert fitted.step.gpu_time_s > 2 * usual.step.gpu_time_s
+    assert fitted.profile == "calibrated on 2026-01-02"
+    assert usual.profile == ""
+    assert tilefit.check(model, rows, gpu="a100") == usual

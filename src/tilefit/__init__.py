@@ -4,8 +4,8 @@
     >>> tilefit.estimate(tilefit.ops.Gemm(4096, 4096, 4096), gpu="h200").bound
     'math'
 
-``import tilefit`` is cheap: everything below is imported when it is first used, and only :func:`check` ever
-imports torch.
+``import tilefit`` is cheap: everything below is imported when it is first used, and only :func:`check`,
+:func:`optimize` and :func:`verify` ever import torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilefit import gpus, ops
+    from tilefit import gpus, ops, precision
     from tilefit.checker import assess, check
     from tilefit.cost import Estimate
     from tilefit.cost.model import estimate
     from tilefit.errors import TilefitError
+    from tilefit.fixes import Plan, Verification, optimize, verify
     from tilefit.gpus import Gpu
     from tilefit.ops import Step
     from tilefit.report import Comparison, Report
@@ -31,15 +32,20 @@ __all__ = [
     "Estimate",
     "Finding",
     "Gpu",
+    "Plan",
     "Report",
     "Step",
     "TilefitError",
+    "Verification",
     "__version__",
     "assess",
     "check",
     "estimate",
     "gpus",
     "ops",
+    "optimize",
+    "precision",
+    "verify",
 ]
 
 _HOMES = {
@@ -47,11 +53,15 @@ _HOMES = {
     "Estimate": "tilefit.cost",
     "Finding": "tilefit.rules",
     "Gpu": "tilefit.gpus",
+    "Plan": "tilefit.fixes",
     "Report": "tilefit.report",
     "Step": "tilefit.ops",
     "TilefitError": "tilefit.errors",
+    "Verification": "tilefit.fixes",
     "assess": "tilefit.checker",
     "check": "tilefit.checker",
+    "optimize": "tilefit.fixes",
+    "verify": "tilefit.fixes",
     "estimate": "tilefit.cost",
 }
 
@@ -59,7 +69,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
-    elif name in ("gpus", "ops"):
+    elif name in ("gpus", "ops", "precision"):
         value = import_module(f"tilefit.{name}")
     else:
         raise AttributeError(f"module 'tilefit' has no attribute {name!r}")

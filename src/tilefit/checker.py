@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilefit import gpus, rules
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
+from tilefit.cost.lookup import named_gpu, title, using
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
@@ -39,6 +41,7 @@ def check(
     ignore: Sequence[str] = (),
     min_gain: float = MIN_GAIN,
     per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+    profile: str | os.PathLike[str] | None = None,
 ) -> Report | Comparison:
     """Check a model: what a step executes, how long it takes on a GPU, and what is worth changing.
 
@@ -62,6 +65,8 @@ def check(
         select, ignore: Codes of rules or their beginnings: ``["ALN"]``, ``["ALN002"]``.
         min_gain: Smallest gain worth a finding, as a share of the step.
         per_module_ignores: Rules not to report, by pattern of module path: ``{"encoder.*": ["QNT"]}``.
+        profile: A file that ``tilefit calibrate`` wrote, for the estimates on its GPU; None is the user's own
+            profile of a GPU, else the one that ships.
 
     Returns:
         A :class:`~tilefit.report.Report`; with several GPUs a :class:`~tilefit.report.Comparison`.
@@ -69,7 +74,8 @@ def check(
     Raises:
         TilefitError: A name is not known, or the step cannot be captured; says what to do.
     """
-    devices = resolve(gpu)
+    with using(profile):
+        devices = resolve(gpu)
     from tilefit.capture import capture
 
     step = capture(
@@ -93,6 +99,7 @@ def check(
         ignore=ignore,
         min_gain=min_gain,
         per_module_ignores=per_module_ignores,
+        profile=profile,
     )
 
 
@@ -104,23 +111,25 @@ def assess(
     ignore: Sequence[str] = (),
     min_gain: float = MIN_GAIN,
     per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+    profile: str | os.PathLike[str] | None = None,
 ) -> Report | Comparison:
     """The report of a step that was captured before; arguments and result as of :func:`check`."""
     if step.settings.compiled:
         step = fuse(step)
     reports = []
-    for device in resolve(gpu):
-        estimate = estimate_step(step, device)
-        findings = rules.run(
-            step,
-            device,
-            estimate,
-            select=select,
-            ignore=ignore,
-            min_gain=min_gain,
-            per_module_ignores=per_module_ignores,
-        )
-        reports.append(build(step, device, estimate, findings))
+    with using(profile):
+        for device in resolve(gpu):
+            estimate = estimate_step(step, device)
+            findings = rules.run(
+                step,
+                device,
+                estimate,
+                select=select,
+                ignore=ignore,
+                min_gain=min_gain,
+                per_module_ignores=per_module_ignores,
+            )
+            reports.append(build(step, device, estimate, findings, title(device)))
     return reports[0] if len(reports) == 1 else Comparison(tuple(reports))
 
 
@@ -128,11 +137,21 @@ def resolve(gpu: str | Gpu | Sequence[str | Gpu] | None) -> list[Gpu]:
     """The GPUs meant, in order, each once.
 
     Raises:
-        TilefitError: A name is not known, or none was given and this machine has no GPU.
+        TilefitError: A name is not known, or none was given and this machine has no GPU; or a profile was
+            named that is of none of them.
     """
     if isinstance(gpu, str | Gpu):
         gpu = [gpu]
-    devices = [gpus.get(entry) if isinstance(entry, str) else entry for entry in gpu or [_local()]]
+    named = named_gpu()
+    devices = [
+        gpus.get(entry) if isinstance(entry, str) else entry
+        for entry in gpu or [gpus.get(named) if named else _local()]
+    ]
+    if named and named not in {device.name for device in devices}:
+        raise UsageError(
+            f"the profile is of the GPU {named}, not of {', '.join(device.name for device in devices)}",
+            hint=f"Check for that one: --gpu {named}; or leave the profile out.",
+        )
     return list(dict.fromkeys(devices))
 
 

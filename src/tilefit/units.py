@@ -28,7 +28,7 @@ def seconds(value: float) -> str:
 
 def interval(low_s: float, high_s: float) -> str:
     """Two times in the unit of the larger: ``120 to 176 ms``."""
-    scale, unit = _time_unit(high_s)
+    scale, unit = _time_unit(max(low_s, high_s, key=abs))
     return f"{number(low_s / scale)} to {number(high_s / scale)} {unit}"
 
 

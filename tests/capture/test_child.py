@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tilefit.capture.child import CaptureOptions, capture_in_child, capture_target
+from tilefit.capture.child import CaptureOptions, capture_in_child, capture_target, captures_in_child
 from tilefit.errors import CaptureError, TargetError, UsageError
 
 FILE = """
@@ -65,6 +65,23 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_child_s_step_is_the_one_captured_here(file: Path) -> None:
     assert capture_in_child(f"{file}:fine", OPTIONS) == capture_target(f"{file}:fine", OPTIONS)
+
+
+def test_one_child_captures_several_times_and_a_failure_is_one_of_them(file: Path) -> None:
+    options = [
+        CaptureOptions(inputs=(f"float32[{rows},{width}]",)) for rows, width in ((2, 8), (2, 9), (6, 8))
+    ]
+    first, failed, last = captures_in_child(f"{file}:fine", options)
+    assert first == capture_target(f"{file}:fine", options[0])
+    assert isinstance(failed, CaptureError)
+    assert "shapes" in failed.hint
+    assert last == capture_target(f"{file}:fine", options[2])
+
+
+def test_a_child_that_dies_between_captures_is_told(file: Path) -> None:
+    captures = captures_in_child(f"{file}:killed", [OPTIONS, OPTIONS])
+    with pytest.raises(CaptureError, match="ended by SIGSEGV"):
+        next(captures)
 
 
 def test_all_options_reach_the_capture(file: Path) -> None:

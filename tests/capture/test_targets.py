@@ -219,3 +219,60 @@ def test_images_come_in_the_size_a_model_was_made_for() -> None:
     assert _load("torchvision:resnet18", batch=2).inputs[0].shape == (2, 3, 224, 224)
     assert _load("timm:resnet18", batch=2, image_size=64).inputs[0].shape == (2, 3, 64, 64)
     assert _load("torchvision:resnet18", specs=["float32[5,3,32,32]"]).inputs[0].shape == (5, 3, 32, 32)
+
+
+SIZED = """
+from torch import nn
+
+def words(vocab_size=100, *, d_model=8):
+    return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
+
+def anything(**sizes):
+    return nn.Linear(sizes["inner"], 4)
+
+ready = nn.Linear(8, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "shapes"),
+    [
+        ("words", {"vocab_size": 50, "d_model": 16}, [(50, 16), (50, 16)]),
+        ("words", {"vocab": 50, "hidden": 16}, [(50, 16), (50, 16)]),
+        ("anything", {"inner": 3}, [(4, 3)]),
+    ],
+)
+def test_sizes_reach_the_constructor(
+    tmp_path: Path, factory: str, arguments: dict[str, int], shapes: list[tuple[int, int]]
+) -> None:
+    (tmp_path / "sized.py").write_text(SIZED, encoding="utf-8")
+    options = InputOptions(["int64[2,4]"], arguments=arguments)
+    target = load(f"{tmp_path}/sized.py:{factory}", options)
+    assert isinstance(target.model, nn.Module)
+    assert [tuple(p.shape) for p in target.model.parameters() if p.dim() > 1] == shapes
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "hint"),
+    [
+        ("words", {"vocab_sise": 50}, "Did you mean 'vocab_size'"),
+        ("words", {"layers": 50}, "def build(layers)"),
+        ("ready", {"vocab": 50}, "it has: none"),
+    ],
+)
+def test_a_size_nobody_takes_is_refused(
+    tmp_path: Path, factory: str, arguments: dict[str, int], hint: str
+) -> None:
+    (tmp_path / "sized.py").write_text(SIZED, encoding="utf-8")
+    with pytest.raises(TargetError, match="has no size") as refused:
+        load(f"{tmp_path}/sized.py:{factory}", InputOptions(["int64[2,4]"], arguments=arguments))
+    assert hint in refused.value.hint
+
+
+def test_sizes_are_attributes_of_a_configuration() -> None:
+    pytest.importorskip("transformers")
+    options = InputOptions(batch=1, seq=8, arguments={"hidden": 96, "vocab": 120, "n_layer": 1})
+    model: Any = load("hf:gpt2", options).model
+    assert (model.config.n_embd, model.config.vocab_size, len(model.transformer.h)) == (96, 120, 1)
+    with pytest.raises(TargetError, match="'width'"):
+        load("hf:gpt2", InputOptions(arguments={"width": 96}))

@@ -6,12 +6,15 @@ import pytest
 
 from tilefit import gpus
 from tilefit.cli.doctor import OPTIONAL
+from tilefit.precision.rules import all_rules as precision_rules
 from tilefit.rules import all_rules
 
 
 def test_rules_lists_every_rule(tilefit) -> None:
     lines = tilefit("rules").out.splitlines()
-    assert [line.split()[0] for line in lines] == [rule.code for rule in all_rules()]
+    assert [line.split()[0] for line in lines] == [
+        rule.code for rule in (*all_rules(), *precision_rules())
+    ]
 
 
 def test_a_rule_s_page_is_its_documentation(tilefit) -> None:

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from tilefit import gpus
 from tilefit.cost import ESTIMATED, estimate
-from tilefit.cost.calibrated import profile, read
+from tilefit.cost.analytic import analytic
+from tilefit.cost.calibrated import read
+from tilefit.cost.lookup import profile
 from tilefit.cost.memory import floor_s
-from tilefit.cost.model import analytic, estimate_all
+from tilefit.cost.model import estimate_all
 from tilefit.errors import TilefitError
 from tilefit.ops import Attention, Conv2d, Gemm, Op, Streaming
 

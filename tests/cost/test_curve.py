@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import gpt2
 from tilefit import gpus
-from tilefit.cost import estimate
-from tilefit.cost.curve import Curve, curve, knee, linear, sizes_between
-from tilefit.errors import UsageError
-from tilefit.ops import Gemm
+from tilefit.cost import estimate, estimate_step
+from tilefit.cost.curve import STEP_DENSITY, Curve, curve, knee, linear, sizes_between, step_curve
+from tilefit.cost.estimate import Estimate
+from tilefit.errors import TilefitError, UsageError
+from tilefit.gpus import Gpu
+from tilefit.ops import Gemm, Memory, Op, Step
 
 H200 = gpus.get("h200")
 
@@ -101,3 +106,75 @@ def test_a_linear_layer_is_three_products_in_training_and_one_in_inference() -> 
     assert linear(256, 768, 3072, "bf16", train=False) == (forward,)
     (point,) = curve("layer", lambda out: linear(256, 768, out, "bf16", train=True), (3072,), H200).points
     assert point.time_s == pytest.approx(sum(estimate(op, H200).time_s for op in (forward, data, weight)))
+
+
+def test_a_step_s_sizes_are_fewer_but_a_short_range_has_them_all() -> None:
+    sizes = sizes_between(1, 1024, density=STEP_DENSITY)
+    assert set(range(1, 33)) <= set(sizes)
+    assert {64, 128, 256, 512, 1024} <= set(sizes)
+    assert len(sizes) < 300
+    assert sizes_between(50200, 50400, density=STEP_DENSITY) == tuple(range(50200, 50401))
+
+
+def over_batch(sizes: Iterable[int], **options: object) -> Curve:
+    """A step whose memory grows by a gigabyte a sample."""
+
+    def at(batch: int) -> Step:
+        return replace(gpt2(batch=batch), memory=Memory(peak_bytes=batch << 30))
+
+    arguments = {"over": "batch", "everywhere": True} | options
+    return step_curve("step", at, tuple(sizes), H200, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_step_s_points_are_its_estimates_with_throughput_and_memory() -> None:
+    found = over_batch((8, 16))
+    for point in found.points:
+        total = estimate_step(gpt2(batch=point.size), H200)
+        assert (point.time_s, point.low_s, point.high_s) == (total.time_s, total.low_s, total.high_s)
+        assert point.items_per_s == point.size / total.time_s
+        assert point.memory_bytes == point.size << 30
+    assert (found.unit, found.provenance) == ("samples", "estimated")
+
+
+def test_over_the_sequence_tokens_are_counted() -> None:
+    found = step_curve(
+        "step", lambda seq: gpt2(batch=4, seq=seq), (64, 128), H200, over="seq", everywhere=False
+    )
+    assert found.unit == "tokens"
+    assert [point.items for point in found.points] == [256, 512]
+
+
+def test_sizes_that_exceed_the_memory_are_left_out_and_named() -> None:
+    found = over_batch((100, 120, 160, 200))
+    assert [point.size for point in found.points] == [100, 120]
+    assert found.too_large == (160, 200)
+    with pytest.raises(TilefitError, match="at batch 160 the step needs 160 GiB"):
+        over_batch((160, 200))
+
+
+def test_a_vocabulary_s_next_efficient_size_for_the_whole_step() -> None:
+    found = step_curve(
+        "step", lambda n: gpt2(vocabulary=n), (50256, 50257, 50258), H200, over="vocab", everywhere=True
+    )
+    (dip,) = found.dips
+    assert [point.size for point in dip.points] == [50257, 50258]
+    assert dip.better.size in (50264, 50304)
+    alone = step_curve(
+        "step", lambda n: gpt2(vocabulary=n), (50257, 50259), H200, over="vocab", everywhere=False
+    )
+    assert alone.dips == (), "sizes that were not captured are not promised"
+
+
+def test_measured_prices_make_a_measured_curve_of_the_measured_sizes() -> None:
+    def prices(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
+        return [Estimate(2e-3, 1e-3, 3e-3, "math", provenance="measured") for _ in ops]
+
+    sizes = (4090, 4096)
+    found = curve("TN", lambda n: (Gemm(8, n, 8),), sizes, H200, prices)
+    assert [(p.size, p.time_s, p.low_s, p.high_s) for p in found.points] == [
+        (n, 2e-3, 1e-3, 3e-3) for n in sizes
+    ]
+    assert (found.provenance, found.dips) == ("measured", ())
+    step = over_batch((8, 16), prices=prices)
+    assert step.provenance == "measured"
+    assert step.points[0].time_s >= 2e-3 * len(gpt2(batch=8).ops)

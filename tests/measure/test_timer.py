@@ -116,3 +116,13 @@ def test_the_host_device_times_with_the_clock_it_is_given() -> None:
     ticks = iter([0.0, 3.0, 10.0, 14.0])
     replay = timer.HostDevice(clock=lambda: next(ticks)).prepare([lambda: lambda: None])
     assert [replay(), replay()] == [3.0, 4.0]
+
+
+def test_a_race_meets_the_same_drift_and_an_expensive_runner_stops_early() -> None:
+    device = FakeDevice(drift=0.001)
+    costs = {"a": 100e-6, "b": 100e-6, "slow": 50e-3}
+    found = timer.race({name: (lambda c=c: device.call(c)) for name, c in costs.items()}, device, replays=9)
+    assert found["a"].median_s == pytest.approx(found["b"].median_s, rel=0.01)
+    assert [found[name].replays for name in costs] == [9, 9, 3]
+    alone = timer.measure(lambda: device.call(100e-6), device)
+    assert alone.median_s > 1.01 * found["a"].median_s, "the clock went on drifting"

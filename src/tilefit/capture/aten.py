@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
 
 if TYPE_CHECKING:
@@ -80,6 +81,28 @@ def makes_new_tensors(func: Any) -> bool:
     return bool(schema.returns) and not any(
         a.alias_info is not None for a in (*schema.arguments, *schema.returns)
     )
+
+
+#: Functions that run the same kernels, by the name that stands for all.
+_SAME_KERNELS = {
+    "_native_batch_norm_legit": "native_batch_norm",
+    "_native_batch_norm_legit_no_training": "native_batch_norm",
+    "_batch_norm_with_update": "native_batch_norm",
+    "cudnn_batch_norm": "native_batch_norm",
+    "batch_norm_backward": "native_batch_norm_backward",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
+    "copy": "clone",
+    **dict.fromkeys(
+        """zero zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full""".split(), "fill"
+    ),
+}
+
+
+@cache
+def function_of(name: str) -> str:
+    """What :attr:`tilefit.ops.Streaming.function` calls an operation: ``aten.add_`` is ``add``."""
+    function = name.removeprefix("aten.").rstrip("_")
+    return _SAME_KERNELS.get(function, function)
 
 
 def describe(call: Call, recorder: Recorder) -> list[Described]:
@@ -169,15 +192,6 @@ def _grouped_mm(call: Call, recorder: Recorder) -> list[Described]:
 # ---- convolutions ------------------------------------------------------------------------------
 
 
-def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether an image batch lies in memory channel by channel within each pixel."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    wanted = formats.get(tensor.dim())
-    if wanted is None or tensor.is_contiguous():
-        return False
-    return tensor.is_contiguous(memory_format=wanted)
-
-
 def _conv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -241,14 +255,6 @@ def _convolution_backward(call: Call, recorder: Recorder) -> list[Described]:
 # ---- everything that streams memory ------------------------------------------------------------
 
 
-def touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of memory behind a view: an expanded dimension holds one element."""
-    elements = prod(
-        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0
-    )
-    return elements * tensor.element_size()
-
-
 def _distinct(tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
     seen: set[tuple[int, tuple[int, ...], int]] = set()
     distinct = []
@@ -258,24 +264,6 @@ def _distinct(tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[torch
             seen.add(key)
             distinct.append(tensor)
     return distinct
-
-
-def _innermost(tensor: torch.Tensor) -> int:
-    """The dimension that is contiguous in memory, ignoring those of one element."""
-    real = [
-        (stride, -i) for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1
-    ]
-    return -min(real)[1] if real else 0
-
-
-def _transposes(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
-    """Whether the first operand and the result differ in which dimension is contiguous."""
-    return (
-        bool(read)
-        and bool(written)
-        and read[0].shape == written[0].shape
-        and _innermost(read[0]) != _innermost(written[0])
-    )
 
 
 def _stream(
@@ -296,7 +284,9 @@ def _stream(
     written = _distinct(writes, recorder)
     largest = max((*read, *written), key=lambda t: t.numel(), default=None)
     if strided is None:
-        strided = role in ("copy", "pointwise") and _transposes(read, written)
+        strided = role in ("copy", "pointwise") and transposes(read, written)
+    if not inner and role in ("copy", "pointwise") and written:
+        inner = common_run(read, written[0])
     op = Streaming(
         role=role,
         elements=largest.numel() if largest is not None else 0,
@@ -329,7 +319,8 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
         return 0, any(map(is_channels_last, call.inputs))
     if role == "normalization":
         if "batch_norm" in call.packet:
-            return 0, any(map(is_channels_last, call.inputs))
+            channels = x.shape[1] if x.dim() > 1 else 1
+            return x.numel() // max(1, channels), any(map(is_channels_last, call.inputs))
         if "group_norm" in call.packet:
             channels, pixels, groups = (call.named(n) for n in ("C", "HxW", "group"))
             return channels // groups * pixels, False
@@ -342,7 +333,7 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
         if not isinstance(dims, (int, list, tuple)) or dims == [] or not x.dim():
             return 0, False
         reduced = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
-        if _innermost(x) in reduced:
+        if innermost(x) in reduced:
             return prod(x.shape[d] for d in reduced), False
         return 0, True
     return 0, None
@@ -373,10 +364,32 @@ def _reading_what_it_writes(role: str, kernels: int = 1) -> Callable[[Call, Reco
         looked_up = sum(map(touched_bytes, call.outputs))
         rest = sum(map(touched_bytes, _distinct(call.inputs[1:], recorder)))
         return [
-            _stream(recorder, role, call.inputs, call.outputs, read_bytes=looked_up + rest, kernels=kernels)
+            _stream(
+                recorder,
+                role,
+                call.inputs,
+                call.outputs,
+                inner=_row_length(call),
+                read_bytes=looked_up + rest,
+                kernels=kernels,
+            )
         ]
 
     return handler
+
+
+def _row_length(call: Call) -> int:
+    """Elements that a lookup moves together."""
+    x = call.inputs[0]
+    match call.packet.rstrip("_"):
+        case "embedding" | "embedding_dense_backward":
+            return int(x.shape[-1])
+        case "index_select" | "index_add" | "index_copy":
+            return prod(x.shape[call.named("dim") % x.dim() + 1 :]) if x.dim() else 1
+        case "index":
+            last = max((i for i, index in enumerate(call.args[1]) if index is not None), default=0)
+            return prod(x.shape[last + 1 :])
+    return 1
 
 
 _UNSORTED_INDICES = 3072
@@ -395,6 +408,7 @@ def _embedding_backward(call: Call, recorder: Recorder) -> list[Described]:
             call.inputs,
             call.outputs,
             phase=BACKWARD_WEIGHT,
+            inner=_row_length(call),
             read_bytes=sum(map(touched_bytes, call.inputs)) + rows,
             write_bytes=touched_bytes(table) + rows,
             kernels=2 if indices.numel() <= _UNSORTED_INDICES else 30,
@@ -415,6 +429,7 @@ def _scatter(call: Call, recorder: Recorder) -> list[Described]:
             "indexing",
             call.inputs,
             call.outputs,
+            inner=_row_length(call),
             read_bytes=base + others,
             write_bytes=(touched_bytes(call.outputs[0]) if not in_place else 0) + moved,
             kernels=1 if in_place else 2,
@@ -438,7 +453,11 @@ def _picked_loss(call: Call, recorder: Recorder) -> list[Described]:
 
 def _slice_backward(call: Call, recorder: Recorder) -> list[Described]:
     # Zeros of the full size, then a copy into the slice.
-    return [_stream(recorder, "copy", call.inputs, call.outputs, kernels=2)]
+    piece, whole = call.inputs[0], call.outputs[0]
+    if call.packet == "select_backward":
+        piece = piece.unsqueeze(call.named("dim"))
+    inner = common_run([piece], whole)
+    return [_stream(recorder, "copy", call.inputs, call.outputs, inner=inner, kernels=2)]
 
 
 # Tensors and blocks one multi-tensor launch holds, by the number of tensor lists

@@ -147,6 +147,9 @@ def constructible() -> Iterator[None]:
 @contextmanager
 def simulated(state: AutocastState) -> Iterator[None]:
     """Within the block, ``torch.autocast("cuda")`` and the questions about it answer from ``state``."""
+    # A capture imports the compiler sooner or later, and it keeps the functions it finds: not ours.
+    import torch._dynamo
+
     kept_init = autocast_mode.autocast.__init__
     kept_enter = autocast_mode.autocast.__enter__
     kept_exit = autocast_mode.autocast.__exit__

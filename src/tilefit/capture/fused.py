@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilefit.capture.aten import touched_bytes
 from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.layouts import touched_bytes
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,

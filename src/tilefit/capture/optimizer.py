@@ -13,8 +13,9 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from tilefit.capture.aten import multi_tensor_launches, touched_bytes
+from tilefit.capture.aten import multi_tensor_launches
 from tilefit.capture.autocast import AutocastState
+from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
 from tilefit.ops import OPTIMIZER, Streaming
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilefit.capture.aten import Call, describe, is_channels_last, is_free, makes_new_tensors
+from tilefit.capture.aten import Call, describe, function_of, is_free, makes_new_tensors
 from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.layouts import is_channels_last
 from tilefit.capture.sites import SiteTracker
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Gemm, Op, StepOp, TensorRef
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Gemm, Op, StepOp, Streaming, TensorRef
 
 _UNKNOWN = object()
 
@@ -134,6 +136,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add one operation at the current site; ``phase`` overrides what autograd's state implies."""
         if self.muted:
             return
+        if isinstance(op, Streaming):
+            op = replace(op, function=function_of(name))
         node, recomputed = self._autograd_state()
         if node is None:
             site = self.sites.forward_site()
@@ -189,10 +193,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out  # the host's work, or none
         for op, phase, inputs, outputs in describe(call, self):
             self.record(op, call.name, inputs, outputs, phase)
-        if call.packet == "_to_copy":
-            source = self._parameter_of.get(self.identify(call.inputs[0]), "")
-            if source:
-                self.name_parameter(call.outputs[0], source)
+        if call.packet in ("_to_copy", "copy_"):
+            # ``copy_`` writes its first argument, such as the beginning of a padded weight.
+            source = self.identify(call.args[call.packet == "copy_"])
+            if self._parameter_of.get(source):
+                self._parameter_of.setdefault(self.identify(call.outputs[0]), self._parameter_of[source])
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -88,9 +88,9 @@ def capture(
         )
     device = "cpu" if on_cpu else "meta"
     is_module = isinstance(model, nn.Module)
-    inputs = _on_device(inputs, device)
+    inputs = on_device(inputs, device)
     if isinstance(model, nn.Module):
-        model = _copied(model, device)
+        model = copied(model, device)
         model.train(train)
         if channels_last:
             model, inputs = _to_channels_last(model, inputs)
@@ -101,7 +101,7 @@ def capture(
             session.sites.name_modules(model)
             _step(session, model, inputs, train, amp, optimizer, fused_optimizer, loss)
         else:
-            _call(model, inputs)
+            call(model, inputs)
             session.check_something_ran()
     trained = train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
     settings = Settings(
@@ -223,6 +223,11 @@ class _Session:
                 self.recorder.identify(leaf)
         self._held_bytes = self.recorder.live_bytes
 
+    def loss(self, output: Any, loss_of: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+        loss, note = loss_of_output(output, loss_of)
+        self.notes += [note] if note else []
+        return loss
+
     def check_something_ran(self) -> None:
         """Refuse a step whose tensors were somewhere else all along."""
         if not self.recorder.ops:
@@ -308,8 +313,8 @@ def _step(
     autocast = torch.autocast("cuda", dtype=AMP_DTYPES[amp]) if amp else ExitStack()
     with grad:
         with autocast:
-            output = _call(model, inputs)
-            loss = _loss(session, output, loss_of) if train else None
+            output = call(model, inputs)
+            loss = session.loss(output, loss_of) if train else None
         if loss is None:
             return
         del output
@@ -323,7 +328,7 @@ def _step(
         optimizer.step()
 
 
-def _call(function: Callable[..., Any], inputs: Any) -> Any:
+def call(function: Callable[..., Any], inputs: Any) -> Any:
     if inputs is None:
         return function()
     if isinstance(inputs, Mapping):
@@ -333,34 +338,41 @@ def _call(function: Callable[..., Any], inputs: Any) -> Any:
     return function(inputs)
 
 
-def _loss(session: _Session, output: Any, loss_of: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+def loss_of_output(
+    output: Any, loss_of: Callable[[Any], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, str]:
+    """The loss to differentiate, and what had to be assumed: ``loss_of`` of the output; its ``loss``; its mean.
+
+    Raises:
+        CaptureError: nothing in the output has a gradient.
+    """
     if loss_of is not None:
-        return loss_of(output)
+        return loss_of(output), ""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        return loss
-    leaves = [leaf for leaf in _tensors(output) if leaf.is_floating_point() and leaf.requires_grad]
+        return loss, ""
+    leaves = [leaf for leaf in tensors(output) if leaf.is_floating_point() and leaf.requires_grad]
     if not leaves:
         raise CaptureError(
             "the model's output has no floating-point tensor with a gradient: there is nothing to train on",
             hint="Use --infer, or give a factory that returns a training-step callable.",
         )
     if len(leaves) == 1 and leaves[0].dim() == 0:
-        return leaves[0]
-    session.notes.append("No loss was given: the mean of the model's output stands for it.")
+        return leaves[0], ""
     means = [leaf.mean() for leaf in leaves]
-    return torch.stack([m.float() for m in means]).sum() if len(means) > 1 else means[0]
+    loss = torch.stack([m.float() for m in means]).sum() if len(means) > 1 else means[0]
+    return loss, "No loss was given: the mean of the model's output stands for it."
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _tensors(value)
+            yield from tensors(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from _tensors(value)
+            yield from tensors(value)
 
 
 class _CopyTo(TorchFunctionMode):
@@ -379,7 +391,7 @@ class _CopyTo(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(model: nn.Module, device: str) -> nn.Module:
+def copied(model: nn.Module, device: str) -> nn.Module:
     """A copy of the model on ``device``; on meta, weights are neither copied nor allocated."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -399,7 +411,7 @@ def _copied(model: nn.Module, device: str) -> nn.Module:
         ) from error
 
 
-def _on_device(inputs: Any, device: str) -> Any:
+def on_device(inputs: Any, device: str) -> Any:
     """The inputs on ``device``, as leaves of their own."""
 
     def moved(leaf: Any) -> Any:
@@ -448,7 +460,7 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
 
 def _batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
     """Samples: the first size of the first input, or what a recurrent layer that reads time first says."""
-    first = next((t for t in _tensors(inputs) if t.dim() > 0), None)
+    first = next((t for t in tensors(inputs) if t.dim() > 0), None)
     if first is None:
         return 0
     recurrent = next((entry.op for entry in ops if isinstance(entry.op, Recurrent)), None)

@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,6 +58,8 @@ class InputOptions:
         batch, seq, image_size: For inputs that can be synthesised; None for a default.
         train: Labels are needed.
         device: ``meta``, or where values are needed the device that is to hold them.
+        arguments: Sizes for the constructor, by name: arguments of a factory or of a library's model,
+            attributes of a configuration. ``hidden`` and ``vocab`` stand for the usual names of these sizes.
     """
 
     specs: Sequence[str] = field(default=())
@@ -66,6 +68,7 @@ class InputOptions:
     image_size: int | None = None
     train: bool = True
     device: str = "meta"
+    arguments: Mapping[str, int] = field(default_factory=dict)
 
 
 def load(target: str, options: InputOptions) -> Target:
@@ -109,10 +112,11 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
             where=path,
             hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(sorted(names)[:12])}.",
         )
+    arguments = _named(options.arguments, _parameters(factory), f"{path}:{factory_name}")
     if isinstance(factory, nn.Module):
         made: Any = factory
     elif callable(factory):
-        made = _build(factory, f"{path}:{factory_name}", options.device)
+        made = _build(lambda: factory(**arguments), f"{path}:{factory_name}", options.device)
     else:
         raise TargetError(f"{factory_name!r} is a {type(factory).__name__}, not a callable", where=path)
     inputs: Any = None
@@ -206,6 +210,47 @@ def _build(factory: Callable[[], Any], name: str, device: str) -> Any:
         return _guarded(factory, name)
 
 
+#: What models call the sizes that have a short name.
+_SIZES = {
+    "hidden": ("hidden_size", "d_model", "n_embd", "embed_dim", "dim"),
+    "vocab": ("vocab_size", "n_vocab", "num_tokens"),
+}
+
+
+def _parameters(factory: Any) -> list[str] | None:
+    """Names of a factory's arguments; None where it takes any."""
+    if isinstance(factory, nn.Module) or not callable(factory):
+        return []  # there is nothing left to construct
+    try:
+        found = inspect.signature(factory).parameters
+    except ValueError:
+        return None  # a builtin that does not tell
+    return None if any(p.kind is p.VAR_KEYWORD for p in found.values()) else list(found)
+
+
+def _named(arguments: Mapping[str, int], known: Collection[str] | None, target: str) -> dict[str, int]:
+    """The arguments under the names a target knows; where it takes any, under those given.
+
+    Raises:
+        TargetError: it knows no such argument.
+    """
+    named = {}
+    for name, value in arguments.items():
+        names = (name, *_SIZES.get(name, ()))
+        match = name if known is None else next((each for each in names if each in known), "")
+        if not match:
+            near = get_close_matches(name, known or (), 1)
+            raise TargetError(
+                f"{target} has no size {name!r} to set",
+                hint=f"Did you mean {near[0]!r}?"
+                if near
+                else f"It needs an argument of this name: "
+                f"def build({names[-1]}): …; it has: {', '.join(sorted(known or ())[:12]) or 'none'}.",
+            )
+        named[match] = value
+    return named
+
+
 def _inputs_by_signature(model: nn.Module, options: InputOptions, path: str) -> Any:
     """Inputs for a model that came without: images or tokens, if the user said which."""
     batch = options.batch
@@ -249,7 +294,7 @@ def _torchvision(name: str, options: InputOptions) -> Target:
     weights = dict.fromkeys(
         {"weights", "weights_backbone"} & {*inspect.signature(models.get_model_builder(name)).parameters}
     )
-    model = _build(lambda: models.get_model(name, **weights), name, options.device)
+    model = _build(lambda: models.get_model(name, **weights, **options.arguments), name, options.device)
     default = 299 if name.startswith("inception") else DEFAULT_IMAGE_SIZE
     return _image_target(f"torchvision:{name}", model, 3, options.image_size or default, options)
 
@@ -262,7 +307,7 @@ def _timm(name: str, options: InputOptions) -> Target:
             f"timm has no model {name!r}",
             hint=f"Did you mean {' or '.join(near)}?" if near else "See timm.list_models().",
         )
-    model = _build(lambda: timm.create_model(name), name, options.device)
+    model = _build(lambda: timm.create_model(name, **options.arguments), name, options.device)
     channels, height = getattr(model, "default_cfg", {}).get("input_size", (3, DEFAULT_IMAGE_SIZE))[:2]
     return _image_target(f"timm:{name}", model, channels, options.image_size or height, options)
 
@@ -306,7 +351,10 @@ _HEADS = (
 def _transformers(name: str, options: InputOptions) -> Target:
     transformers = _need("transformers", "transformers")
     transformers.logging.set_verbosity_error()
-    config = _config(transformers, name)
+    config = _config(transformers, name, {})
+    if options.arguments:
+        known = {*vars(config), *getattr(config, "attribute_map", ())}
+        config = _config(transformers, name, _named(options.arguments, known, f"hf:{name}"))
     head, mapping = _head(transformers, config)
     # Experts as one grouped product: the loop over experts depends on the data.
     if hasattr(config, "num_experts_per_tok"):
@@ -336,7 +384,7 @@ def _silent(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _config(transformers: Any, name: str) -> Any:
+def _config(transformers: Any, name: str, arguments: Mapping[str, int]) -> Any:
     if name.endswith(".json") or os.sep in name:
         path = Path(name)
         path = path / "config.json" if path.is_dir() else path
@@ -350,10 +398,14 @@ def _config(transformers: Any, name: str) -> Any:
         if model_type is None:
             raise TargetError("the configuration names no model_type", where=str(path))
         return _guarded(
-            lambda: transformers.AutoConfig.for_model(_known_type(transformers, model_type), **values),
+            lambda: transformers.AutoConfig.for_model(
+                _known_type(transformers, model_type), **{**values, **arguments}
+            ),
             str(path),
         )
-    return _guarded(lambda: transformers.AutoConfig.for_model(_known_type(transformers, name)), f"hf:{name}")
+    return _guarded(
+        lambda: transformers.AutoConfig.for_model(_known_type(transformers, name), **arguments), f"hf:{name}"
+    )
 
 
 def _known_type(transformers: Any, model_type: str) -> str:

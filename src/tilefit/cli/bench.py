@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from tilefit.cli import output
+from tilefit.cli.groups import TargetGroup
 
 if TYPE_CHECKING:
     from tilefit.measure.run import Outcome
@@ -18,18 +18,9 @@ if TYPE_CHECKING:
     from tilefit.measure.suites import Entry
 
 
-class _Group(TyperGroup):
-    """What is no verb is a target: ``tilefit bench hf:gpt2``."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
-            args = ["target", *args]
-        return super().resolve_command(ctx, args)
-
-
 app = typer.Typer(
     name="bench",
-    cls=_Group,
+    cls=TargetGroup,
     help="Measure operations on this machine's GPU. `tilefit bench TARGET` measures those of a model's step.",
     no_args_is_help=True,
 )
@@ -278,7 +269,7 @@ def _bench(entries: Sequence[Entry], warm: bool, on_cpu: bool, path: Path | None
         environment = current(place)
         running = run_suite(entries, store, pool_for(place), device, environment, cold=not warm)
         try:
-            for outcome in _watched(running, len(entries)):
+            for outcome in output.watched("Measuring", running, len(entries)):
                 outcomes.append(outcome)
         finally:
             done = {(m.op, m.cold): m for m in store if m.environment == environment}
@@ -290,16 +281,6 @@ def _bench(entries: Sequence[Entry], warm: bool, on_cpu: bool, path: Path | None
             print(words + (f", {failed} failed" if failed else ""), file=sys.stderr)
             if len(outcomes) < len(entries):
                 print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
-
-
-def _watched(outcomes: Iterable[Outcome], total: int) -> Iterable[Outcome]:
-    """A progress bar on stderr, where somebody watches."""
-    if not sys.stderr.isatty():
-        return outcomes
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(outcomes, "Measuring", total, console=Console(stderr=True))
 
 
 def _table(rows: list[tuple[Entry, Measurement | None, str]], gpu: str) -> Any:

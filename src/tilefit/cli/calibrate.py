@@ -3,47 +3,123 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilefit.cli import output
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tilefit.cost.calibrated import Profile
+    from tilefit.gpus import Gpu
+    from tilefit.measure.calibration import Progress
+
+#: Replays of each measured operation: their median is within 1 % of that of many.
+_REPLAYS = 3
+#: Seconds between two lines about progress.
+_EVERY_S = 15.0
+
 
 def calibrate(
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 5.0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Profile to write; default tilefit-GPU.json.")
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 4.0,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Profile to write, to share or to use with --profile; default: this user's own, which other "
+            "commands use by themselves.",
+        ),
     ] = None,
 ) -> None:
-    """Measure this GPU by the products that tell most, fit the cost model, and write a profile to share."""
-    from tilefit import units
-    from tilefit.checker import resolve
-    from tilefit.measure import timer
-    from tilefit.measure.calibration import calibrate as run
-    from tilefit.measure.calibration import save
-    from tilefit.measure.environment import current
-    from tilefit.measure.run import measure_op, pool_for
+    """Measure this GPU where that tells most, fit the cost model to it, and write a profile."""
+    began_s = time.monotonic()
 
-    device = timer.CudaDevice()
-    gpu = resolve(None)[0]
-    environment, pool = current(device.device), pool_for(device.device)
-    software = (
-        f"driver {environment.driver}, torch {environment.torch}, CUDA {environment.cuda}, "
-        f"cuDNN {environment.cudnn}"
+    def used_s() -> float:
+        return time.monotonic() - began_s
+
+    from tilefit.checker import resolve
+    from tilefit.cli.local_gpu import local_gpu
+    from tilefit.cost.calibrated import write
+    from tilefit.cost.lookup import keep, shipped, user_path
+    from tilefit.measure.calibration import Candidate
+    from tilefit.measure.calibration import calibrate as run
+    from tilefit.measure.launch import launch_scale
+    from tilefit.measure.run import pool_for, time_call
+
+    local = local_gpu()
+    (gpu,) = resolve(local.environment.gpu)
+    path = output_file or user_path(gpu.name)
+    aside = keep(path)
+    pool = pool_for(local.place)
+
+    def measure(candidate: Candidate) -> float:
+        return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
+
+    print(f"Calibrating for {gpu.title}, {minutes:g} min", file=sys.stderr)
+    environment = local.environment
+    found = run(
+        gpu,
+        measure,
+        budget_s=max(1.0, 60 * minutes - used_s()),
+        shipped=shipped(gpu),
+        launch_scale=launch_scale(local.place),
+        versions={
+            "torch": environment.torch,
+            "cuda": environment.cuda,
+            "cudnn": environment.cudnn,
+            "driver": environment.driver,
+        },
+        device=str(local.place),
+        on_progress=_teller(used_s),
     )
-    with output.progress(f"Calibrating {gpu.title}, at most {minutes:g} min"):
-        found = run(
-            gpu,
-            lambda product: measure_op(product, pool, device, environment).median_s,
-            budget_s=60 * minutes,
-            software=software,
+    write(found, path)
+    output.stdout().print(_table(gpu, found))
+    print(f"Profile written to {path}, after {used_s():.0f} s", file=sys.stderr)
+    if aside:
+        print(f"The damaged profile that was there is now {aside}", file=sys.stderr)
+    if output_file:
+        print(f"Use it: tilefit check TARGET --profile {output_file}", file=sys.stderr)
+
+
+def _teller(used_s: Callable[[], float]) -> Callable[[Progress], None]:
+    """Says every few seconds how far it is."""
+    told_s = 0.0
+
+    def tell(progress: Progress) -> None:
+        nonlocal told_s
+        if used_s() >= told_s + _EVERY_S:
+            told_s = used_s()
+            print(f"{told_s:4.0f} s: {progress.kind}, {progress.measured} measured", file=sys.stderr)
+
+    return tell
+
+
+def _table(gpu: Gpu, found: Profile) -> RenderableType:
+    """What was measured of each kind, and the errors on what was never fitted to."""
+    from rich.console import Group
+
+    from tilefit.units import share
+
+    table = output.table("", ">fitted to", ">held out", ">datasheet", ">shipped", ">calibrated")
+    for kind, facts in found.about["networks"].items():
+        errors = facts["errors"]
+        shipped = share(errors["shipped"]) if "shipped" in errors else "–"
+        table.add_row(
+            kind,
+            str(facts["trained_rows"]),
+            str(facts["held_out_rows"]),
+            share(errors["datasheet"]),
+            shipped,
+            share(errors["calibrated"]),
         )
-    path = out or Path(f"tilefit-{gpu.name}.json")
-    save(found, path)
-    print(
-        f"{gpu.title}: {found.measured} products measured. Mean error on those held out: "
-        f"{units.share(found.error_before)} before, {units.share(found.error_after)} after."
+    return Group(
+        f"{gpu.title}: mean error on families of shapes that were not fitted to",
+        table,
+        f"A launch takes {found.launch_scale:.2f} times what the model assumes of a host.",
     )
-    print(f"Profile written to {path}", file=sys.stderr)

@@ -7,86 +7,38 @@ from typing import Annotated, Literal
 
 import typer
 
-from tilefit.cli import config, output
+from tilefit.cli import config, output, step_options
+from tilefit.cli.profile import ProfileFile
+from tilefit.cli.step_options import codes
 
-Amp = Literal["bf16", "fp16", "off"]
-Optimizer = Literal["adamw", "sgd", "none"]
 Format = Literal["text", "concise", "json", "markdown"]
 
-_STEP = "The step"
 _RULES = "Rules"
 _OUTPUT = "Output"
 
-#: Seconds a capture may take before it counts as hanging.
-TIMEOUT_S = 300.0
-
 
 def check(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), "
-            "torchvision:resnet50, timm:vit_base_patch16_224.",
-            show_default=False,
-        ),
-    ],
+    target: step_options.Target,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="GPU to check for; repeat to compare. Default: the one in this machine."
         ),
     ] = None,
-    input: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help='An input, such as "input_ids: int64[16,1024]"; repeat.',
-            rich_help_panel=_STEP,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples.", rich_help_panel=_STEP)
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens per sample.", rich_help_panel=_STEP)
-    ] = None,
-    image_size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Height and width of an image.", rich_help_panel=_STEP),
-    ] = None,
-    train: Annotated[
-        bool,
-        typer.Option("--train/--infer", help="Training step or forward pass alone.", rich_help_panel=_STEP),
-    ] = True,
-    amp: Annotated[Amp, typer.Option(help="Mixed precision by autocast.", rich_help_panel=_STEP)] = "off",
-    tf32: Annotated[
-        bool | None,
-        typer.Option(
-            "--tf32/--no-tf32", help="fp32 products in TF32; default as in PyTorch.", rich_help_panel=_STEP
-        ),
-    ] = None,
-    optimizer: Annotated[
-        Optimizer, typer.Option(help="Optimizer of the training step.", rich_help_panel=_STEP)
-    ] = "adamw",
-    fused_optimizer: Annotated[
-        bool, typer.Option("--fused-optimizer", help="As with fused=True.", rich_help_panel=_STEP)
-    ] = False,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Model and images in NHWC.", rich_help_panel=_STEP)
-    ] = False,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Price the fusion of torch.compile.", rich_help_panel=_STEP)
-    ] = False,
-    on_cpu: Annotated[
-        bool,
-        typer.Option(
-            "--on-cpu", help="Capture with real data, for code that depends on values.", rich_help_panel=_STEP
-        ),
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="Longest capture.", rich_help_panel=_STEP)
-    ] = TIMEOUT_S,
+    profile: ProfileFile = None,
+    input: step_options.Inputs = None,
+    batch: step_options.Batch = None,
+    seq: step_options.Seq = None,
+    image_size: step_options.ImageSize = None,
+    train: step_options.Train = True,
+    amp: step_options.Precision = "off",
+    tf32: step_options.Tf32 = None,
+    optimizer: step_options.OptimizerName = "adamw",
+    fused_optimizer: step_options.FusedOptimizer = False,
+    channels_last: step_options.ChannelsLast = False,
+    compile: step_options.Compile = False,
+    on_cpu: step_options.OnCpu = False,
+    timeout: step_options.Timeout = step_options.TIMEOUT_S,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,19 +47,8 @@ def check(
             rich_help_panel=_RULES,
         ),
     ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="CODE", help="Not these rules.", rich_help_panel=_RULES)
-    ] = None,
-    min_gain: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            metavar="SHARE",
-            help="Smallest gain worth a finding, as a share of the step.",
-            rich_help_panel=_RULES,
-        ),
-    ] = None,
+    ignore: step_options.Ignore = None,
+    min_gain: step_options.MinGain = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Every finding with all its arithmetic.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -131,8 +72,8 @@ def check(
     from tilefit.rules import select as select_rules
 
     settled = config.load(Path.cwd())
-    wanted = _codes(select) or settled.select
-    unwanted = (*settled.ignore, *_codes(ignore))
+    wanted = codes(select) or settled.select
+    unwanted = (*settled.ignore, *codes(ignore))
     # Whatever can be wrong without the model is found before the model is loaded.
     select_rules(wanted, unwanted)
     devices = resolve(gpu or settled.gpu or None)
@@ -178,7 +119,3 @@ def check(
     else:
         output.write_file(output_file, text)
     return document.exit_code
-
-
-def _codes(values: list[str] | None) -> tuple[str, ...]:
-    return tuple(code.strip() for value in values or () for code in value.split(",") if code.strip())

@@ -2,51 +2,81 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from tilefit.cli import output
+from tilefit.cli import output, step_options
+from tilefit.cli.curve_sizes import Sizes, read_sizes
+from tilefit.cli.groups import TargetGroup
+from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
+from tilefit.cli.profile import ProfileFile
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+    from tilefit.cli.curve_output import Curves
+    from tilefit.cost.curve import Curve, Prices
+    from tilefit.measure.curve import Measured
+    from tilefit.ops import Gemm, Op
 
-    from tilefit.cost.curve import Curve
-    from tilefit.ops import Gemm
-    from tilefit.report.plot import Line
-
-Format = Literal["text", "json", "svg"]
+Format = Literal["text", "json", "csv"]
 
 app = typer.Typer(
     name="curve",
-    help="Plot predicted time and rate while one size varies: the knee, the dips, the next efficient size. "
-    "That size is written FIRST:LAST, or FIRST:LAST:STEP for FIRST and the multiples of STEP up to LAST.",
+    cls=TargetGroup,
+    help="Plot time and rate while one size varies: the knee, the dips, the next efficient size. "
+    "`tilefit curve TARGET --batch 1:256` does it for a model's whole step. "
+    "The size that varies is written FIRST:LAST, or FIRST:LAST:STEP for FIRST and the multiples of STEP up "
+    "to LAST.",
     no_args_is_help=True,
 )
 
-#: Rows of the table of sizes, and of the dips and steps of each curve.
-_ROWS = 8
-_DIPS = 8
-_STEPS = 8
-_WIDEST = 100
-
+_OUTPUT = "Output"
 GpuName = Annotated[str | None, typer.Option(metavar="NAME", help="GPU; default: the one in this machine.")]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, tf32, fp32, fp8, …")]
 OutputFormat = Annotated[
     Format | None,
-    typer.Option(metavar="FORMAT", help="text, json or svg; default: by the ending of the file, else text."),
+    typer.Option(
+        metavar="FORMAT",
+        help="text, json or csv; default: by the ending of the file, else text.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 OutputFile = Annotated[
     Path | None,
-    typer.Option("--output-file", "--output", metavar="FILE", help="Write there instead of to stdout."),
+    typer.Option(
+        "--output-file",
+        "--output",
+        metavar="FILE",
+        help="Write there, not to stdout.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw it too: FILE.svg or FILE.png.", rich_help_panel=_OUTPUT),
+]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Measure on this machine's GPU too; interrupted, it continues.")
+]
+StoreFile = Annotated[
+    Path | None, typer.Option("--store", metavar="FILE", help="Store of measurements; default TILEFIT_STORE.")
+]
+#: The range of ``--over batch`` and ``--over seq`` for a model; what exceeds the memory is left out.
+_DEFAULT_RANGE = "1:1024"
 _OVER = "Size that varies, where none is a range: from 1 to the one given."
+
+
+class _Output(NamedTuple):
+    """Where the results go."""
+
+    format: Format
+    file: Path | None
+    plot: Path | None
 
 
 @app.command()
@@ -56,6 +86,7 @@ def gemm(
     k: Annotated[str, typer.Argument(help="Contraction, or a range.", show_default=False)],
     over: Annotated[Literal["m", "n", "k", "batch"] | None, typer.Option(help=_OVER)] = None,
     gpu: GpuName = None,
+    profile: ProfileFile = None,
     dtype: Dtype = "bf16",
     layout: Annotated[
         list[str] | None,
@@ -66,24 +97,24 @@ def gemm(
         ),
     ] = None,
     batch: Annotated[str, typer.Option(metavar="N", help="Independent products, or a range.")] = "1",
+    measure: Measure = False,
+    store: StoreFile = None,
     output_format: OutputFormat = None,
     output_file: OutputFile = None,
+    plot: Plot = None,
 ) -> None:
     """A product C[m,n] = A[m,k] @ B[k,n]: tilefit curve gemm 1:512 4096 4096 --gpu h200."""
-    from tilefit.checker import resolve
-    from tilefit.cost.curve import curve
     from tilefit.ops import Gemm
 
-    (device,) = resolve(gpu)
-    sweep = _sweep({"m": m, "n": n, "k": k, "batch": batch}, over)
+    where = _output(output_format, output_file, plot)
+    sizes = read_sizes({"m": m, "n": n, "k": k, "batch": batch}, over)
 
-    def products(letters: str) -> Callable[[int], tuple[Gemm]]:
-        return lambda size: (Gemm(**sweep.at(size), dtype=dtype, layout=letters),)  # type: ignore[arg-type]
+    def products(letters: str) -> Callable[[int], tuple[Gemm, ...]]:
+        return lambda size: (Gemm(**sizes.at(size), dtype=dtype, layout=letters),)  # type: ignore[arg-type]
 
-    curves = [
-        curve(letters, products(letters), sweep.sizes, device) for letters in dict.fromkeys(layout or ["TN"])
-    ]
-    _write(f"gemm {sweep.text(('m', 'n', 'k', 'batch'))} {dtype}", sweep, curves, output_format, output_file)
+    title = f"gemm {sizes.text(('m', 'n', 'k', 'batch'))} {dtype}"
+    names = dict.fromkeys(layout or ["TN"])
+    _products(title, sizes, {name: products(name) for name in names}, gpu, measure, store, where)
 
 
 @app.command()
@@ -103,246 +134,275 @@ def linear(
         bool, typer.Option("--train/--infer", help="With both gradients, or forward alone.")
     ] = True,
     gpu: GpuName = None,
+    profile: ProfileFile = None,
     dtype: Dtype = "bf16",
+    measure: Measure = False,
+    store: StoreFile = None,
     output_format: OutputFormat = None,
     output_file: OutputFile = None,
+    plot: Plot = None,
 ) -> None:
     """A linear layer: tilefit curve linear --rows 16384 --in 768 --out 50200:50400 --gpu h200."""
-    from tilefit.checker import resolve
     from tilefit.cost import curve
 
-    (device,) = resolve(gpu)
+    where = _output(output_format, output_file, plot)
     over = {"rows": "batch", "hidden": "in", "vocab": "out"}.get(over or "", over)  # type: ignore[assignment]
-    sweep = _sweep({"in": in_features, "out": out_features, "batch": batch, "seq": seq}, over)
+    sizes = read_sizes({"in": in_features, "out": out_features, "batch": batch, "seq": seq}, over)
 
     def products(size: int) -> tuple[Gemm, ...]:
-        at = sweep.at(size)
+        at = sizes.at(size)
         return curve.linear(at["batch"] * at["seq"], at["in"], at["out"], dtype, train=train)
 
-    name = "layer" if train else "forward"
-    curves = [curve.curve(name, products, sweep.sizes, device)]
-    _write(
-        f"linear {sweep.text(('in', 'out', 'batch', 'seq'))} {dtype}",
-        sweep,
-        curves,
-        output_format,
-        output_file,
+    title = f"linear {sizes.text(('in', 'out', 'batch', 'seq'))} {dtype}"
+    _products(title, sizes, {"layer" if train else "forward": products}, gpu, measure, store, where)
+
+
+@app.command()
+def target(
+    target: step_options.Target,
+    batch: Annotated[str | None, typer.Option(metavar="N", help="Samples, or a range.")] = None,
+    seq: Annotated[str | None, typer.Option(metavar="N", help="Tokens per sample, or a range.")] = None,
+    image_size: Annotated[
+        str | None, typer.Option(metavar="N", help="Height and width of an image, or a range.")
+    ] = None,
+    hidden: Annotated[
+        str | None, typer.Option(metavar="N", help="Width of the model, or a range with its step.")
+    ] = None,
+    vocab: Annotated[str | None, typer.Option(metavar="N", help="Vocabulary, or a range.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=N",
+            help="Another size of the model, or a range: an argument of the function that builds it, or an "
+            "attribute of its configuration; repeat.",
+        ),
+    ] = None,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Size that varies where none is a range: batch or seq, from 1 to the one given or to 1024.",
+        ),
+    ] = None,
+    gpu: GpuName = None,
+    input: step_options.Inputs = None,
+    train: step_options.Train = True,
+    amp: step_options.Precision = "off",
+    tf32: step_options.Tf32 = None,
+    optimizer: step_options.OptimizerName = "adamw",
+    fused_optimizer: step_options.FusedOptimizer = False,
+    channels_last: step_options.ChannelsLast = False,
+    compile: step_options.Compile = False,
+    on_cpu: step_options.OnCpu = False,
+    timeout: step_options.Timeout = step_options.TIMEOUT_S,
+    measure: Measure = False,
+    store: StoreFile = None,
+    profile: ProfileFile = None,
+    output_format: OutputFormat = None,
+    output_file: OutputFile = None,
+    plot: Plot = None,
+) -> None:
+    """A model's whole step: tilefit curve hf:gpt2 --batch 1:128 --amp bf16 --gpu h200.
+
+    Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
+    interpolated where the step allows it; the other sizes are captured one by one.
+    """
+    where = _output(output_format, output_file, plot)
+    named = {"batch": batch, "seq": seq, "image_size": image_size, "hidden": hidden, "vocab": vocab}
+    over = over.replace("-", "_") if over else None
+    sizes = read_sizes(_given(named, settings, over), over, of_step=True)
+
+    from tilefit.capture.child import CaptureOptions
+    from tilefit.capture.sweep import sweep as capture_sweep
+    from tilefit.cli.curve_output import Curves, Family, roundest
+    from tilefit.cost.curve import step_curve
+
+    local = local_gpu() if measure else None
+    device = predicted_gpu(gpu, local)
+    own = ("batch", "seq", "image_size")
+    options = CaptureOptions(
+        inputs=tuple(input or ()),
+        batch=sizes.fixed.get("batch"),
+        seq=sizes.fixed.get("seq"),
+        image_size=sizes.fixed.get("image_size"),
+        train=train,
+        amp="" if amp == "off" else amp,
+        tf32=tf32,
+        optimizer=optimizer,
+        fused_optimizer=fused_optimizer,
+        channels_last=channels_last,
+        compiled=compile,
+        on_cpu=on_cpu,
+        arguments={name: size for name, size in sizes.fixed.items() if name not in own},
     )
+    sweep = capture_sweep(
+        target, options, sizes.over, sizes.values, timeout, watch=partial(output.watched, "Capturing")
+    )
+    notes = [*sweep.notes]
+    if sweep.failed:
+        size, error = next(iter(sweep.failed.items()))
+        notes.append(
+            f"{len(sweep.failed)} sizes could not be captured, such as {sizes.over} {size}: "
+            f"{error.what.rstrip('.')}."
+        )
+
+    def priced(name: str, at: Sequence[int], prices: Prices | None = None) -> Curve:
+        return step_curve(
+            name, sweep.at, at, device, over=sizes.over, everywhere=sweep.everywhere, prices=prices
+        )
+
+    with output.progress("Estimating"):
+        predicted = priced("step", sweep.sizes)
+    family = Family(predicted)
+    interrupted = sweep.interrupted
+    if interrupted:
+        print(f"Stopped early: {len(sweep.sizes)} of {len(sizes.values)} sizes.", file=sys.stderr)
+    if local and not interrupted:
+        chosen = roundest([point.size for point in predicted.points])
+        ops_at = {size: [entry.op for entry in sweep.at(size).ops] for size in chosen}
+        measured = _measured((op for ops in ops_at.values() for op in ops), local, store, f"curve {target}")
+        interrupted = measured.interrupted
+        if reached := [size for size, ops in ops_at.items() if measured.reached(ops)]:
+            family = Family(predicted, priced("step measured", reached, measured.prices))
+        notes.append("Measured: each operation alone, cold in L2; launches and their overlap are predicted.")
+        if measured.errors:
+            op, why = next(iter(measured.errors.items()))
+            notes.append(
+                f"{len(measured.errors)} operations could not be measured and are predicted, such as "
+                f"{op.kind} {op.shape}: {why.splitlines()[0]}."
+            )
+    how = [
+        "training step" if train else "inference",
+        *([f"{amp} autocast"] if options.amp else []),
+        *(["compiled"] if compile else []),
+    ]
+    title = f"{target}, {', '.join(how)}, {sizes.text([sizes.over, *sizes.fixed])}"
+    _show(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)), where)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
-class _Sweep(NamedTuple):
-    """Which size varies, through what, and the others."""
-
-    over: str
-    sizes: tuple[int, ...]
-    fixed: Mapping[str, int]
-
-    def at(self, size: int) -> dict[str, int]:
-        """All sizes, by name."""
-        return {**self.fixed, self.over: size}
-
-    def text(self, names: Sequence[str]) -> str:
-        """``m=1:512 n=4096 k=4096``."""
-        values = {name: str(size) for name, size in self.fixed.items()}
-        values[self.over] = f"{self.sizes[0]}:{self.sizes[-1]}"
-        return " ".join(f"{name}={values[name]}" for name in names)
-
-
-def _sweep(given: Mapping[str, str], over: str | None) -> _Sweep:
-    """Reads sizes, of which one varies.
+def _given(named: Mapping[str, str | None], settings: list[str] | None, over: str | None) -> dict[str, str]:
+    """The sizes as typed, by name; those of ``--set`` too.
 
     Raises:
-        UsageError: a size is no size or range, or not exactly one varies.
+        UsageError: a setting is not of the form NAME=N, a size is given twice, or ``--over`` needs a range.
     """
-    from tilefit.cost.curve import sizes_between
-
-    read = {name: _range(name, text) for name, text in given.items()}
-    varying = {name for name, numbers in read.items() if len(numbers) > 1} or {over} - {None}
-    if len(varying) != 1:
-        raise UsageError(
-            f"several sizes are ranges: {', '.join(sorted(filter(None, varying)))}"
-            if varying
-            else "no size varies",
-            hint="Write the one that varies as FIRST:LAST, the others as numbers, such as 1:512 4096 4096.",
-        )
-    (name,) = varying
-    if over not in (None, name):
-        raise UsageError(f"{name} is a range, but --over says {over}", hint=f"Leave out --over {over}.")
-    assert name is not None
-    numbers = read[name] if len(read[name]) > 1 else (1, *read[name])
-    fixed = {other: values[0] for other, values in read.items() if other != name}
-    return _Sweep(name, sizes_between(*numbers), fixed)
+    given = {name: text for name, text in named.items() if text is not None}
+    for setting in settings or ():
+        name, sign, text = setting.partition("=")
+        if not sign or not name.isidentifier():
+            raise UsageError(
+                f"cannot read --set {setting}", hint="Write --set NAME=N or --set NAME=FIRST:LAST."
+            )
+        if name in given:
+            raise UsageError(f"the size {name} is given twice")
+        given[name] = text
+    if over in ("batch", "seq"):
+        given.setdefault(over, _DEFAULT_RANGE)
+    elif over and ":" not in given.get(over, ""):
+        option = f"--{over.replace('_', '-')} " if over in named else f"--set {over}="
+        raise UsageError(f"--over {over} needs a range", hint=f"Write {option}FIRST:LAST or FIRST:LAST:STEP.")
+    return given
 
 
-def _range(name: str, text: str) -> tuple[int, ...]:
-    """``512`` as (512,), ``1:512:8`` as (1, 512, 8)."""
-    parts = text.split(":")
-    numbers = tuple(int(part) for part in parts if part.isascii() and part.isdigit())
-    if len(numbers) < len(parts) or len(parts) > 3 or not all(numbers):
-        raise UsageError(
-            f"{text!r} is neither a size nor a range",
-            where=name,
-            hint="Write a number from 1 on, FIRST:LAST or FIRST:LAST:STEP, such as 50257 or 50200:50400:8.",
-        )
-    return numbers
-
-
-def _write(
-    title: str, sweep: _Sweep, curves: list[Curve], output_format: Format | None, file: Path | None
+def _products(
+    title: str,
+    sizes: Sizes,
+    products: Mapping[str, Callable[[int], Sequence[Gemm]]],
+    gpu: str | None,
+    measure: bool,
+    store: Path | None,
+    where: _Output,
 ) -> None:
-    if output_format is None:
-        ending = file.suffix.removeprefix(".") if file else ""
-        output_format = ending if ending in ("json", "svg") else "text"  # type: ignore[assignment]
+    """Curves of products: predicted and, if wanted, measured."""
+    from tilefit.cli.curve_output import Curves, Family
+    from tilefit.cost.curve import curve
+
+    local = local_gpu() if measure else None
+    device = predicted_gpu(gpu, local)
+    predicted = {name: curve(name, at, sizes.values, device) for name, at in products.items()}
+    notes: list[str] = []
+    families = [Family(each) for each in predicted.values()]
+    interrupted = False
+    if local:
+        every = (op for size in sizes.values for at in products.values() for op in at(size))
+        measured = _measured(every, local, store, "curve")
+        interrupted = measured.interrupted
+        families = []
+        for name, at in products.items():
+            done = [size for size in sizes.values if measured.knows(at(size))]
+            families.append(
+                Family(
+                    predicted[name],
+                    curve(f"{name} measured", at, done, device, measured.prices) if done else None,
+                )
+            )
+        notes.append("Measured: cold in L2, random data, median of replays.")
+        if measured.errors:
+            op, why = next(iter(measured.errors.items()))
+            notes.append(
+                f"{len(measured.errors)} products could not be measured, such as {op.shape}: "
+                f"{why.splitlines()[0]}."
+            )
+    _show(Curves(title, sizes.over, sizes.fixed, families, tuple(notes)), where)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _measured(ops: Iterable[Op], local: LocalGpu, store: Path | None, source: str) -> Measured:
+    """The operations' times on this machine's GPU, from the store or measured now."""
+    from tilefit.cli.bench import open_store
+    from tilefit.measure.curve import measure_ops
+    from tilefit.measure.run import pool_for
+
+    with open_store(store) as opened:
+        measured = measure_ops(
+            ops,
+            opened,
+            pool_for(local.place),
+            local.device,
+            local.environment,
+            source,
+            watch=partial(output.watched, "Measuring"),
+        )
+    if measured.interrupted:
+        print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
+    return measured
+
+
+def _output(form: Format | None, file: Path | None, plot: Path | None) -> _Output:
+    """Where the results go; wrong names are refused before anything is computed."""
+    from tilefit.cli.curve_output import check_picture
+
+    if plot:
+        check_picture(plot)
+    ending = file.suffix.lower() if file else ""
+    if ending in (".svg", ".png"):
+        raise UsageError("pictures are drawn by --plot", where=str(file), hint=f"Write --plot {file}.")
+    if form is None:
+        form = "json" if ending == ".json" else "csv" if ending == ".csv" else "text"
+    return _Output(form, file, plot)
+
+
+def _show(curves: Curves, where: _Output) -> None:
+    from tilefit.cli.curve_output import as_csv, as_json, as_text, picture
+
+    if where.plot:
+        output.write_file(where.plot, picture(curves, where.plot))
     console = output.stdout()
-    if output_format == "text":
-        text = _text(title, sweep, curves, min(console.width, _WIDEST))
-        if file is None:
+    if where.format == "text":
+        text = as_text(curves, console.width)
+        if where.file is None:
             console.print(text)
             return
         with console.capture() as captured:
             console.print(text)
         written = captured.get()
-    elif output_format == "json":
-        written = _json(title, sweep, curves)
     else:
-        from tilefit.report.plot import svg
-
-        heading = f"{title} on {curves[0].gpu.title}"
-        written = svg(
-            [_line(each) for each in curves], heading, sweep.over, f"TFLOP/s, {curves[0].provenance}"
-        )
-    if file is None:
+        written = as_json(curves) if where.format == "json" else as_csv(curves)
+    if where.file is None:
         print(written, end="")
     else:
-        output.write_file(file, written)
-
-
-def _line(curve: Curve) -> Line:
-    from tilefit.report.plot import Line
-
-    return Line(
-        curve.name,
-        tuple((point.size, point.flop_per_s / 1e12) for point in curve.points),
-        frozenset(point.size for dip in curve.dips for point in dip.points),
-        curve.knee.size if curve.knee else None,
-    )
-
-
-def _json(title: str, sweep: _Sweep, curves: list[Curve]) -> str:
-    data = {
-        "schema_version": 1,
-        "gpu": curves[0].gpu.name,
-        "title": title,
-        "over": sweep.over,
-        "fixed": dict(sweep.fixed),
-        "provenance": curves[0].provenance,
-        "curves": [
-            {
-                "name": each.name,
-                "knee": each.knee.size if each.knee else None,
-                "best": each.best.size,
-                "steps": [point.size for point in each.steps],
-                "points": [asdict(point) | {"flop_per_s": point.flop_per_s} for point in each.points],
-                "dips": [
-                    {
-                        "sizes": [point.size for point in dip.points],
-                        "next": dip.better.size,
-                        "time_s": dip.worst.time_s,
-                        "next_time_s": dip.better.time_s,
-                        "speedup": dip.speedup,
-                    }
-                    for dip in each.dips
-                ],
-            }
-            for each in curves
-        ],
-    }
-    return json.dumps(data, indent=2) + "\n"
-
-
-def _text(title: str, sweep: _Sweep, curves: list[Curve], width: int) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    from tilefit.report.plot import braille, ceiling
-    from tilefit.report.text import PROVENANCE
-
-    heading = Text.assemble((title, "bold"), f" on {curves[0].gpu.title}")
-    parts: list[RenderableType] = [heading]
-    top = ceiling(max(each.best.flop_per_s for each in curves) / 1e12)
-    styles = {"▾": "yellow", "▲": "green"}
-    for each in curves:
-        parts += [Text(), Text.assemble((each.name, "bold"), f", TFLOP/s over {sweep.over}")]
-        for row in braille(_line(each), width, 10 if len(curves) == 1 else 6, top):
-            style = next((style for sign, style in styles.items() if sign in row), "")
-            parts.append(Text(row, style, no_wrap=True))
-    parts += [Text(), _sizes(sweep.over, curves), Text(), _knees(sweep.over, curves)]
-    for each in curves:
-        parts.append(Text())
-        if each.steps:
-            named = ", ".join(str(point.size) for point in each.steps[:_STEPS])
-            rest = f" and {len(each.steps) - _STEPS} more" if len(each.steps) > _STEPS else ""
-            parts.append(Text(f"{each.name}: the rate falls right after {named}{rest}"))
-        if not each.dips:
-            parts.append(Text(f"{each.name}: no size is slower than a larger one nearby.", style="green"))
-            continue
-        parts += [Text(f"{each.name}: sizes slower than a larger one", style="bold"), _dips(sweep.over, each)]
-        if (more := len(each.dips) - _DIPS) > 0:
-            parts.append(Text(f"and {more} more; --output-format json lists them all", style="dim"))
-    parts += [Text(), Text(f"Times: {PROVENANCE[curves[0].provenance]}.", style="dim")]
-    return Group(*parts)
-
-
-def _knees(over: str, curves: list[Curve]) -> Table:
-    """A line per curve: its knee and its best."""
-    from tilefit import units
-
-    table = output.table("", f">knee {over}", ">time", ">rate", f">best {over}", ">time", ">rate", ">dips")
-    for each in curves:
-        cells = []
-        for point in (each.knee, each.best):
-            cells += (
-                [str(point.size), units.seconds(point.time_s), units.rate(point.flop_per_s)]
-                if point
-                else ["–", "", ""]
-            )
-        table.add_row(each.name, *cells, str(sum(len(dip.points) for dip in each.dips)))
-    return table
-
-
-def _sizes(over: str, curves: list[Curve]) -> Table:
-    """The rate of each curve side by side, at the roundest of the sizes."""
-    from tilefit import units
-
-    every = [point.size for point in curves[0].points]
-    step = 1
-    while len(shown := {size for size in every if size % step == 0}) > _ROWS:
-        step *= 2
-    table = output.table(over, *(f">{each.name}" for each in curves))
-    for points in zip(*(each.points for each in curves), strict=True):
-        if points[0].size in shown | {every[0], every[-1]}:
-            table.add_row(
-                str(points[0].size),
-                *(f"{units.seconds(p.time_s)}, {units.rate(p.flop_per_s)}" for p in points),
-            )
-    return table
-
-
-def _dips(over: str, curve: Curve) -> Table:
-    """The slow sizes of a curve, and where to move."""
-    from tilefit import units
-
-    table = output.table(over, ">sizes", ">slowest", f">next {over}", ">time", ">speedup", "kernels")
-    for dip in curve.dips[:_DIPS]:
-        first, last = dip.points[0].size, dip.points[-1].size
-        old, new = ("+".join(point.kernel_families) for point in (dip.worst, dip.better))
-        table.add_row(
-            str(first) if first == last else f"{first}–{last}",
-            str(len(dip.points)),
-            units.seconds(dip.worst.time_s),
-            str(dip.better.size),
-            units.seconds(dip.better.time_s),
-            f"{dip.speedup:.2f}x",
-            old if old == new else f"{old} -> {new}",
-        )
-    return table
+        output.write_file(where.file, written)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from math import isinf
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tilefit.cli import output
+from tilefit.cli.local_gpu import local_gpu, predicted_gpu
+from tilefit.cli.profile import ProfileFile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tilefit.cost import GemmExplanation
+    from tilefit.cost.alternatives import Alternative, Interval
+    from tilefit.measure.choice import Choice
 
 #: Neighbouring sizes shown.
 _NEIGHBOURS = 6
@@ -30,14 +35,33 @@ def gemm(
         typer.Option(help="BLAS letters (column-major); F.linear runs TN, its gradients NN and NT."),
     ] = "TN",
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Independent products.")] = 1,
+    profile: ProfileFile = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Time the libraries' ways on this machine's GPU too: the best, and what the default loses.",
+        ),
+    ] = False,
 ) -> None:
-    """Explain a product C[m,n] = A[m,k] @ B[k,n]: bound, tile, waves, kernels, sizes worth moving to."""
-    from tilefit.checker import resolve
+    """Explain a product C[m,n] = A[m,k] @ B[k,n]: bound, tile, waves, kernels, better sizes and layouts."""
     from tilefit.cost import explain
+    from tilefit.cost.alternatives import alternatives
     from tilefit.ops import Gemm
 
+    local = local_gpu() if measure else None
+    device = predicted_gpu(gpu, local)
     product = Gemm(m, n, k, dtype=dtype, layout=layout, batch=batch)
-    output.stdout().print(_explained(explain(product, resolve(gpu)[0])))
+    console = output.stdout()
+    console.print(_explained(explain(product, device)))
+    console.print(_ways(alternatives(product, device)))
+    if local:
+        from tilefit.measure.choice import choose
+        from tilefit.measure.run import pool_for
+
+        with output.progress("Measuring"):
+            choice = choose(product, pool_for(local.place), local.device)
+        console.print(_chosen(choice, local.environment.gpu))
 
 
 def _explained(told: GemmExplanation) -> RenderableType:
@@ -45,7 +69,8 @@ def _explained(told: GemmExplanation) -> RenderableType:
     from rich.text import Text
 
     from tilefit import units
-    from tilefit.report.text import PROVENANCE
+    from tilefit.cost.lookup import title as source
+    from tilefit.report.text import times
 
     product, predicted = told.gemm, told.estimate
     title = Text.assemble(
@@ -65,7 +90,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
         ("Tile", _tile(told)),
         ("Waves", f"{told.waves:.2f}; the last one fills {units.share(told.last_wave_fill)} of the SMs"),
         ("Floor", f"{units.seconds(told.floor_s)}, the least that physics allows"),
-        ("Times", PROVENANCE[predicted.provenance]),
+        ("Times", times(predicted.provenance, source(told.gpu))),
     ):
         facts.add_row(Text(label, style="dim"), Text(value))
     operands = output.table("matrix", "contiguous", ">leading dimension", ">aligned to")
@@ -90,6 +115,73 @@ def _explained(told: GemmExplanation) -> RenderableType:
     else:
         parts.append(Text("No larger size nearby takes less time.", style="green"))
     return Group(*parts)
+
+
+def _ways(others: tuple[Alternative, ...]) -> RenderableType:
+    """The other ways to run the product, and when their copies pay."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from tilefit import units
+
+    if not others:
+        return Text()
+    table = output.table("other ways", ">time", ">saves, 80 %", ">copies", "paid after")
+    for other in others:
+        table.add_row(
+            f"{other.what} ({other.gemm.layout})" if "transposed" in other.what else other.what,
+            units.seconds(other.estimate.time_s),
+            units.interval(other.saving_s.low, other.saving_s.high),
+            " + ".join(f"{name} {units.seconds(time.time_s)}" for name, time in other.copies),
+            _uses(other.uses),
+        )
+    note = "Paid after so many products that use the copies; below 1, copying for each product pays too."
+    return Group(Text(), table, Text(note, "dim"))
+
+
+def _uses(uses: Interval) -> str:
+    """``3.1 (2.0 to 7.5)``, ``never`` where nothing is saved."""
+
+    def count(value: float) -> str:
+        if isinf(value):
+            return "never"
+        return "<0.1" if value < 0.1 else f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+    if isinf(uses.low) or uses.high < 0.1:
+        return count(uses.low)
+    return f"{count(uses.value)} ({count(uses.low)} to {count(uses.high)})"
+
+
+def _chosen(choice: Choice, gpu: str) -> RenderableType:
+    """What each way took on this GPU, and what the default loses."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from tilefit import units
+    from tilefit.measure.choice import DEFAULT
+
+    table = output.table("way", ">time", ">spread", ">default / this", ">rate")
+    default_s = choice.final[DEFAULT].median_s
+    for name, timing in sorted(choice.final.items(), key=lambda pair: pair[1].median_s):
+        table.add_row(
+            name,
+            units.seconds(timing.median_s),
+            units.share(timing.spread),
+            f"{default_s / timing.median_s:.2f}",
+            units.rate(choice.gemm.flop / timing.median_s),
+        )
+    for name, rough_s in sorted(choice.rough_s.items(), key=lambda pair: pair[1]):
+        if name not in choice.final:
+            table.add_row(Text(name, "dim"), Text(units.seconds(rough_s), "dim"))
+    for name, error in choice.errors.items():
+        table.add_row(Text(name, "dim"), Text(error, "dim"))
+    verdict = (
+        f"PyTorch's default is as fast as anything tried ({choice.best}: within the noise)."
+        if choice.is_noise or choice.best == DEFAULT
+        else f"Regret of PyTorch's default: {choice.regret:.2f}x the time of {choice.best}."
+    )
+    title = Text.assemble(("Measured", "bold"), f" on {gpu}, operands cold in L2")
+    return Group(Text(), title, table, Text(), Text(verdict))
 
 
 def _tile(told: GemmExplanation) -> str:

@@ -10,7 +10,20 @@ from typing import Annotated, NoReturn
 import typer
 
 from tilefit import __version__
-from tilefit.cli import bench, calibrate, check, compare, curve, doctor, gemm, gpu, rule, rules
+from tilefit.cli import (
+    bench,
+    calibrate,
+    check,
+    compare,
+    curve,
+    doctor,
+    fix,
+    gemm,
+    gpu,
+    precision,
+    rule,
+    rules,
+)
 from tilefit.errors import TilefitError
 
 #: Exit codes beside the 0 and 1 of a check that found nothing or something.
@@ -27,6 +40,7 @@ app = typer.Typer(
 )
 _VERBS: tuple[Callable[..., object], ...] = (
     check.check,
+    fix.fix,
     rules.rules,
     rule.rule,
     gpu.gpu,
@@ -37,6 +51,8 @@ _VERBS: tuple[Callable[..., object], ...] = (
 )
 for _verb in _VERBS:
     app.command()(_verb)
+# What stands behind the script is the script's own.
+app.command(context_settings={"allow_interspersed_args": False})(precision.precision)
 #: Verbs with kinds of their own.
 _GROUPS = {"bench": bench.app, "curve": curve.app}
 for _group in _GROUPS.values():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+Item = TypeVar("Item")
 
 
 def stdout() -> Console:
@@ -51,13 +53,23 @@ def progress(message: str) -> Iterator[None]:
         yield
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a report to a file.
+def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:
+    """The items, with a progress bar on stderr where somebody watches."""
+    if not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, what, total, console=Console(stderr=True))
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a report or a picture to a file.
 
     Raises:
         UsageError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error

@@ -14,9 +14,11 @@ def rule(
     code: Annotated[str, typer.Argument(metavar="CODE", help="Such as ALN002.", show_default=False)],
 ) -> None:
     """Explain a rule: what it sees, why it costs time, the arithmetic, an example, the source."""
-    from tilefit.rules import get
+    from tilefit.precision.rules import all_rules as all_precision_rules
+    from tilefit.rules import all_rules
+    from tilefit.rules.registry import pick
 
-    found = get(code)
+    found = pick(code, (*all_rules(), *all_precision_rules()))
     page = f"# {found.code}: {found.title}\n\n{inspect.getdoc(type(found))}"
     console = output.stdout()
     if console.is_terminal:

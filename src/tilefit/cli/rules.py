@@ -6,12 +6,13 @@ from tilefit.cli import output
 
 
 def rules() -> None:
-    """List the rules."""
+    """List the rules: of check, and of precision (AMP)."""
     from rich.text import Text
 
+    from tilefit.precision.rules import all_rules as all_precision_rules
     from tilefit.rules import all_rules
 
     table = output.table("", "")
-    for rule in all_rules():
+    for rule in (*all_rules(), *all_precision_rules()):
         table.add_row(Text(rule.code, style="bold"), Text(rule.title))
     output.stdout().print(table)

@@ -1,29 +1,37 @@
 """The second stage of the model: a correction fitted to measurements of one GPU.
 
 For each kind of operation an ensemble of small networks predicts ``log(time / baseline)``, the spread of its
-own error, and for products the family and the tile of the kernel that runs. The inputs and the baseline are
-those of :mod:`tilefit.cost.features`. ``benchmarks/fit_profile.py`` fits the networks, records their errors
-on shapes that the fit never saw, and writes the file that is read here.
+own error, and for products the family and the tile of the kernel that runs. The inputs are those of
+:mod:`tilefit.cost.features`. Two programs fit them and record their errors on shapes that the fit never saw:
+``benchmarks/fit_profile.py`` for a profile that ships, and ``tilefit calibrate`` for the user's own GPU. Both
+write the file that :func:`read` reads.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib import resources
 from importlib.resources.abc import Traversable
+from math import inf
+from pathlib import Path
+from struct import error as StructError
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
+from zlib import crc32
+from zlib import error as ZlibError
 
+from tilefit import gpus
+from tilefit.cost.analytic import analytic as first_stage
 from tilefit.cost.estimate import ESTIMATED, LATENCY, MATH, MEMORY, Estimate
 from tilefit.cost.features import FEATURES, domain
 from tilefit.cost.memory import floor_s
+from tilefit.cost.profiles import Constants
 from tilefit.cost.tiles import count
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.ops import Gemm, Op
+from tilefit.ops import Attention, Conv2d, Gemm, Op, Streaming
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +52,9 @@ class Network:
         layers: Weights [members, inputs, outputs] and biases [members, 1, outputs] of each layer.
         quantiles: Of ``log(measured / predicted) / spread`` at 10 and 90 %, on shapes set aside for it.
         families, tiles: What the outputs after the time and the spread stand for.
+        on_analytic: The first stage's time is corrected, and is the last input (:func:`on_analytic`); else
+            the baseline of the features is.
+        bounds: The least and the largest correction that was measured; no other is predicted.
     """
 
     domains: frozenset[str]
@@ -55,9 +66,16 @@ class Network:
     quantiles: tuple[float, float]
     families: tuple[str, ...]
     tiles: tuple[tuple[int, int] | None, ...]
+    on_analytic: bool = False
+    bounds: tuple[float, float] = (-inf, inf)
 
-    def __call__(self, rows: Sequence[Sequence[float]]) -> NDArray[np.float32]:
+    def __call__(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
         """The outputs for rows of inputs: [rows, 2 + families + tiles]."""
+        outputs: NDArray[np.float32] = self.members(rows).mean(axis=0)
+        return outputs
+
+    def members(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
+        """The outputs of each network of the ensemble: [members, rows, 2 + families + tiles]."""
         import numpy as np
 
         x = np.asarray(rows, dtype=np.float32)
@@ -66,8 +84,8 @@ class Network:
             x = x @ weight + bias
             if index < len(self.layers) - 1:
                 np.maximum(x, 0.0, out=x)
-        outputs: NDArray[np.float32] = x.mean(axis=0)
-        return outputs
+        np.clip(x[..., 0], *self.bounds, out=x[..., 0])
+        return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +94,17 @@ class Profile:
 
     Attributes:
         networks: By kind of operation.
-        about: Versions, dates and numbers of measurements.
+        about: The GPU, versions, dates, numbers of measurements and errors.
+        constants: Of the first stage, fitted to this GPU; None for those of its kind.
+        launch_scale: Host time of a launch, over what :mod:`tilefit.cost.launch` states.
+        title: Where the measurements are from, for reports.
     """
 
     networks: dict[str, Network]
     about: dict[str, Any]
+    constants: Constants | None = None
+    launch_scale: float = 1.0
+    title: str = ""
 
     def covers(self, op: Op) -> bool:
         """Whether operations of this kind, type and role were measured."""
@@ -92,9 +116,13 @@ class Profile:
         import numpy as np
 
         network = self.networks[ops[0].kind]
-        described = [FEATURES[type(op)](op, gpu) for op in ops]
-        outputs = network([row for _, row in described])
-        baselines = np.array([baseline for baseline, _ in described])
+        if network.on_analytic:
+            baselines, rows = on_analytic(ops, gpu, analytic)
+        else:
+            described = [FEATURES[type(op)](op, gpu) for op in ops]
+            baselines = np.array([baseline for baseline, _ in described])
+            rows = np.array([row for _, row in described], dtype=np.float32)
+        outputs = network(rows)
         times = (baselines * np.exp(outputs[:, 0])).tolist()
         spreads = np.exp(outputs[:, 1])
         low, high = (np.exp(quantile * spreads).tolist() for quantile in network.quantiles)
@@ -149,36 +177,106 @@ def _bound(estimate: Estimate, time_s: float) -> str:
     return MATH if estimate.math_s >= estimate.memory_s else MEMORY
 
 
-@lru_cache(maxsize=64)
-def profile(gpu: Gpu) -> Profile | None:
-    """The profile that ships for a GPU; None where nobody has measured it.
+def on_analytic(
+    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate]
+) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    """The first stage's times [s], and the inputs of networks that correct them.
 
-    Raises:
-        TilefitError: the profile's file is damaged.
+    The inputs are the features and, last, the logarithm of the first stage's time over their baseline.
     """
-    path = resources.files("tilefit.cost") / "data" / f"{gpu.name}.npz"
-    return read(path) if path.is_file() else None
+    import numpy as np
+
+    times = np.array([each.time_s for each in analytic])
+    described = [FEATURES[type(op)](op, gpu) for op in ops]
+    baselines = np.array([baseline for baseline, _ in described])
+    rows = np.array([row for _, row in described], dtype=np.float32)
+    return times, np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
+
+
+# --- the file --------------------------------------------------------------------------------------
+
+#: What can go wrong in a file that was cut, altered, or is something else.
+DAMAGED = (
+    EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError,
+    StructError, BadZipFile, ZlibError,
+)  # fmt: skip
+_HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
+#: One operation of each kind, on which :func:`fingerprint` looks.
+_EXAMPLES: dict[str, Op] = {
+    "gemm": Gemm(96, 264, 520, "fp16", "NN"),
+    "conv": Conv2d(8, 24, 72, 30, 3, 2, dtype="fp16"),
+    "attention": Attention(2, 6, 200, 72, dtype="fp16"),
+    "streaming": Streaming("softmax", 96_000, 192_000, 192_000, dtype="fp16", inner=960),
+}
+
+
+def fingerprint(kind: str, gpu: Gpu) -> int:
+    """Changes when the inputs of a kind's networks, the first stage, or the GPU's facts change.
+
+    Networks fitted before would be given inputs that mean something else.
+    """
+    op = _EXAMPLES[kind]
+    times, rows = on_analytic([op], gpu, [first_stage(op, gpu)])
+    return crc32(" ".join(f"{value:.4g}" for value in (*times, *rows[0])).encode())
 
 
 def read(path: Traversable) -> Profile:
     """The profile in a file.
 
     Raises:
-        TilefitError: the file is no profile, or damaged.
+        TilefitError: the file cannot be read, or is no profile, or damaged. It is left as it is.
+    """
+    try:
+        return load(path)
+    except OSError as error:
+        what = f"the profile cannot be read: {error.strerror or error}"
+        raise TilefitError(what, where=str(path), hint=_HINT) from error
+    except DAMAGED as error:
+        raise TilefitError(f"the profile cannot be read: {error}", where=str(path), hint=_HINT) from error
+
+
+def load(path: Traversable) -> Profile:
+    """As :func:`read`, but raises what went wrong: OSError or one of :data:`DAMAGED`."""
+    import numpy as np
+
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        about = json.loads(str(arrays["about"]))
+        networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
+    gpu = gpus.get(about["gpu"])
+    for kind, facts in about["networks"].items():
+        if facts.get("fingerprint", ours := fingerprint(kind, gpu)) != ours:
+            raise ValueError("it was made with another version of tilefit")
+    if "constants" not in about:
+        return Profile(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")
+    constants = Constants(**about["constants"])
+    return Profile(networks, about, constants, about["launch_scale"], f"calibrated on {about['date'][:10]}")
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write a profile's file, whole or not at all.
+
+    Raises:
+        TilefitError: it cannot be written.
     """
     import numpy as np
 
+    arrays: dict[str, Any] = {}
+    for kind, fitted in profile.networks.items():
+        for name in ("low", "high", "mean", "scale"):
+            arrays[f"{kind}/{name}"] = getattr(fitted, name)
+        for index, (weight, bias) in enumerate(fitted.layers):
+            arrays[f"{kind}/weight{index}"] = weight.astype(np.float16)
+            arrays[f"{kind}/bias{index}"] = bias.astype(np.float16)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            about = json.loads(str(arrays["about"]))
-            networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
-        raise TilefitError(
-            f"the profile cannot be read: {error}",
-            where=str(path),
-            hint="Install tilefit again, or calibrate again.",
-        ) from error
-    return Profile(networks, about)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            np.savez_compressed(file, about=np.array(json.dumps(profile.about)), **arrays)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        what = f"the profile cannot be written: {error.strerror}"
+        raise TilefitError(what, where=str(path), hint="Choose another file: --output FILE.") from error
 
 
 def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
@@ -191,6 +289,7 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
             raise ValueError(f"{kind}/{name} holds no finite numbers")
         return found
 
+    low, high = facts.get("bounds", (-inf, inf))
     return Network(
         domains=frozenset(facts["domains"]),
         low=array("low"),
@@ -201,4 +300,6 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
         quantiles=(facts["quantiles"][0], facts["quantiles"][1]),
         families=tuple(facts["families"]),
         tiles=tuple((tile[0], tile[1]) if tile else None for tile in facts["tiles"]),
+        on_analytic=facts.get("on_analytic", False),
+        bounds=(low, high),
     )

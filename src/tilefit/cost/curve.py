@@ -1,17 +1,20 @@
-"""Time and rate of products while one size varies: the knee, the dips, the next efficient size."""
+"""Time and rate of products, or of a whole step, while one size varies: the knee, the dips, where to move."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tilefit.cost.estimate import Estimate
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
 from tilefit.cost.model import estimate_all
-from tilefit.errors import UsageError
+from tilefit.cost.step import estimate_step
+from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
-from tilefit.ops import Gemm
+from tilefit.ops import Gemm, Op, Step
+from tilefit.units import capacity
 
 #: The knee: the smallest size that reaches this share of the best rate.
 KNEE_SHARE = 0.95
@@ -19,9 +22,10 @@ KNEE_SHARE = 0.95
 LEAST_GAIN = 0.05
 #: Of the larger sizes, the smallest within this share of the fastest is the one to move to.
 _TIE = 0.02
-#: Sizes of a range are sampled evenly when there are more, and this densely per doubling at least.
-_MOST_SIZES = 512
-_PER_DOUBLING = 64
+#: How dense the sizes of a range are: sampled evenly when there are more, and so many per doubling at least.
+DENSITY = (512, 64)
+#: For a whole step, which takes a hundred times as long to price.
+STEP_DENSITY = (256, 16)
 #: More sizes than this are refused: their prices would take minutes.
 _LARGEST_RANGE = 20_000
 
@@ -32,9 +36,12 @@ class Point:
 
     Attributes:
         size: The size that varies.
-        time_s, low_s, high_s: Predicted time and its 80 % interval; of several products their sums.
-        flop: Floating-point operations.
-        kernel_families: What the library would run, each once.
+        time_s, low_s, high_s: Time and its interval: of a prediction the 80 % interval, of a measurement the
+            20th and 80th percentile; of several products their sums.
+        flop: Floating-point operations; of a step those of :attr:`~tilefit.ops.Step.tensor_flop`.
+        kernel_families: What the library would run, each once; empty for a step.
+        items: Samples or tokens that a step processes (:attr:`Curve.unit`); 0 for products.
+        memory_bytes: The most memory that a step holds at once; 0 for products.
     """
 
     size: int
@@ -42,12 +49,19 @@ class Point:
     low_s: float
     high_s: float
     flop: int
-    kernel_families: tuple[str, ...]
+    kernel_families: tuple[str, ...] = ()
+    items: int = 0
+    memory_bytes: int = 0
 
     @property
     def flop_per_s(self) -> float:
-        """Predicted rate."""
+        """Floating-point operations per second."""
         return self.flop / self.time_s
+
+    @property
+    def items_per_s(self) -> float:
+        """Samples or tokens per second."""
+        return self.items / self.time_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,7 @@ class Dip:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What was predicted over a range of sizes.
+    """What was predicted, or measured, over a range of sizes.
 
     Attributes:
         name: What varies between curves of one range: the layout, or the pass.
@@ -83,6 +97,8 @@ class Curve:
         points: By increasing size.
         dips: Slow sizes with where to move.
         provenance: What the times rest on, as of :class:`~tilefit.cost.Estimate`.
+        unit: What a step's :attr:`Point.items` are: ``samples`` or ``tokens``; empty where unknown.
+        too_large: Sizes left out because the GPU's memory does not hold the step.
     """
 
     name: str
@@ -90,6 +106,8 @@ class Curve:
     points: tuple[Point, ...]
     dips: tuple[Dip, ...]
     provenance: str
+    unit: str = ""
+    too_large: tuple[int, ...] = ()
 
     @property
     def best(self) -> Point:
@@ -125,7 +143,9 @@ def knee(rates: Mapping[int, float]) -> int:
     return min(size for size, rate in rates.items() if rate >= KNEE_SHARE * best)
 
 
-def sizes_between(first: int, last: int, step: int | None = None) -> tuple[int, ...]:
+def sizes_between(
+    first: int, last: int, step: int | None = None, density: tuple[int, int] = DENSITY
+) -> tuple[int, ...]:
     """The sizes of a range to look at: the first, and the multiples of a step up to the last.
 
     Without a step all of them where they are few; else multiples of a power of two that grows with the size,
@@ -145,10 +165,11 @@ def sizes_between(first: int, last: int, step: int | None = None) -> tuple[int, 
         )
     if step is not None:
         return (first, *range((first // step + 1) * step, last + 1, step))
-    widest = 1 << ((last - first) // _MOST_SIZES).bit_length()
+    most, per_doubling = density
+    widest = 1 << ((last - first) // most).bit_length()
     sizes = [first]
     while True:
-        densest = (1 << sizes[-1].bit_length() - 1) // _PER_DOUBLING
+        densest = (1 << sizes[-1].bit_length() - 1) // per_doubling
         stride = max(1, min(widest, densest))
         size = (sizes[-1] // stride + 1) * stride
         if size > last:
@@ -168,36 +189,112 @@ def linear(rows: int, in_features: int, out_features: int, dtype: str, *, train:
     )
 
 
-def curve(name: str, products: Callable[[int], Sequence[Gemm]], sizes: Sequence[int], gpu: Gpu) -> Curve:
+#: Times of operations on a GPU, as :func:`~tilefit.cost.model.estimate_all` gives them.
+Prices = Callable[[Iterable[Op], Gpu], Sequence[Estimate]]
+
+
+def curve(
+    name: str,
+    products: Callable[[int], Sequence[Gemm]],
+    sizes: Sequence[int],
+    gpu: Gpu,
+    prices: Prices | None = None,
+) -> Curve:
     """The products of each size, one after the other, and the sizes that a larger one beats.
 
     Args:
         name: What to call the curve.
         products: The products to run at a size.
-        sizes: The sizes to look at, increasing; where to move is also sought among the multiples between and
-            just beyond them.
+        sizes: The sizes to look at, increasing. Where to move is also sought among the multiples between and
+            just beyond them, if times are predicted.
         gpu: The GPU.
+        prices: Measured times; predicted ones if None.
     """
-    dtype = products(sizes[0])[0].dtype
-    candidates = {larger for size in sizes for larger in larger_sizes(size, dtype)}
-    ordered = sorted(candidates.union(sizes))
+    ordered = sizes if prices else _with_larger(sizes, products(sizes[0])[0].dtype)
     together = [products(size) for size in ordered]
-    estimates = iter(estimate_all((product for each in together for product in each), gpu))
+    estimates = iter((prices or estimate_all)([product for each in together for product in each], gpu))
     found = {}
     provenance = ""
     for size, each in zip(ordered, together, strict=True):
-        predicted = [next(estimates) for _ in each]
-        provenance = predicted[0].provenance
+        times = [next(estimates) for _ in each]
+        provenance = times[0].provenance
         found[size] = Point(
             size,
-            time_s=sum(p.time_s for p in predicted),
-            low_s=sum(p.low_s for p in predicted),
-            high_s=sum(p.high_s for p in predicted),
+            time_s=sum(p.time_s for p in times),
+            low_s=sum(p.low_s for p in times),
+            high_s=sum(p.high_s for p in times),
             flop=sum(product.flop for product in each),
-            kernel_families=tuple(dict.fromkeys(p.kernel_family for p in predicted)),
+            kernel_families=tuple(dict.fromkeys(p.kernel_family for p in times if p.kernel_family)),
         )
     points = tuple(found[size] for size in sizes)
     return Curve(name, gpu, points, _dips(points, [found[size] for size in ordered]), provenance)
+
+
+def step_curve(
+    name: str,
+    step_at: Callable[[int], Step],
+    sizes: Sequence[int],
+    gpu: Gpu,
+    *,
+    over: str,
+    everywhere: bool,
+    prices: Prices | None = None,
+) -> Curve:
+    """A whole step at each size, and the sizes that a larger one beats.
+
+    Args:
+        name: What to call the curve.
+        step_at: The step at a size.
+        sizes: The sizes to look at, increasing.
+        gpu: The GPU.
+        over: Which size varies; over ``seq`` tokens are counted, otherwise samples.
+        everywhere: Whether ``step_at`` knows sizes beyond those given, so that where to move may be sought
+            among them.
+        prices: Measured times of the operations; predicted ones if None.
+
+    Raises:
+        TilefitError: the GPU's memory does not hold the step at any of the sizes.
+    """
+    first = step_at(sizes[0])
+    dtype = first.settings.amp or "fp32"
+    found: dict[int, Point] = {}
+    too_large: dict[int, int] = {}
+    for size in _with_larger(sizes, dtype) if everywhere and not prices else sizes:
+        step = step_at(size)
+        if step.memory.peak_bytes > gpu.memory_bytes:
+            too_large[size] = step.memory.peak_bytes
+            continue
+        total = estimate_step(step, gpu, (prices or estimate_all)([entry.op for entry in step.ops], gpu))
+        found[size] = Point(
+            size,
+            total.time_s,
+            total.low_s,
+            total.high_s,
+            step.tensor_flop,
+            items=step.batch * (size if over == "seq" else 1),
+            memory_bytes=step.memory.peak_bytes,
+        )
+    points = tuple(found[size] for size in sizes if size in found)
+    if not points:
+        raise TilefitError(
+            f"at {over} {sizes[0]} the step needs {capacity(too_large[sizes[0]])}, and {gpu.title} has "
+            f"{capacity(gpu.memory_bytes)}",
+            hint="Begin with a smaller size, or name a larger GPU.",
+        )
+    return Curve(
+        name,
+        gpu,
+        points,
+        _dips(points, list(found.values())),
+        total.provenance,
+        ("tokens" if over == "seq" else "samples") if first.batch else "",
+        tuple(size for size in sizes if size in too_large),
+    )
+
+
+def _with_larger(sizes: Sequence[int], dtype: str) -> list[int]:
+    """The sizes, and those worth moving to from any of them."""
+    return sorted({larger for size in sizes for larger in larger_sizes(size, dtype)}.union(sizes))
 
 
 def _dips(points: Sequence[Point], candidates: Sequence[Point]) -> tuple[Dip, ...]:

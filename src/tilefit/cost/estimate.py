@@ -112,3 +112,11 @@ class StepEstimate:
     host_time_s: float
     flop: int
     bound_time_s: Mapping[str, float]
+
+    @property
+    def provenance(self) -> str:
+        """What most of the GPU time rests on; empty for a step without operations."""
+        time_s: dict[str, float] = {}
+        for each in self.ops:
+            time_s[each.provenance] = time_s.get(each.provenance, 0.0) + each.time_s
+        return max(time_s, key=lambda name: time_s[name], default="")

@@ -9,6 +9,7 @@ from tilefit.cost import tiles
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import Kernel, alignment_bytes, select
+from tilefit.cost.lookup import profile
 from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate
 from tilefit.cost.profiles import constants
@@ -110,7 +111,8 @@ def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
     """
     device = gpus.get(gpu) if isinstance(gpu, str) else gpu
     kernel = select(gemm, device)
-    plan = schedule(gemm, device, constants(device), kernel)
+    fitted = profile(device)
+    plan = schedule(gemm, device, (fitted and fitted.constants) or constants(device), kernel)
     predicted = estimate(gemm, device)
     dtypes = (gemm.dtype, gemm.dtype, gemm.out_dtype or gemm.dtype)
     return GemmExplanation(

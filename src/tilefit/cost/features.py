@@ -8,6 +8,7 @@ enough and that sizes it has never seen still look familiar.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 from math import ceil, gcd, log2, prod
 
 from tilefit.cost.attention import CUDNN, EFFICIENT, FLASH, MATH_BACKEND, backend
@@ -96,19 +97,21 @@ def gemm(op: Gemm, gpu: Gpu) -> Row:
 
 _CONV_DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _DIRECTIONS = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+_TAPS, _STEPS = (1, 2, 3, 4, 5, 7, 11), (1, 2, 4, 16)
+_CASES = tuple(product(_DIRECTIONS, (False, True), (False, True), (False, True)))
 
 
 def conv(op: Conv, gpu: Gpu) -> Row:
     """A convolution pass: the equivalent product, and what gathering its operands costs."""
     size = size_bytes(op.dtype)
     access = elements_per_access(op.dtype)
-    product = op.implicit_gemm
+    matrix = op.implicit_gemm
     peak = gpu.peak_flop_per_s(op.dtype)
     moved = op.moved_bytes
     channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
     math_s = op.flop / peak
     memory_s = moved / gpu.memory_bandwidth_bytes_per_s
-    tiled_s, tiling = _tiling(product.m, product.n, product.k, product.batch, size, peak, gpu)
+    tiled_s, tiling = _tiling(matrix.m, matrix.n, matrix.k, matrix.batch, size, peak, gpu)
     activations_s = size * (op.input_elements + op.output_elements) / gpu.memory_bandwidth_bytes_per_s
     narrow = op.groups > 1 and min(channels_in, channels_out) < access
     cuda_cores_s = op.flop / gpu.peak_flop_per_s("fp32")
@@ -125,16 +128,27 @@ def conv(op: Conv, gpu: Gpu) -> Row:
         float(max(op.kernel_size)), float(min(op.kernel_size)), float(max(op.padding)),
         log2(prod(op.input_size)), log2(prod(op.output_size)),
         log2(op.input_elements * size), log2(op.output_elements * size), log2(op.weight_elements * size),
-        log2(product.m), log2(product.n), log2(product.k),
+        log2(matrix.m), log2(matrix.n), log2(matrix.k),
         log2(math_s), log2(memory_s), log2(math_s / memory_s), log2(tiled_s), log2(baseline_s),
         float(op.groups == 1), float(op.is_depthwise), float(taps == 1), float(taps == 1 and step == 1),
         float(taps == 9 and step == 1), float(channels_in < access), float(channels_out < access),
         *(log2(each) for each in aligned), float(min(aligned) >= access),
         float(op.channels_last and min(aligned) >= access), log2(gcd(op.output_size[-1], 64)),
         float(narrow), log2(cuda_cores_s), log2(activations_s), log2(busy_s / memory_s),
+        log2(gcd(op.batch, 64)), log2(gcd(op.input_size[-1], 64)), log2(gcd(prod(op.output_size), 256)),
+        log2(gcd(channels_in, 256)), log2(gcd(channels_out, 256)),
+        float(op.padding[-1] * 2 == op.kernel_size[-1] - 1),
+        log2(channels_in * taps), log2(prod(op.input_size) / prod(op.output_size)),
+        log2(ceil_div(channels_in, 64) * 64 / channels_in),
+        log2(ceil_div(channels_out, 64) * 64 / channels_out),
     ]  # fmt: skip
     row += tiling
     row += _one_hot(op.dtype, _CONV_DTYPES) + _one_hot(op.direction, _DIRECTIONS)
+    row += _one_hot(max(op.kernel_size), _TAPS) + _one_hot(step, _STEPS)
+    for each in aligned:
+        row += _one_hot(each, _ALIGNMENTS[:5])
+    # What the library does depends on the pass, the layout and the alignment together.
+    row += _one_hot((op.direction, op.channels_last, min(aligned) >= access, op.groups == 1), _CASES)
     return baseline_s, row
 
 
@@ -173,6 +187,19 @@ def attention(op: Attention, gpu: Gpu) -> Row:
     return baseline_s, row
 
 
+#: Functions that were measured; any other is described by its role alone.
+_FUNCTIONS = """
+    _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_lerp _foreach_mul _foreach_sqrt
+    _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data _softmax
+    _softmax_backward_data _to_copy add addcmul amax argmax avg_pool2d avg_pool2d_backward bernoulli cat clone
+    constant_pad_nd cumsum div embedding embedding_dense_backward exp fill fused_adamw fused_sgd gather gelu
+    gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward
+    index_add index_select linalg_vector_norm masked_fill max_pool2d_with_indices
+    max_pool2d_with_indices_backward mean mse_loss mul native_batch_norm native_batch_norm_backward
+    native_dropout native_dropout_backward native_group_norm native_layer_norm native_layer_norm_backward neg
+    nll_loss_backward nll_loss_forward pow relu roll select_backward sigmoid sigmoid_backward silu
+    silu_backward slice_backward sort sum tanh threshold_backward topk where
+""".split()
 _STREAMING_DTYPES = ("bf16", "fp16", "fp32")
 #: Rows and elements that one block of a reduction takes, about.
 _BLOCK = 1024
@@ -194,9 +221,10 @@ def streaming(op: Streaming, gpu: Gpu) -> Row:
         log2(outer / gpu.sms), log2(gcd(inner * size, LINE_BYTES)), log2(gcd(elements * size, LINE_BYTES)),
         log2(elements / _BLOCK / gpu.sms), log2(max(1.0, inner / _BLOCK)), log2(moved / gpu.l2_bytes),
         float(moved > gpu.l2_bytes), float(op.strided), log2(op.kernels), float(op.kernels > 1), float(size),
+        log2(max(1.0, outer / gpu.sms)), float(inner * size % 16 == 0), float(elements * size % 16 == 0),
     ]  # fmt: skip
-    role = _one_hot(op.role, ROLES)
-    row += role + _one_hot(op.dtype, _STREAMING_DTYPES)
+    row += _one_hot(op.role, ROLES) + _one_hot(op.dtype, _STREAMING_DTYPES)
+    row += _one_hot(op.function, _FUNCTIONS)
     return baseline_s, row
 
 

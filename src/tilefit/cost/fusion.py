@@ -184,7 +184,7 @@ def _kernel(
                 outputs[ref.id] = ref
                 write_bytes += min(_bytes(ref), op.write_bytes)
     # Statistics over the batch need the whole grid before they can be used: their inputs are read twice.
-    again = sum(part.read_bytes for part in parts if part.role == "normalization" and not part.inner)
+    again = sum(part.read_bytes for part in parts if "batch_norm" in part.function)
     largest = max(parts, key=lambda part: part.elements)
     first = step.ops[chain.members[0]]
     names = dict.fromkeys(step.ops[index].name.removeprefix("aten.") for index in chain.members)

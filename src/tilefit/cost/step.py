@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import hypot
 
 from tilefit import gpus
-from tilefit.cost.estimate import BOUNDS, LAUNCH, StepEstimate
+from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
 from tilefit.cost.launch import kernels, launch_s
+from tilefit.cost.lookup import profile
 from tilefit.cost.model import estimate_all
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
@@ -15,19 +17,26 @@ from tilefit.ops import Step
 _LAUNCH_SPREAD = 0.4
 
 
-def estimate_step(step: Step, gpu: Gpu | str) -> StepEstimate:
+def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | None = None) -> StepEstimate:
     """Predicted wall time of a step.
 
     The host launches operation after operation and runs ahead; the GPU starts each one when it has been
     launched and the one before has finished. The time is when the last one finishes.
+
+    Args:
+        step: The step.
+        gpu: The GPU, or its name.
+        estimates: Times of the step's operations, where they are known better (measured).
     """
     device = gpus.get(gpu) if isinstance(gpu, str) else gpu
-    estimates = tuple(estimate_all((entry.op for entry in step.ops), device))
+    estimates = tuple(estimates or estimate_all((entry.op for entry in step.ops), device))
+    fitted = profile(device)
+    scale = fitted.launch_scale if fitted else 1.0
     host_s = free_s = gpu_s = 0.0
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
     for entry, predicted in zip(step.ops, estimates, strict=True):
-        launch = launch_s(entry.op, entry.phase, device, step.settings)
+        launch = scale * launch_s(entry.op, entry.phase, device, step.settings)
         count = max(1, kernels(entry.op, device))
         # The first kernel can start when it is launched, the last one when all are.
         start_s = max(free_s, host_s + launch / count)

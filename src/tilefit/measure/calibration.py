@@ -1,33 +1,50 @@
-"""Fit the cost model's constants to a GPU that nobody has measured, in a few minutes.
+"""Fit the cost model to a GPU that nobody has measured, in a few minutes.
 
-An active design: the ceilings first (large products, memory-bound products, the smallest one), then a random
-sample, then again and again the products on which models fitted to different parts of what is known
-disagree most. Every fifth product of the random sample is never fitted to; on them the error is stated.
+An active design. Of the products first those that show the ceilings, and a random sample: the constants of
+the model's first stage are fitted to them. Then, of products, streaming operations, convolutions and
+attention in turn, more of what the networks fitted so far disagree about, mixed with random draws, for as
+long as there is time. At the end an ensemble of small networks is fitted to everything, as a correction of
+the first stage. One family of shapes in six is never fitted to: on these the errors are stated, and from them
+the intervals are taken.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
-from math import log
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
+from math import log2
 from random import Random
-from statistics import fmean, pstdev
+from zlib import crc32
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tilefit import __version__
+from tilefit.capture.aten import multi_tensor_launches
+from tilefit.cost.analytic import analytic
+from tilefit.cost.calibrated import Network, Profile, fingerprint, on_analytic
 from tilefit.cost.estimate import ESTIMATED
+from tilefit.cost.features import domain
 from tilefit.cost.fitting import Measured, fit
-from tilefit.cost.gemm import estimate_gemm
-from tilefit.cost.profiles import GENERAL, Constants
+from tilefit.cost.kernels import select
+from tilefit.cost.profiles import Constants, constants
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.measure.suites import gemms
-from tilefit.ops import Gemm
+from tilefit.measure import streaming, suites
+from tilefit.measure.microbenchmarks import instance
+from tilefit.measure.networks import train
+from tilefit.measure.pool import Pool
+from tilefit.ops import Attention, Conv, Gemm, Op, Streaming
+from tilefit.ops.dtypes import ALIGNMENT_BYTES
 
-_SCHEMA = 1
+Call = Callable[[], object]
+
+#: What is measured, in this order, and its share of the time.
+SHARES = {"gemm": 0.6, "streaming": 0.16, "conv": 0.14, "attention": 0.1}
 #: Products that show a ceiling each: math, memory (weights, activations), the latency of a kernel.
 CEILINGS = (
     Gemm(8192, 8192, 8192),
@@ -36,167 +53,346 @@ CEILINGS = (
     Gemm(65536, 64, 1024),
     Gemm(64, 64, 64),
 )
-_SAMPLE, _CANDIDATES, _CHOSEN, _COMMITTEE = 40, 200, 20, 4
-_HELD_OUT = 5
-_LONGEST_S = 10e-3
-#: Share of the budget for measuring; the rest is for the last fit.
+#: Share of the budget for measuring; the rest is for the last fits.
 _MEASURING = 0.85
-_ROUGH, _FINE = 60, 400  # iterations of a committee's and of the last fit
-_MOST = 400
+_LONGEST_S = 10e-3
+_SAMPLE = 300
+#: Operations of a round, of which half are the most disputed of so many drawn for each.
+_ROUND, _DRAWN = 1000, 6
+_HELD_OUT = 6
+#: Fitted and held out at least, of a kind; and of an element type or role that the networks then speak for.
+_LEAST, _LEAST_HELD_OUT, _LEAST_OF_DOMAIN = 40, 8, 20
+_QUICK_EPOCHS, _EPOCHS = 15, 50
+#: Of the constants' fit: products and iterations.
+_FITTED_ROWS, _ITERATIONS = 300, 300
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """The constants fitted to a GPU, and how well they predict it.
+class Candidate:
+    """An operation that may be measured, and the call that runs it on data of a pool."""
 
-    Attributes:
-        gpu: The GPU's short name.
-        date: UTC, ISO 8601.
-        software: Driver and versions, as a text.
-        constants: For the cost model; ``spread`` is the error's 80 % quantile.
-        measured: Products measured.
-        error_before, error_after: Mean absolute relative error on the products held out, with the general
-            constants and with these.
-    """
+    op: Op
+    build: Callable[[Pool], Call]
 
-    gpu: str
-    date: str
-    software: str
-    constants: Constants
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a calibration is: operations measured of a kind, and the share of the budget that is used."""
+
+    kind: str
     measured: int
-    error_before: float
-    error_after: float
+    share: float
+
+
+def candidates(seed: int = 0) -> dict[str, Iterator[Candidate]]:
+    """Endless operations of each kind: layers of real models, and random ones."""
+
+    def of(entries: Iterable[suites.Entry]) -> Iterator[Candidate]:
+        return (Candidate(entry.op, partial(instance, entry.op)) for entry in entries)
+
+    def streams() -> Iterator[Candidate]:
+        for case in suites.streamings(seed):
+            if (op := as_captured(*case)) is not None:
+                yield Candidate(op, partial(streaming.build, *case))
+
+    return {
+        "gemm": chain(of(suites.Entry(op, "ceiling") for op in CEILINGS), of(suites.gemms(seed))),
+        "streaming": streams(),
+        "conv": of(suites.convs(seed)),
+        "attention": of(suites.attentions(seed)),
+    }
+
+
+def as_captured(name: str, rows: int, inner: int, dtype: str) -> Streaming | None:
+    """A microbenchmark as a captured step describes what it runs; None where that is several operations."""
+    if name.endswith("foreach") or name in ("clip_grad_norm", "cross_entropy"):
+        return None
+    op = streaming.operation(name, rows, inner, dtype)
+    kernels = 1
+    if op.role == "optimizer":
+        kernels = multi_tensor_launches(rows, op.elements, 4)
+    elif name == "embedding_backward":
+        kernels = 2 if rows <= 3072 else 30
+    elif name == "nll_loss_backward":
+        kernels = 2
+    return replace(op, kernels=kernels, flop_per_element=1.0)
+
+
+def family(op: Op) -> str:
+    """What is held out together: an operation that is held out has no near neighbour among those fitted.
+
+    Of products all whose weights have about the same two sizes (within 19 %), whatever the rows, the layout
+    and the type.
+    """
+    match op:
+        case Gemm():
+            weights = (op.m, op.n) if op.layout == "NT" else (op.n, op.k)
+            key: tuple[object, ...] = tuple(round(4 * log2(size)) for size in sorted(weights))
+        case Conv():
+            key = (op.in_channels, op.out_channels, op.kernel_size)
+        case Attention():
+            key = (op.num_heads, op.head_dim, op.seq_len)
+        case _:
+            assert isinstance(op, Streaming)
+            key = (op.function, op.inner or round(4 * log2(1 + op.elements)))
+    return f"{op.kind} {key}"
+
+
+def held_out(op: Op) -> bool:
+    """Whether an operation's family is one that is never fitted to."""
+    return crc32(family(op).encode()) % _HELD_OUT == 0
+
+
+@dataclass
+class _Rows:
+    """Measured operations of one kind, and what the networks see of them."""
+
+    gpu: Gpu
+    fitted: Constants
+    ops: list[Op] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    _inputs: list[NDArray[np.float32]] = field(default_factory=list)
+    _first_s: list[NDArray[np.float64]] = field(default_factory=list)
+    _described: int = 0
+
+    def describe(self, ops: Sequence[Op]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        return on_analytic(ops, self.gpu, [analytic(op, self.gpu, self.fitted) for op in ops])
+
+    def train(self, epochs: int, device: str) -> Network:
+        if new := self.ops[self._described :]:
+            first_s, inputs = self.describe(new)
+            self._first_s.append(first_s)
+            self._inputs.append(inputs)
+            self._described = len(self.ops)
+        ratio = np.log(self.times_s) - np.log(np.concatenate(self._first_s))
+        return train(np.concatenate(self._inputs), ratio.astype(np.float32), epochs=epochs, device=device)
+
+    def most_disputed(self, drawn: list[Candidate], number: int, network: Network) -> list[Candidate]:
+        if not drawn:
+            return []
+        _, inputs = self.describe([each.op for each in drawn])
+        dispute = network.members(inputs)[..., 0].std(axis=0)
+        return [drawn[i] for i in np.argsort(-dispute)[:number]]
+
+
+class _Session:
+    """One calibration: what is measured goes to what is fitted to, or to what is held out."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        measure: Callable[[Candidate], float],
+        start: Constants,
+        used: Callable[[], float],
+        device: str,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.gpu, self.measure, self.used, self.device = gpu, measure, used, device
+        self.start, self.fitted = start, start
+        self.on_progress = on_progress
+        self.rows: dict[str, _Rows] = {}
+        self.held_out: dict[str, _Rows] = {}
+
+    def take(self, candidate: Candidate) -> None:
+        """Measure one operation."""
+        op = candidate.op
+        try:
+            time_s = self.measure(candidate)
+        except TilefitError:
+            return  # too large for this card, or not supported by it
+        into = self.held_out if held_out(op) else self.rows
+        rows = into.setdefault(op.kind, _Rows(self.gpu, self.fitted))
+        rows.ops.append(op)
+        rows.times_s.append(time_s)
+        if self.on_progress:
+            self.on_progress(Progress(op.kind, self.measured(op.kind), self.used()))
+
+    def measured(self, kind: str) -> int:
+        return sum(len(part[kind].ops) for part in (self.rows, self.held_out) if kind in part)
+
+    def feasible(self, candidate: Candidate) -> bool:
+        """Whether the GPU has the type, and it does not take too long."""
+        op = candidate.op
+        supported = op.dtype not in ("bf16", "tf32", "fp8", "int8") or self.gpu.supports(op.dtype)
+        return supported and analytic(op, self.gpu, self.start).time_s < _LONGEST_S
+
+    def fit_constants(self) -> None:
+        """Fit the first stage, once, to the products whose interval it states: aligned, of 16 bits."""
+        rows = self.rows.get("gemm")
+        if rows is None or self.fitted is not self.start:
+            return
+        plain = [
+            Measured(op, self.gpu, time_s)
+            for op, time_s in zip(rows.ops, rows.times_s, strict=True)
+            if isinstance(op, Gemm) and _plain(op, self.gpu)
+        ]
+        if len(plain) >= _LEAST // 2:
+            self.fitted = fit(plain[:_FITTED_ROWS], self.start, iterations=_ITERATIONS)
+            for part in (*self.rows.values(), *self.held_out.values()):
+                part.fitted = self.fitted
+
+    def explore(self, kind: str, drawn: Iterator[Candidate], until: float) -> None:
+        """Measure a kind until a share of the budget is used, or there are no more candidates."""
+        feasible = filter(self.feasible, drawn)
+        batch = list(islice(feasible, _SAMPLE))
+        while batch:
+            for candidate in batch:
+                if self.used() >= until:
+                    return
+                self.take(candidate)
+            batch = self.next_round(kind, feasible)
+
+    def next_round(self, kind: str, feasible: Iterator[Candidate]) -> list[Candidate]:
+        """Half random, half what the networks disagree about most."""
+        self.fit_constants()
+        rows = self.rows.get(kind)
+        if rows is None or len(rows.ops) < _LEAST:
+            return list(islice(feasible, _SAMPLE))
+        half = min(len(rows.ops), _ROUND) // 2
+        pool = [each for each in islice(feasible, half * _DRAWN) if not held_out(each.op)]
+        chosen = rows.most_disputed(pool, half, rows.train(_QUICK_EPOCHS, self.device))
+        chosen += islice(feasible, half)
+        Random(len(rows.ops)).shuffle(chosen)  # whenever the time is up, some of each
+        return chosen
+
+
+def _plain(op: Gemm, gpu: Gpu) -> bool:
+    return op.dtype in ("fp16", "bf16") and select(op, gpu).alignment_bytes >= ALIGNMENT_BYTES
 
 
 def calibrate(
     gpu: Gpu,
-    measure: Callable[[Gemm], float],
+    measure: Callable[[Candidate], float],
     *,
-    budget_s: float = 300.0,
-    start: Constants = GENERAL,
-    software: str = "",
-    seed: int = 0,
+    budget_s: float = 240.0,
+    drawn: Mapping[str, Iterator[Candidate]] | None = None,
+    shares: Mapping[str, float] | None = None,
+    start: Constants | None = None,
+    shipped: Profile | None = None,
+    launch_scale: float = 1.0,
+    versions: Mapping[str, str] | None = None,
+    device: str = "cpu",
     clock: Callable[[], float] = time.monotonic,
-    on_progress: Callable[[int, float], None] | None = None,
-) -> Calibration:
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Profile:
     """Measure and fit, within a time budget.
 
     Args:
         gpu: The facts of the GPU.
-        measure: Seconds of one product; raises :class:`TilefitError` for one that cannot run.
+        measure: Seconds of one operation; raises :class:`TilefitError` for one that cannot run.
         budget_s: Time for everything.
-        start: Constants the fit starts from.
-        software: Recorded with the result.
-        seed: Of the shapes and of the fit.
+        drawn: What may be measured, by kind; by default :func:`candidates`.
+        shares: Of the time, by kind, in the order in which they are measured, products first; by default
+            :data:`SHARES`.
+        start: Constants that the fit of the first stage starts from; by default those of the GPU's kind.
+        shipped: A profile whose errors on the same held-out operations are recorded beside.
+        launch_scale: As :func:`tilefit.measure.launch.launch_scale` gives it.
+        versions: Of the software; recorded.
+        device: Where to train the networks.
         clock: Seconds; for tests.
-        on_progress: Called after each product with their number and the share of the budget that is used.
+        on_progress: Called after each operation.
+
+    Returns:
+        The profile; ``about["networks"][kind]`` holds how many operations were fitted to and held out, and
+        the mean absolute relative errors on the latter (``errors``): of the first stage as it was
+        (``datasheet``), of this profile (``calibrated``), and of ``shipped``.
 
     Raises:
-        TilefitError: fewer products could be measured than there are constants to fit.
+        TilefitError: too few products could be measured.
     """
     began_s = clock()
-    shapes = _shapes(gpu, start, seed)
-    fitted_to: list[Measured] = []
-    held_out: list[Measured] = []
 
-    def run(product: Gemm, into: list[Measured]) -> None:
-        try:
-            into.append(Measured(product, gpu, measure(product)))
-        except TilefitError:
-            return  # too large for this card, or not supported by it
-        if on_progress:
-            on_progress(len(fitted_to) + len(held_out), min(1.0, (clock() - began_s) / budget_s))
+    def used() -> float:
+        return (clock() - began_s) / budget_s
 
-    def time_left() -> bool:
-        return clock() - began_s < _MEASURING * budget_s
+    session = _Session(gpu, measure, start or constants(gpu), used, device, on_progress)
+    sources, shares = drawn or candidates(), shares or SHARES
+    until = 0.0
+    for kind, share in shares.items():
+        until += _MEASURING * share / sum(shares.values())
+        session.explore(kind, sources[kind], until)
+        session.fit_constants()
+    networks, facts = {}, {}
+    for kind in shares:
+        rows, aside = session.rows.get(kind), session.held_out.get(kind)
+        if not rows or not aside or len(rows.ops) < _LEAST or len(aside.ops) < _LEAST_HELD_OUT:
+            if kind == "gemm":
+                raise TilefitError(
+                    f"only {session.measured(kind)} products could be measured in {budget_s:.0f} s",
+                    hint="Give it more time, and look whether other programs use the GPU.",
+                )
+            continue
+        networks[kind], facts[kind] = _fitted(session, rows, aside, shipped)
+    fitted = session.fitted
+    if "gemm" in session.held_out:
+        fitted = replace(fitted, spread=_spread(session.held_out["gemm"]), provenance=ESTIMATED)
+    about = {
+        "gpu": gpu.name,
+        "tilefit": __version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": dict(versions or {}),
+        "launch_scale": launch_scale,
+        "constants": asdict(fitted),
+        "networks": facts,
+    }
+    return Profile(networks, about, fitted, launch_scale)
 
-    for product in CEILINGS:
-        run(product, fitted_to)
-    for index, product in enumerate(islice(shapes, _SAMPLE)):
-        if time_left():
-            run(product, held_out if index % _HELD_OUT == 0 else fitted_to)
-    while time_left() and len(fitted_to) < _MOST:
-        committee = _committee(fitted_to, start, seed + len(fitted_to))
-        for product in _most_disputed(list(islice(shapes, _CANDIDATES)), gpu, committee):
-            if time_left():
-                run(product, fitted_to)
-        for product in islice(shapes, _CHOSEN // _HELD_OUT):
-            if time_left():
-                run(product, held_out)
-    if len(fitted_to) < 2 * len(CEILINGS) or not held_out:
-        raise TilefitError(
-            f"only {len(fitted_to)} products could be measured in {budget_s:.0f} s",
-            hint="Give it more time, and look whether other programs use the GPU.",
-        )
-    constants = fit(fitted_to, start, iterations=_FINE, seed=seed)
-    after = sorted(_errors(held_out, constants))
-    spread = after[min(len(after) - 1, int(0.8 * len(after)))]
-    return Calibration(
-        gpu.name,
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        software,
-        replace(constants, spread=spread, provenance=ESTIMATED),
-        len(fitted_to) + len(held_out),
-        fmean(_errors(held_out, start)),
-        fmean(after),
+
+def _fitted(
+    session: _Session, rows: _Rows, aside: _Rows, shipped: Profile | None
+) -> tuple[Network, dict[str, object]]:
+    """A kind's networks, and what is recorded of them."""
+    kind = rows.ops[0].kind
+    counts = Counter(map(domain, rows.ops))
+    network = replace(
+        rows.train(_EPOCHS, session.device),
+        domains=frozenset(name for name, number in counts.items() if number >= _LEAST_OF_DOMAIN),
     )
+    first_s, inputs = aside.describe(aside.ops)
+    outputs = network(inputs)
+    residual = (np.log(aside.times_s) - np.log(first_s) - outputs[:, 0]) / np.exp(outputs[:, 1])
+    # Widened by what a sample of this size may miss, as in conformal prediction.
+    level = min(1.0, 0.9 * (1 + 1 / len(residual)))
+    low, high = np.quantile(residual, (1 - level, level))
+    network = replace(network, quantiles=(float(low), float(high)))
+    own = Profile({kind: network}, {}, session.fitted)
+    errors = {
+        "datasheet": _error(aside, None, session.start),
+        "calibrated": _error(aside, own, session.fitted),
+    }
+    if shipped and kind in shipped.networks:
+        errors["shipped"] = _error(aside, shipped, session.start)
+    return network, {
+        "domains": sorted(network.domains),
+        "layers": len(network.layers),
+        "quantiles": list(network.quantiles),
+        "families": [],
+        "tiles": [],
+        "on_analytic": True,
+        "bounds": list(network.bounds),
+        "fingerprint": fingerprint(kind, session.gpu),
+        "trained_rows": len(rows.ops),
+        "held_out_rows": len(aside.ops),
+        "errors": errors,
+    }
 
 
-def _shapes(gpu: Gpu, start: Constants, seed: int) -> Iterator[Gemm]:
-    """Endless 16-bit products that do not take too long: what training and inference mostly run."""
-    dtype = "bf16" if gpu.supports("bf16") else "fp16"
-    for entry in gemms(seed):
-        product = entry.op
-        if isinstance(product, Gemm) and product.dtype in ("bf16", "fp16"):
-            product = replace(product, dtype=dtype)
-            if estimate_gemm(product, gpu, start).time_s < _LONGEST_S:
-                yield product
+def _error(rows: _Rows, profile: Profile | None, fitted: Constants) -> float:
+    """Mean absolute relative error; what the profile does not cover is left to the first stage."""
+    predicted = {op: analytic(op, rows.gpu, fitted) for op in rows.ops}
+    if profile and (covered := [op for op in predicted if profile.covers(op)]):
+        first = [predicted[op] for op in covered]
+        predicted |= zip(covered, profile.correct(covered, rows.gpu, first), strict=True)
+    times = np.array([predicted[op].time_s for op in rows.ops])
+    return round(float(np.abs(times / rows.times_s - 1).mean()), 4)
 
 
-def _committee(measured: Sequence[Measured], start: Constants, seed: int) -> list[Constants]:
-    """Fits to random halves: where they disagree, nothing known decides."""
-    random = Random(seed)
-    half = max(2, len(measured) // 2)
-    return [
-        fit(random.sample(measured, half), start, iterations=_ROUGH, seed=seed + i) for i in range(_COMMITTEE)
+def _spread(rows: _Rows) -> float:
+    """Half-width of the first stage's 80 % interval for aligned products of 16 bits."""
+    factors = [
+        max(ratio, 1 / ratio)
+        for op, time_s in zip(rows.ops, rows.times_s, strict=True)
+        if isinstance(op, Gemm) and _plain(op, rows.gpu)
+        for ratio in (analytic(op, rows.gpu, rows.fitted).time_s / time_s,)
     ]
-
-
-def _most_disputed(products: list[Gemm], gpu: Gpu, committee: list[Constants]) -> list[Gemm]:
-    def dispute(product: Gemm) -> float:
-        return pstdev(log(estimate_gemm(product, gpu, member).time_s) for member in committee)
-
-    return sorted(products, key=dispute, reverse=True)[:_CHOSEN]
-
-
-def _errors(measured: Sequence[Measured], constants: Constants) -> list[float]:
-    return [abs(estimate_gemm(m.gemm, m.gpu, constants).time_s / m.time_s - 1) for m in measured]
-
-
-def save(calibration: Calibration, path: Path) -> None:
-    """Write a profile file, whole or not at all."""
-    text = json.dumps({"schema": _SCHEMA, **asdict(calibration)}, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
-def load(path: Path) -> Calibration:
-    """Read a profile file.
-
-    Raises:
-        TilefitError: it cannot be read, is of another version, or is damaged. It is left as it is.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("schema") == _SCHEMA:
-            known = {f.name for f in fields(Constants)}
-            constants = Constants(**{k: v for k, v in data.pop("constants").items() if k in known})
-            return Calibration(constants=constants, **data)
-        what = "the profile is of another version"
-    except OSError as error:
-        what = f"the profile cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"the profile is damaged: {error!r}"
-    raise TilefitError(what, where=str(path), hint="Make a new one: tilefit calibrate.")
+    return round(float(np.quantile(factors, 0.8)) - 1, 4) if factors else rows.fitted.spread

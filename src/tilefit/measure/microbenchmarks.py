@@ -61,6 +61,13 @@ def set_tf32(op: Op) -> None:
 # --- matrix products -------------------------------------------------------------------------------
 
 
+def gemm_operands(op: Gemm, pool: Pool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [m, k] and B [k, n] of a product, stored as its layout says; with a batch, a dimension more."""
+    a = _matrix(pool, op, op.m, op.k, op.layout[1] == "T", op.ld_a)
+    b = _matrix(pool, op, op.k, op.n, op.layout[0] == "T", op.ld_b)
+    return a, b
+
+
 def _matrix(pool: Pool, op: Gemm, rows: int, columns: int, transposed: bool, ld: int) -> torch.Tensor:
     """A rows x columns operand: row-major, or the transposed view of a row-major one, ``ld`` apart."""
     if transposed:
@@ -73,9 +80,7 @@ def _matrix(pool: Pool, op: Gemm, rows: int, columns: int, transposed: bool, ld:
 
 def _gemm(op: Gemm, pool: Pool) -> Call:
     dtype = TORCH_DTYPES[op.dtype]
-    letter_b, letter_a = op.layout[0], op.layout[1]
-    a = _matrix(pool, op, op.m, op.k, letter_a == "T", op.ld_a)
-    b = _matrix(pool, op, op.k, op.n, letter_b == "T", op.ld_b)
+    a, b = gemm_operands(op, pool)
     if op.dtype == "fp8":
         if op.layout != "TN" or op.batch > 1:
             raise UsageError(

@@ -41,11 +41,7 @@ def measure_op(
     Raises:
         TilefitError: PyTorch cannot run it, or it does not fit.
     """
-    try:
-        timing = timer.measure(lambda: instance(op, pool), device, cold=cold)
-    except RuntimeError as error:
-        # Out of memory and unsupported shapes; the first line says which.
-        raise TilefitError(str(error).partition("\n")[0], where=f"{op.kind} {op.shape} {op.dtype}") from error
+    timing = time_call(op, lambda: instance(op, pool), device, cold=cold)
     clocks = timing.clocks
     return Measurement(
         op,
@@ -62,6 +58,21 @@ def measure_op(
         clocks.power_w if clocks else None,
         clocks.throttle_reasons if clocks else None,
     )
+
+
+def time_call(
+    op: Op, factory: timer.Factory, device: timer.Device, *, cold: bool = True, replays: int = 9
+) -> timer.Timing:
+    """Time a call that runs an operation; arguments as of :func:`tilefit.measure.timer.measure`.
+
+    Raises:
+        TilefitError: PyTorch cannot run it, or it does not fit.
+    """
+    try:
+        return timer.measure(factory, device, cold=cold, replays=replays)
+    except RuntimeError as error:
+        # Out of memory and unsupported shapes; the first line says which.
+        raise TilefitError(str(error).partition("\n")[0], where=f"{op.kind} {op.shape} {op.dtype}") from error
 
 
 def run_suite(

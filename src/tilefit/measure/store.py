@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Self
 from tilefit.errors import TilefitError, UsageError
 from tilefit.measure.environment import Environment
 from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
+from tilefit.paths import corrupt_name, data_folder
 
 _KINDS: dict[str, type[Op]] = {cls.kind: cls for cls in (Gemm, Conv, Attention, Recurrent, Streaming)}
 _SCHEMA = 1
@@ -72,8 +72,7 @@ def default_path() -> Path:
     chosen = os.environ.get("TILEFIT_STORE")
     if chosen:
         return Path(chosen)
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "tilefit" / "measurements.db"
+    return data_folder() / "measurements.db"
 
 
 class Store:
@@ -187,8 +186,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 
 def _set_aside(path: Path) -> Path:
     """Rename a broken file and its journals; nothing is deleted or overwritten."""
-    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    target = path.with_name(f"{path.name}.corrupt-{stamp}-{os.getpid()}")
+    target = corrupt_name(path)
     for suffix in ("-wal", "-shm"):
         journal = path.with_name(path.name + suffix)
         if journal.exists():

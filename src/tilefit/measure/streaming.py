@@ -26,6 +26,8 @@ aten = torch.ops.aten
 VOCABULARY = 50304
 #: Width of a head in ``permute_heads``, taps of the pooling window, groups of ``group_norm``.
 _HEAD, _WINDOW, _GROUPS = 64, 3, 32
+#: Most images of a batch.
+_IMAGES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Recipe:
         build: (pool, rows, inner, dtype) -> call.
         traffic: (rows, inner, bytes of an element) -> bytes read, bytes written.
         flop_per_element: Arithmetic per element.
-        normalised: ``inner`` is reduced or normalised.
+        reach: (rows, inner) -> elements that are reduced, normalised or moved together; 0 for all of them.
         strided: Operand and result lie in memory differently.
         kernels: GPU kernels it launches.
     """
@@ -46,9 +48,29 @@ class Recipe:
     build: Callable[[Pool, int, int, torch.dtype], Call]
     traffic: Callable[[int, int, int], tuple[int, int]]
     flop_per_element: float = 1.0
-    normalised: bool = False
+    reach: Callable[[int, int], int] = lambda rows, inner: 0
     strided: bool = False
     kernels: int = 1
+
+
+def _row(rows: int, inner: int) -> int:
+    return inner
+
+
+def _single(rows: int, inner: int) -> int:
+    return 1
+
+
+def _head(rows: int, inner: int) -> int:
+    return inner // max(1, inner // _HEAD)
+
+
+def _column(rows: int, inner: int) -> int:
+    return rows
+
+
+def _group(rows: int, inner: int) -> int:
+    return inner // gcd(inner, _GROUPS) * (rows // gcd(rows, _IMAGES))
 
 
 def _reads(reads: int, writes: int = 1) -> Callable[[int, int, int], tuple[int, int]]:
@@ -117,8 +139,8 @@ def _rms_norm_backward(pool: Pool, rows: int, inner: int, dtype: torch.dtype) ->
 
 
 def _images(pool: Pool, rows: int, channels: int, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    """``rows`` pixels of so many channels as a batch of at most 32 images, as square as they divide."""
-    batch = gcd(rows, 32)
+    """``rows`` pixels of so many channels as a batch of images, as square as they divide."""
+    batch = gcd(rows, _IMAGES)
     pixels = rows // batch
     height = next(h for h in range(int(pixels**0.5), 0, -1) if pixels % h == 0)
     if channels_last:
@@ -302,7 +324,7 @@ RECIPES: dict[str, Recipe] = {
     "add": Recipe("pointwise", _on(2, torch.add), _reads(2)),
     "mul": Recipe("pointwise", _on(2, torch.mul), _reads(2)),
     "add_": Recipe("pointwise", _on(2, lambda x, y: x.add_(y)), _reads(2)),
-    "add_row": Recipe("pointwise", _add_row, lambda r, i, s: ((r * i + i) * s, r * i * s)),
+    "add_row": Recipe("pointwise", _add_row, lambda r, i, s: ((r * i + i) * s, r * i * s), reach=_row),
     "addcmul": Recipe("pointwise", _on(3, torch.addcmul), _reads(3), 2),
     "relu_backward": Recipe("pointwise", _on(2, lambda x, y: aten.threshold_backward(x, y, 0)), _reads(2)),
     "gelu_backward": Recipe("pointwise", _on(2, lambda x, y: aten.gelu_backward(x, y)), _reads(2), 15),
@@ -325,7 +347,7 @@ RECIPES: dict[str, Recipe] = {
         "reduction",
         _on(1, lambda x: x.sum(-1)),
         lambda r, i, s: (r * i * s, r * s),
-        normalised=True,
+        reach=_row,
     ),
     "sum_first": Recipe(
         "reduction", _on(1, lambda x: x.sum(0)), lambda r, i, s: (r * i * s, i * s), strided=True
@@ -335,31 +357,31 @@ RECIPES: dict[str, Recipe] = {
         "reduction",
         _on(1, lambda x: x.amax(-1)),
         lambda r, i, s: (r * i * s, r * s),
-        normalised=True,
+        reach=_row,
     ),
     "argmax_last": Recipe(
         "reduction",
         _on(1, lambda x: x.argmax(-1)),
         lambda r, i, s: (r * i * s, r * 8),
-        normalised=True,
+        reach=_row,
     ),
     "norm_all": Recipe(
         "reduction", _on(1, torch.linalg.vector_norm), lambda r, i, s: (r * i * s, s), 2, kernels=2
     ),
-    "cumsum": Recipe("reduction", _on(1, lambda x: x.cumsum(-1)), _reads(1), normalised=True),
+    "cumsum": Recipe("reduction", _on(1, lambda x: x.cumsum(-1)), _reads(1), reach=_row),
     "layer_norm": Recipe(
         "normalization",
         _layer_norm,
         lambda r, i, s: ((r * i + 2 * i) * s, r * i * s + 8 * r),
         8,
-        normalised=True,
+        reach=_row,
     ),
     "layer_norm_backward": Recipe(
         "normalization",
         _layer_norm_backward,
         lambda r, i, s: ((2 * r * i + i) * s + 8 * r, (r * i + 2 * i) * s),
         14,
-        normalised=True,
+        reach=_row,
         kernels=2,
     ),
     "rms_norm": Recipe(
@@ -367,55 +389,58 @@ RECIPES: dict[str, Recipe] = {
         _rms_norm,
         lambda r, i, s: ((r * i + i) * s, r * i * s + 4 * r),
         5,
-        normalised=True,
+        reach=_row,
     ),
     "rms_norm_backward": Recipe(
         "normalization",
         _rms_norm_backward,
         lambda r, i, s: ((2 * r * i + i) * s + 4 * r, (r * i + i) * s),
         10,
-        normalised=True,
+        reach=_row,
         kernels=2,
     ),
     "batch_norm_nhwc": Recipe(
-        "normalization", _batch_norm(True, False), _reads(1), 6, strided=True, kernels=2
+        "normalization", _batch_norm(True, False), _reads(1), 6, reach=_column, strided=True
     ),
-    "batch_norm_nchw": Recipe("normalization", _batch_norm(False, False), _reads(1), 6, kernels=2),
+    "batch_norm_nchw": Recipe("normalization", _batch_norm(False, False), _reads(1), 6, reach=_column),
     "batch_norm_nhwc_backward": Recipe(
-        "normalization", _batch_norm(True, True), _reads(2), 10, strided=True, kernels=2
+        "normalization", _batch_norm(True, True), _reads(2), 10, reach=_column, strided=True
     ),
-    "batch_norm_nchw_backward": Recipe("normalization", _batch_norm(False, True), _reads(2), 10, kernels=2),
-    "group_norm": Recipe("normalization", _group_norm, _reads(1), 8, kernels=3),
-    "softmax": Recipe("softmax", _on(1, lambda x: torch.softmax(x, -1)), _reads(1), 6, normalised=True),
-    "softmax_backward": Recipe("softmax", _softmax_backward(False), _reads(2), 4, normalised=True),
-    "log_softmax": Recipe(
-        "softmax", _on(1, lambda x: torch.log_softmax(x, -1)), _reads(1), 6, normalised=True
+    "batch_norm_nchw_backward": Recipe(
+        "normalization", _batch_norm(False, True), _reads(2), 10, reach=_column
     ),
-    "log_softmax_backward": Recipe("softmax", _softmax_backward(True), _reads(2), 4, normalised=True),
-    "nll_loss": Recipe("loss", _nll(False), lambda r, i, s: (r * (s + 8), s), normalised=True),
+    "group_norm": Recipe("normalization", _group_norm, _reads(1), 8, reach=_group),
+    "softmax": Recipe("softmax", _on(1, lambda x: torch.softmax(x, -1)), _reads(1), 6, reach=_row),
+    "softmax_backward": Recipe("softmax", _softmax_backward(False), _reads(2), 4, reach=_row),
+    "log_softmax": Recipe("softmax", _on(1, lambda x: torch.log_softmax(x, -1)), _reads(1), 6, reach=_row),
+    "log_softmax_backward": Recipe("softmax", _softmax_backward(True), _reads(2), 4, reach=_row),
+    "nll_loss": Recipe("loss", _nll(False), lambda r, i, s: (r * (s + 8), s), reach=_row),
     "nll_loss_backward": Recipe(
-        "loss", _nll(True), lambda r, i, s: (r * 8, r * i * s), normalised=True, kernels=2
+        "loss", _nll(True), lambda r, i, s: (r * 8, r * i * s), reach=_row, kernels=2
     ),
     "cross_entropy": Recipe(
-        "loss", _cross_entropy, lambda r, i, s: (r * i * s, r * i * s), 6, normalised=True, kernels=2
+        "loss", _cross_entropy, lambda r, i, s: (r * i * s, r * i * s), 6, reach=_row, kernels=2
     ),
     "mse_loss": Recipe("loss", _on(2, F.mse_loss), lambda r, i, s: (2 * r * i * s, s), 3, kernels=2),
-    "embedding": Recipe("embedding", _embedding, lambda r, i, s: (r * (i * s + 8), r * i * s), 0),
+    "embedding": Recipe("embedding", _embedding, lambda r, i, s: (r * (i * s + 8), r * i * s), 0, reach=_row),
     "embedding_backward": Recipe(
         "embedding",
         _embedding_backward,
         lambda r, i, s: (r * (i * s + 8), VOCABULARY * i * s),
+        reach=_row,
         kernels=6,
     ),
-    "index_select": Recipe("indexing", _index_select, lambda r, i, s: (r * (i * s + 8), r * i * s), 0),
-    "index_add": Recipe("indexing", _index_add, lambda r, i, s: (r * (2 * i * s + 8), r * i * s)),
-    "gather": Recipe("indexing", _gather, lambda r, i, s: (r * i * (s + 8), r * i * s), 0),
+    "index_select": Recipe(
+        "indexing", _index_select, lambda r, i, s: (r * (i * s + 8), r * i * s), 0, reach=_row
+    ),
+    "index_add": Recipe("indexing", _index_add, lambda r, i, s: (r * (2 * i * s + 8), r * i * s), reach=_row),
+    "gather": Recipe("indexing", _gather, lambda r, i, s: (r * i * (s + 8), r * i * s), 0, reach=_single),
     "sort": Recipe(
         "sort",
         _on(1, lambda x: torch.sort(x, -1)),
         lambda r, i, s: (r * i * s, r * i * (s + 8)),
         20,
-        normalised=True,
+        reach=_row,
         kernels=4,
     ),
     "topk": Recipe(
@@ -423,7 +448,7 @@ RECIPES: dict[str, Recipe] = {
         _on(1, lambda x: torch.topk(x, min(8, x.shape[-1]), -1)),
         lambda r, i, s: (r * i * s, r * min(8, i) * (s + 8)),
         10,
-        normalised=True,
+        reach=_row,
         kernels=2,
     ),
     "max_pool_nhwc": Recipe(
@@ -436,19 +461,21 @@ RECIPES: dict[str, Recipe] = {
         "pooling", _pool2d(True, True), lambda r, i, s: (r * i * (s + 8) // 4, r * i * s), 9, strided=True
     ),
     "average_pool": Recipe(
-        "pooling",
+        "reduction",
         _average_pool,
-        lambda r, i, s: (r * i * s, gcd(r, 32) * i * s),
+        lambda r, i, s: (r * i * s, gcd(r, _IMAGES) * i * s),
         strided=True,
     ),
     "clone": Recipe("copy", _on(1, torch.clone), _reads(1), 0),
     "cast_to_fp32": Recipe("copy", _cast(True), lambda r, i, s: (r * i * min(s, 2), r * i * 4), 0),
     "cast_from_fp32": Recipe("copy", _cast(False), lambda r, i, s: (r * i * 4, r * i * min(s, 2)), 0),
-    "transpose": Recipe("copy", _on(1, lambda x: x.t().contiguous()), _reads(1), 0, strided=True),
-    "permute_heads": Recipe("copy", _permute_heads, _reads(1), 0, strided=True),
-    "to_channels_last": Recipe("copy", _to_channels_last, _reads(1), 0, strided=True),
-    "cat": Recipe("copy", _cat, _reads(1), 0),
-    "slice": Recipe("copy", _slice, _reads(1), 0),
+    "transpose": Recipe(
+        "copy", _on(1, lambda x: x.t().contiguous()), _reads(1), 0, reach=_single, strided=True
+    ),
+    "permute_heads": Recipe("copy", _permute_heads, _reads(1), 0, reach=_head),
+    "to_channels_last": Recipe("copy", _to_channels_last, _reads(1), 0, reach=_single, strided=True),
+    "cat": Recipe("copy", _cat, _reads(1), 0, reach=lambda rows, inner: inner // 2),
+    "slice": Recipe("copy", _slice, _reads(1), 0, reach=_row),
     "adamw_fused": Recipe(
         "optimizer", _optimizer(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True)), _reads(4, 3), 15
     ),
@@ -476,6 +503,26 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+#: The functions of the microbenchmarks that are not named after theirs.
+_FUNCTIONS = {
+    "mul_scalar": "mul", "gelu_tanh": "gelu", "add_": "add", "add_row": "add",
+    "relu_backward": "threshold_backward", "dropout": "native_dropout", "sum_last": "sum", "sum_first": "sum",
+    "sum_all": "sum", "amax_last": "amax", "argmax_last": "argmax", "norm_all": "linalg_vector_norm",
+    "layer_norm": "native_layer_norm", "layer_norm_backward": "native_layer_norm_backward",
+    "rms_norm": "_fused_rms_norm", "rms_norm_backward": "_fused_rms_norm_backward",
+    "batch_norm_nhwc": "native_batch_norm", "batch_norm_nchw": "native_batch_norm",
+    "batch_norm_nhwc_backward": "native_batch_norm_backward",
+    "batch_norm_nchw_backward": "native_batch_norm_backward", "group_norm": "native_group_norm",
+    "softmax": "_softmax", "softmax_backward": "_softmax_backward_data", "log_softmax": "_log_softmax",
+    "log_softmax_backward": "_log_softmax_backward_data", "nll_loss": "nll_loss_forward",
+    "embedding_backward": "embedding_dense_backward", "max_pool_nhwc": "max_pool2d_with_indices",
+    "max_pool_nchw": "max_pool2d_with_indices", "max_pool_nhwc_backward": "max_pool2d_with_indices_backward",
+    "average_pool": "mean", "cast_to_fp32": "_to_copy", "cast_from_fp32": "_to_copy",
+    "transpose": "clone", "permute_heads": "clone", "to_channels_last": "clone", "slice": "clone",
+    "adamw_fused": "fused_adamw", "sgd_fused": "fused_sgd",
+}  # fmt: skip
+
+
 def operation(name: str, rows: int, inner: int, dtype: str) -> Streaming:
     """The operation a microbenchmark runs.
 
@@ -493,9 +540,10 @@ def operation(name: str, rows: int, inner: int, dtype: str) -> Streaming:
         write_bytes,
         dtype=dtype,
         flop_per_element=recipe.flop_per_element,
-        inner=inner if recipe.normalised else 0,
+        inner=recipe.reach(rows, inner),
         strided=recipe.strided,
         kernels=recipe.kernels,
+        function=_FUNCTIONS.get(name, name),
     )
 
 

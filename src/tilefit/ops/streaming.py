@@ -38,9 +38,13 @@ class Streaming(Op):
         read_bytes, write_bytes: Bytes of its operands and results, each counted once.
         dtype: Element type of its largest operand.
         flop_per_element: Arithmetic per element (a few; it hardly ever matters).
-        inner: Length of the dimension that is reduced or normalised; 0 where there is none.
-        strided: Operands and result do not lie in memory alike, so an access is not coalesced on one side.
+        inner: Elements that are reduced or normalised together (0 where that runs across the contiguous
+            dimension); of other operations, elements that are moved together, 0 where all of them are.
+        strided: Operands and result do not lie in memory alike, so an access is not coalesced on one side;
+            or what is normalised together does not lie together.
         kernels: GPU kernels it launches.
+        function: The library's function that runs, by ATen's name without underscores around it
+            (``native_layer_norm``, ``add``); empty where that is unknown, or several are fused into one.
     """
 
     kind: ClassVar[str] = "streaming"
@@ -54,6 +58,7 @@ class Streaming(Op):
     inner: int = 0
     strided: bool = False
     kernels: int = 1
+    function: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -3,5 +3,16 @@
 from tilefit.report.build import build
 from tilefit.report.formats import FORMATS, render
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, Report
+from tilefit.report.watched import Table, Watched
 
-__all__ = ["FORMATS", "REPORT_SCHEMA", "Comparison", "Document", "Report", "build", "render"]
+__all__ = [
+    "FORMATS",
+    "REPORT_SCHEMA",
+    "Comparison",
+    "Document",
+    "Report",
+    "Table",
+    "Watched",
+    "build",
+    "render",
+]

@@ -15,7 +15,9 @@ from tilefit.rules.finding import Finding
 _Priced = Sequence[tuple[StepOp, Estimate]]
 
 
-def build(step: Step, gpu: Gpu, estimate: StepEstimate, findings: Sequence[Finding]) -> Report:
+def build(
+    step: Step, gpu: Gpu, estimate: StepEstimate, findings: Sequence[Finding], profile: str = ""
+) -> Report:
     """The report of a step on a GPU. Pure: the same arguments give the same report."""
     priced = list(zip(step.ops, estimate.ops, strict=True))
     dtype = main_dtype(step)
@@ -57,7 +59,7 @@ def build(step: Step, gpu: Gpu, estimate: StepEstimate, findings: Sequence[Findi
             bounds_s=dict(estimate.bound_time_s),
             phases_s=_time_by(priced, lambda entry, _: entry.phase, PHASES),
             kinds_s=_time_by(priced, lambda entry, _: kind(entry)),
-            provenance=_provenance(estimate.ops),
+            provenance=estimate.provenance,
         ),
         coverage=1 - _ratio(sum(entry.op.flop for entry, _ in unmodelled), step.flop),
         coverage_time=1 - _ratio(_time_s(unmodelled), _time_s(priced)),
@@ -66,6 +68,7 @@ def build(step: Step, gpu: Gpu, estimate: StepEstimate, findings: Sequence[Findi
         ops=tuple(_row(entry, time) for entry, time in priced),
         notes=step.notes,
         version=__version__,
+        profile=profile,
     )
 
 
@@ -124,14 +127,6 @@ def _unmodelled(priced: _Priced) -> tuple[Unmodelled, ...]:
         for name, same in names.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.time_s))
-
-
-def _provenance(estimates: Iterable[Estimate]) -> str:
-    """Where most of the predicted time comes from."""
-    time_s: dict[str, float] = defaultdict(float)
-    for estimate in estimates:
-        time_s[estimate.provenance] += estimate.time_s
-    return max(time_s, key=lambda name: time_s[name], default="")
 
 
 def _time_by(

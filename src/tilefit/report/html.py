@@ -8,7 +8,8 @@ from html import escape as _escape
 from tilefit import units
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
-from tilefit.rules.finding import ERROR, WARNING, Finding
+from tilefit.report.watched import Watched
+from tilefit.rules.finding import ERROR, WARNING, Alarm, Finding
 
 # Inherits the notebook's colours, so that it reads on light and dark pages.
 _STYLE = """
@@ -28,6 +29,8 @@ _STYLE = """
 
 def render(document: Document) -> str:
     """The report as an HTML fragment; everything that comes from the model is escaped."""
+    if isinstance(document, Watched):
+        return _watched(document)
     reports = document.reports
     first = reports[0]
     parts = [
@@ -45,6 +48,29 @@ def render(document: Document) -> str:
         parts += [_finding(finding) for finding in first.findings] or [f"<p>{text.NOTHING}</p>"]
         parts.append(_footer(first))
     return f'<div class="tilefit"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def _watched(document: Watched) -> str:
+    parts = [
+        f"<h3>{escape(text.watched_heading(document))}</h3>",
+        f'<div class="quiet">{" · ".join(map(escape, document.setup))}</div>',
+        *(map(_alarm, document.findings) if document.findings else [f"<p>{text.NOTHING_WRONG}</p>"]),
+        *(
+            f"<details><summary>{escape(table.title)}</summary>{_table(table.header, table.rows)}</details>"
+            for table in document.tables
+        ),
+        *(f'<div class="quiet">Not checked: {escape(what)}</div>' for what in document.unchecked),
+    ]
+    return f'<div class="tilefit"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def _alarm(alarm: Alarm) -> str:
+    lines = "".join(f'<div class="quiet">{escape(line)}</div>' for line in alarm.arithmetic)
+    return (
+        f'<details class="{alarm.severity}"><summary><b>{escape(alarm.code)}</b> {text.seen(alarm)} '
+        f"<code>{escape(alarm.source)}</code><br>{escape(alarm.message)}</summary>{lines}"
+        f'<div>→ {escape(alarm.fix)}</div><div class="quiet">{escape(alarm.module)}</div></details>'
+    )
 
 
 def escape(value: str) -> str:
@@ -68,7 +94,7 @@ def _footer(report: Report) -> str:
     kinds = sorted(report.step.kinds_s.items(), key=lambda pair: -pair[1])
     lines = [
         "GPU time: " + ", ".join(f"{name} {units.share(time_s / total_s)}" for name, time_s in kinds[:6]),
-        f"Covers {text.coverage(report)}. Times {text.PROVENANCE[report.step.provenance]}.",
+        f"Covers {text.coverage(report)}. Times {text.times(report.step.provenance, report.profile)}.",
         *report.notes,
     ]
     return "".join(f'<div class="quiet">{escape(line)}</div>' for line in lines)

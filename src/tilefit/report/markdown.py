@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from tilefit import units
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
+from tilefit.report.watched import Watched
 from tilefit.rules.finding import Finding
 
 #: What Markdown or the HTML inside it gives a meaning to, anywhere or at the start of a line.
@@ -17,6 +18,8 @@ _LEADING = re.compile(r"^(\d*)([-+=.)])")
 
 def render(document: Document, *, ops: bool = False) -> str:
     """The whole report, with the table of operations by time where ``ops`` is set."""
+    if isinstance(document, Watched):
+        return _watched(document)
     reports = document.reports
     first = reports[0]
     lines = [f"# {escape(text.heading(first))}", "", _and(map(escape, text.setup(first))), ""]
@@ -36,9 +39,34 @@ def render(document: Document, *, ops: bool = False) -> str:
             lines += ["", "### Operations by time", "", *_ops(report)]
         lines += [
             "",
-            f"Covers {escape(text.coverage(report))}. Times {text.PROVENANCE[report.step.provenance]}.",
+            f"Covers {escape(text.coverage(report))}. "
+            f"Times {text.times(report.step.provenance, report.profile)}.",
         ]
         lines += [f"\n{escape(note)}" for note in report.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _watched(document: Watched) -> str:
+    lines = [f"# {escape(text.watched_heading(document))}", "", _and(map(escape, document.setup)), ""]
+    lines += ["## Findings", ""]
+    for number, alarm in enumerate(document.findings, 1):
+        where = [escape(alarm.source), escape(alarm.module)]
+        lines.append(
+            ", ".join([f"{number}. **{alarm.code}** {text.seen(alarm)}", *filter(None, where)]) + "  "
+        )
+        lines.append(f"   {escape(alarm.message)}")
+        lines += [f"   - {escape(line)}" for line in alarm.arithmetic]
+        lines.append(f"   - Fix: {escape(alarm.fix)}")
+    lines += [] if document.findings else [text.NOTHING_WRONG]
+    for table in document.tables:
+        cells = [[escape(cell) for cell in row] for row in table.rows]
+        lines += [
+            "",
+            f"## {escape(table.title)}",
+            "",
+            *_table([escape(head) for head in table.header], cells),
+        ]
+    lines += [f"\nNot checked: {escape(what)}" for what in document.unchecked]
     return "\n".join(lines) + "\n"
 
 

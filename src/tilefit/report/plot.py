@@ -1,8 +1,8 @@
-"""Plots of a few lines over one axis: in a terminal, and as SVG written by hand."""
+"""Plots of a few lines over one axis: in a terminal, as SVG, and the shapes that a PNG is drawn from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log2, log10
@@ -16,7 +16,12 @@ _BLANK = 0x2800
 _MOST_LINEAR = 1000
 #: Okabe and Ito's colours, which the colour-blind can tell apart; dashes tell lines apart in print.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-_DASHES = ("none", "7 3", "2 3", "9 3 2 3")
+_DASHES = ((), (7.0, 3.0), (2.0, 3.0), (9.0, 3.0, 2.0, 3.0))
+#: Size of a picture, and its margins, in pixels.
+WIDTH, HEIGHT = 800, 440
+_LEFT, _RIGHT, _ABOVE, _BELOW = 64, 28, 76, 48
+#: Characters times size of a title that fits.
+_TITLE = 1300
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,18 @@ class Line:
         points: (x, y) by increasing x; x is positive.
         dips: Which x are marked as dips.
         knee: Which x is marked as the knee, if any.
+        band: (x, lowest y, highest y) around the line; empty without an interval.
+        color: Which of the colours: lines of one family share it.
+        measured: Dots that are not joined, as they were measured one by one.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
     dips: frozenset[float]
     knee: float | None
+    band: tuple[tuple[float, float, float], ...] = ()
+    color: int = 0
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,10 @@ class _Axis:
         return [2.0**power for power in powers[:: max(1, len(powers) // wanted)]]
 
 
+def _axis(lines: Sequence[Line]) -> _Axis:
+    return _Axis(min(line.points[0][0] for line in lines), max(line.points[-1][0] for line in lines))
+
+
 def _step(span: float, wanted: int) -> float:
     """The smallest of 1, 2 or 5 times a power of ten that divides a span into so many at most."""
     rough = span / wanted
@@ -82,95 +97,195 @@ def _label(value: float) -> str:
     return f"{value:g}" if value < 1e6 and value == int(value) else number(value)
 
 
-def braille(line: Line, width: int, height: int, top: float) -> list[str]:
-    """A plot of one line in Braille dots: rows of text with both axes, and marks for the knee and the dips.
+# --- in a terminal ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a plot in a terminal.
+
+    Attributes:
+        text: What it shows.
+        owners: Which line the dots of each character belong to, from the left; -1: none.
+    """
+
+    text: str
+    owners: tuple[int, ...] = ()
+
+
+def braille(lines: Sequence[Line], width: int, height: int, top: float) -> list[Row]:
+    """A plot in Braille dots: rows with both axes, and marks for the knee and the dips of the last line.
 
     Args:
-        line: What to plot.
+        lines: What to plot, one over the other.
         width, height: Columns of everything, and rows of the plot's area.
         top: The y at its upper edge; the lower edge is 0.
     """
     margin = max(len(_label(top)), 4) + 2
     columns = max(10, width - margin)
-    axis = _Axis(line.points[0][0], line.points[-1][0])
+    axis = _axis(lines)
     cells = [[_BLANK] * columns for _ in range(height)]
+    owners = [[-1] * columns for _ in range(height)]
 
     def column(x: float) -> int:
         return min(2 * columns - 1, int(axis(x) * 2 * columns))
 
-    for x, y in line.points:
-        across = column(x)
-        down = min(4 * height - 1, max(0, int((1 - y / top) * 4 * height)))
-        cells[down // 4][across // 2] |= _DOTS[across % 2][down % 4]
+    for owner, line in enumerate(lines):
+        for x, y in line.points:
+            across = column(x)
+            down = min(4 * height - 1, max(0, int((1 - y / top) * 4 * height)))
+            cells[down // 4][across // 2] |= _DOTS[across % 2][down % 4]
+            owners[down // 4][across // 2] = owner
     rows = []
     for index, row in enumerate(cells):
         label = _label(top) if index == 0 else "0" if index == height - 1 else ""
-        rows.append(f"{label:>{margin - 2}} │" + "".join(map(chr, row)).replace(chr(_BLANK), " "))
-    rows.append(" " * (margin - 1) + "└" + "─" * columns)
-    for name, marked, sign in (
-        ("dips", line.dips, "▾"),
-        ("knee", () if line.knee is None else (line.knee,), "▲"),
-    ):
-        if marked:
-            places = {column(x) // 2 for x in marked}
-            rows.append(
-                f"{name:>{margin - 2}}  " + "".join(sign if i in places else " " for i in range(columns))
-            )
+        start = f"{label:>{margin - 2}} │"
+        dots = "".join(map(chr, row)).replace(chr(_BLANK), " ")
+        rows.append(Row((start + dots).rstrip(), (*[-1] * len(start), *owners[index])))
+    rows.append(Row(" " * (margin - 1) + "└" + "─" * columns))
+    marked = lines[-1]
+    knee = () if marked.knee is None else (marked.knee,)
+    for name, sizes, sign in (("dips", marked.dips, "▾"), ("knee", knee, "▲")):
+        if sizes:
+            places = {column(x) // 2 for x in sizes}
+            signs = "".join(sign if i in places else " " for i in range(columns))
+            rows.append(Row(f"{name:>{margin - 2}}  {signs}".rstrip()))
     ticks = ""
     for tick in axis.ticks(max(2, columns // 8)):
-        start = column(tick) // 2
-        if start >= len(ticks) and start + len(_label(tick)) <= columns:
-            ticks = ticks.ljust(start) + _label(tick) + "  "
-    rows.append(" " * margin + ticks)
-    return [row.rstrip() for row in rows]
+        start_column = column(tick) // 2
+        if start_column >= len(ticks) and start_column + len(_label(tick)) <= columns:
+            ticks = ticks.ljust(start_column) + _label(tick) + "  "
+    rows.append(Row((" " * margin + ticks).rstrip()))
+    return rows
 
 
-def svg(lines: Sequence[Line], title: str, x_label: str, y_label: str) -> str:
-    """A plot of several lines as an SVG document; dips are open circles, the knee is a filled one."""
-    width, height, left, right, above, below = 800, 440, 64, 28, 76, 48
-    axis = _Axis(lines[0].points[0][0], lines[0].points[-1][0])
-    top = ceiling(max(y for line in lines for _, y in line.points))
+# --- as a picture ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """A line through points (pixels from the upper left corner); an area, where it is filled."""
+
+    points: tuple[tuple[float, float], ...]
+    color: str
+    width: float = 1.0
+    dash: tuple[float, ...] = ()
+    filled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Disc:
+    """A circle, filled or open, with a note for who points at it."""
+
+    x: float
+    y: float
+    radius: float
+    color: str
+    filled: bool
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Words on a baseline; ``anchor`` is ``start``, ``middle`` or ``end``."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    size: int = 12
+    bold: bool = False
+
+
+Shape = Stroke | Disc | Text
+
+
+def shapes(lines: Sequence[Line], title: str, x_label: str, y_label: str) -> Iterator[Shape]:
+    """What a picture of several lines consists of, back to front: dips are open circles, knees filled."""
+    axis = _axis(lines)
+    top = ceiling(
+        max(y for line in lines for y in (*(y for _, y in line.points), *(high for *_, high in line.band)))
+    )
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
-            round(left + axis(x) * (width - left - right), 1),
-            round(above + (1 - y / top) * (height - above - below), 1),
+            round(_LEFT + axis(x) * (WIDTH - _LEFT - _RIGHT), 1),
+            round(_ABOVE + (1 - y / top) * (HEIGHT - _ABOVE - _BELOW), 1),
         )
 
-    base = height - below
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'font-family="system-ui, sans-serif" font-size="12">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{left}" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
-        f'<text x="{left}" y="{height - 10}">{escape(x_label)}</text>',
-        f'<text x="8" y="{above - 10}">{escape(y_label)}</text>',
-    ]
-    for tick in (top * part / 4 for part in range(5)):
+    base, right = HEIGHT - _BELOW, WIDTH - _RIGHT
+    yield Text(_LEFT, 22, title, size=max(8, min(15, _TITLE // len(title))), bold=True)
+    yield Text(_LEFT, HEIGHT - 10, x_label)
+    yield Text(8, _ABOVE - 10, y_label)
+    for line in lines:
+        if line.band:
+            edge = [place(x, high) for x, _, high in line.band]
+            edge += [place(x, low) for x, low, _ in reversed(line.band)]
+            yield Stroke(tuple(edge), _COLORS[line.color % len(_COLORS)], filled=True)
+    step = _step(top, 5)
+    for tick in (step * part for part in range(round(top / step) + 1)):
         y = place(axis.first, tick)[1]
-        parts.append(f'<path d="M{left} {y}H{width - right}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{_label(tick)}</text>')
+        yield Stroke(((_LEFT, y), (right, y)), "#dddddd")
+        yield Text(_LEFT - 6, y + 4, _label(tick), "end")
     for tick in axis.ticks(8):
         x = place(tick, 0)[0]
-        parts.append(f'<path d="M{x} {base}v5" stroke="#333"/>')
-        parts.append(f'<text x="{x}" y="{base + 18}" text-anchor="middle">{_label(tick)}</text>')
-    parts.append(f'<path d="M{left} {base}H{width - right}" stroke="#333"/>')
+        yield Stroke(((x, base), (x, base + 5)), "#333333")
+        yield Text(x, base + 18, _label(tick), "middle")
+    yield Stroke(((_LEFT, base), (right, base)), "#333333")
+    legend = (right - _LEFT) / max(4, len(lines))
     for index, line in enumerate(lines):
-        color, dash = _COLORS[index % len(_COLORS)], _DASHES[index % len(_DASHES)]
-        at = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line.points))
-        parts.append(f'<g stroke="{color}" fill="none" stroke-width="1.5">')
-        parts.append(f'<polyline points="{at}" stroke-dasharray="{dash}"/>')
-        for point in line.points:
-            if point[0] in line.dips or point[0] == line.knee:
-                x, y = place(*point)
-                fill = f' fill="{color}"' if point[0] == line.knee else ""
-                what = "knee" if fill else "dip"
-                label = f"{what}: {_label(point[0])}, {number(point[1])}"
-                parts.append(f'<circle cx="{x}" cy="{y}" r="{4 if fill else 2.5}"{fill}>')
-                parts.append(f"<title>{escape(label)}</title></circle>")
-        legend_x = left + index * 170
-        parts.append(f'<path d="M{legend_x} 38h24" stroke-dasharray="{dash}"/></g>')
-        parts.append(f'<text x="{legend_x + 30}" y="42">{escape(line.name)}</text>')
-    parts.append("</svg>")
+        color, dash = _COLORS[line.color % len(_COLORS)], _DASHES[line.color % len(_DASHES)]
+        at, x, y = [place(*point) for point in line.points], round(_LEFT + index * legend, 1), 38
+        if line.measured:
+            yield Disc(x + 12, y, 2, color, filled=True, note=line.name)
+        else:
+            yield Stroke(tuple(at), color, 1.5, dash)
+            yield Stroke(((x, y), (x + 24, y)), color, 1.5, dash)
+        yield Text(x + 30, y + 4, line.name)
+        for (size, value), (across, down) in zip(line.points, at, strict=True):
+            known = f"{_label(size)}, {number(value)}"
+            if size == line.knee:
+                yield Disc(across, down, 4, color, filled=True, note=f"knee: {known}")
+            elif size in line.dips:
+                yield Disc(across, down, 2.5, color, filled=False, note=f"dip: {known}")
+            elif line.measured:
+                yield Disc(across, down, 2, color, filled=True, note=known)
+
+
+def svg(lines: Sequence[Line], title: str, x_label: str, y_label: str) -> str:
+    """A plot of several lines as an SVG document."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        *map(_tag, shapes(lines, title, x_label, y_label)),
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
+
+
+def _tag(shape: Shape) -> str:
+    if isinstance(shape, Text):
+        style = (f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else "") + (
+            f' font-size="{shape.size}"' if shape.size != 12 else ""
+        )
+        weight = ' font-weight="bold"' if shape.bold else ""
+        return f'<text x="{shape.x}" y="{shape.y}"{style}{weight}>{escape(shape.text)}</text>'
+    if isinstance(shape, Disc):
+        fill = shape.color if shape.filled else "#fff"
+        return (
+            f'<circle cx="{shape.x}" cy="{shape.y}" r="{shape.radius}" stroke="{shape.color}" fill="{fill}">'
+            f"<title>{escape(shape.note)}</title></circle>"
+        )
+    at = " ".join(f"{x},{y}" for x, y in shape.points)
+    if shape.filled:
+        return f'<polygon points="{at}" fill="{shape.color}" fill-opacity="{BAND_OPACITY}"/>'
+    dash = f' stroke-dasharray="{" ".join(f"{each:g}" for each in shape.dash)}"' if shape.dash else ""
+    return (
+        f'<polyline points="{at}" fill="none" stroke="{shape.color}" stroke-width="{shape.width:g}"{dash}/>'
+    )
+
+
+#: How opaque the area of an interval is.
+BAND_OPACITY = 0.15

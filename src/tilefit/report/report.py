@@ -197,6 +197,7 @@ class Report(Document):
         ops: Every operation.
         notes: What a reader must know about the capture.
         version: The version of tilefit.
+        profile: Where the measurements behind the estimates are from; empty where there are none.
     """
 
     model: str
@@ -213,6 +214,7 @@ class Report(Document):
     ops: tuple[OpRow, ...]
     notes: tuple[str, ...]
     version: str
+    profile: str = ""
 
     @property
     def reports(self) -> tuple[Report, ...]:  # type: ignore[override]  # itself, not a field

@@ -13,7 +13,8 @@ from rich.text import Text
 from tilefit import units
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
-from tilefit.rules.finding import ERROR, NOTE, WARNING, Finding
+from tilefit.report.watched import Watched
+from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm, Finding
 
 #: Lines of a screen, and the fewest findings shown whatever their length.
 SCREEN_LINES = 40
@@ -50,6 +51,9 @@ class Terminal:
         self._ops = ops
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if isinstance(self._document, Watched):
+            yield from _watched(self._document, options.max_width, self._show_all)
+            return
         reports = self._document.reports
         if len(reports) > 1:
             yield _comparison(reports, options.max_width)
@@ -181,6 +185,50 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
     return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
 
 
+def _watched(document: Watched, width: int, show_all: bool) -> Iterator[RenderableType]:
+    yield Text(text.watched_heading(document), style="bold")
+    yield Text(_flowed([text.plain(phrase) for phrase in document.setup], width), style="dim")
+    yield Text()
+    for alarm in document.findings:
+        yield _alarm(alarm, show_all)
+    if not document.findings:
+        yield Text(text.NOTHING_WRONG, style="bold green")
+        yield Text()
+    for table in document.tables if show_all else ():
+        yield Text(text.plain(table.title), style="dim")
+        grid = _plain_table(gap=2)
+        for head in table.header:
+            grid.add_column(Text(text.plain(head)))
+        for row in table.rows:
+            grid.add_row(*(Text(text.plain(cell)) for cell in row))
+        yield grid
+        yield Text()
+    foot = Table.grid(padding=(0, 2, 0, 0))
+    foot.add_column(style="dim", no_wrap=True)
+    foot.add_column()
+    for what in document.unchecked:
+        foot.add_row("Not checked", Text(text.plain(what)))
+    for alarm in document.findings[:1]:
+        foot.add_row("Next", Text(f"tilefit rule {alarm.code}", style="cyan"))
+    if document.unchecked or document.findings:
+        yield foot
+
+
+def _alarm(alarm: Alarm, show_all: bool) -> RenderableType:
+    head = Text(f"{alarm.code:<{_INDENT}}", style=_SEVERITY_STYLE[alarm.severity])
+    source = text.plain(alarm.source)
+    head.append(source if show_all else source.rpartition("/")[2], style="bold")
+    head.append(f"{'  ' if source else ''}{text.seen(alarm)}", style="dim")
+    body = Table.grid(padding=(0, 1, 0, 0))
+    body.add_column(no_wrap=True)
+    body.add_column()
+    body.add_row("", Text(text.plain(alarm.message)))
+    for line in alarm.arithmetic:
+        body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
+    body.add_row(Text("→", style="green"), Text(text.plain(alarm.fix)))
+    return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
+
+
 def _totals(report: Report, show_all: bool) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
@@ -204,7 +252,7 @@ def _totals(report: Report, show_all: bool) -> RenderableType:
             "Memory", ", ".join(f"{name} {units.capacity(value)}" for name, value in held.items() if value)
         )
     grid.add_row("Covers", Text(text.coverage(report)))
-    grid.add_row("Times", text.PROVENANCE[report.step.provenance])
+    grid.add_row("Times", text.times(report.step.provenance, report.profile))
     for note in report.notes:
         grid.add_row("Note", Text(text.plain(note)))
     for index, command in enumerate(text.next_commands(report)):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from tilefit import units
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
 from tilefit.report.report import Document, OpRow, Report
-from tilefit.rules.finding import ERROR, Finding
+from tilefit.report.watched import Watched
+from tilefit.rules.finding import ERROR, Alarm, Finding
 from tilefit.rules.sites import pattern
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
@@ -26,7 +27,14 @@ PROVENANCE = {
     "measured": "from measurements of this GPU",
 }
 
+
+def times(provenance: str, profile: str) -> str:
+    """What the times rest on, and where the measurements are from."""
+    return PROVENANCE[provenance] + (f" ({profile})" if profile and provenance == "estimated" else "")
+
+
 NOTHING = "Nothing worth changing."
+NOTHING_WRONG = "Nothing wrong."
 
 
 def plain(text: str) -> str:
@@ -63,6 +71,21 @@ def gain(finding: Finding) -> str:
     if finding.severity == ERROR:
         return "cannot run"
     return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
+
+
+def watched_heading(document: Watched) -> str:
+    """``GPT · 20 steps watched``."""
+    return f"{plain(document.title)} · {document.steps} steps watched"
+
+
+def seen(alarm: Alarm) -> str:
+    """``error, 6 times from step 2 on``."""
+    when = (
+        f"in step {alarm.first_step}"
+        if alarm.steps == 1
+        else f"{alarm.steps} times from step {alarm.first_step} on"
+    )
+    return f"{alarm.severity}, {when}"
 
 
 def site(finding: Finding) -> str:

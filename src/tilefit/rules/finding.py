@@ -46,3 +46,31 @@ class Finding:
     arithmetic: tuple[str, ...] = field(default=())
     sites: int = 1
     next_command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """One thing wrong in a run that was watched: a finding without a price.
+
+    Attributes:
+        code: The rule's code, such as ``AMP003``.
+        severity: ``error`` (certain: exact bookkeeping, or confirmed by a replay), ``warning`` (numerics) or
+            ``note``.
+        source: The line of the user's code, ``file:line``.
+        module: The module, parameter or optimizer concerned; may be empty.
+        message: What is wrong, one sentence.
+        fix: What to do, one sentence.
+        arithmetic: The figures behind it, a line each.
+        first_step: The step it was first seen in, counted from 0.
+        steps: How many times it was seen.
+    """
+
+    code: str
+    severity: str
+    source: str
+    message: str
+    fix: str
+    module: str = ""
+    arithmetic: tuple[str, ...] = ()
+    first_step: int = 0
+    steps: int = 1

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar, Protocol, TypeVar
 
 from tilefit.errors import UsageError
 from tilefit.rules.base import Rule
@@ -21,22 +22,21 @@ _PACKAGE = "tilefit.rules"
 _FOLDER = str(Path(__file__).parent)
 
 
+class Coded(Protocol):
+    """What has a code: a rule of any kind."""
+
+    code: ClassVar[str]
+
+
+_R = TypeVar("_R", bound=Coded)
+
+
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule, by code."""
-    rules: dict[str, Rule] = {}
-    for family in pkgutil.iter_modules([_FOLDER], f"{_PACKAGE}."):
-        if not family.ispkg:
-            continue
-        package = import_module(family.name)
-        for info in pkgutil.iter_modules(package.__path__, f"{family.name}."):
-            module = import_module(info.name)
-            for value in vars(module).values():
-                defined_here = inspect.isclass(value) and value.__module__ == module.__name__
-                if defined_here and issubclass(value, Rule) and not inspect.isabstract(value):
-                    assert value.code not in rules, f"two rules are called {value.code}"
-                    rules[value.code] = value()
-    return tuple(rules[code] for code in sorted(rules))
+    """Every rule about what wastes the GPU, by code."""
+    families = [family.name for family in pkgutil.iter_modules([_FOLDER], f"{_PACKAGE}.") if family.ispkg]
+    found = [rule for family in families for rule in discover(Rule, family)]  # type: ignore[type-abstract]
+    return tuple(sorted(found, key=lambda rule: rule.code))
 
 
 def get(code: str) -> Rule:
@@ -45,10 +45,7 @@ def get(code: str) -> Rule:
     Raises:
         UsageError: no rule has this code.
     """
-    for rule in all_rules():
-        if rule.code == code.upper():
-            return rule
-    raise _unknown(code)
+    return pick(code, all_rules())
 
 
 def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule, ...]:
@@ -57,24 +54,50 @@ def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule
     Raises:
         UsageError: a code or prefix fits no rule.
     """
-    wanted, unwanted = _prefixes(select), _prefixes(ignore)
+    return choose(all_rules(), select, ignore)
+
+
+def discover(base: type[_R], package: str) -> tuple[_R, ...]:
+    """One of every concrete subclass of ``base`` in the modules of a package, by code."""
+    rules: dict[str, _R] = {}
+    for info in pkgutil.iter_modules(import_module(package).__path__, f"{package}."):
+        module = import_module(info.name)
+        for value in vars(module).values():
+            defined_here = inspect.isclass(value) and value.__module__ == module.__name__
+            if defined_here and issubclass(value, base) and not inspect.isabstract(value):
+                assert value.code not in rules, f"two rules are called {value.code}"
+                rules[value.code] = value()
+    return tuple(rules[code] for code in sorted(rules))
+
+
+def pick(code: str, rules: Sequence[_R]) -> _R:
+    """:func:`get` among ``rules``."""
+    for rule in rules:
+        if rule.code == code.upper():
+            return rule
+    raise _unknown(code, rules)
+
+
+def choose(rules: Sequence[_R], select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[_R, ...]:
+    """:func:`select` among ``rules``."""
+    wanted, unwanted = _prefixes(select, rules), _prefixes(ignore, rules)
     return tuple(
         rule
-        for rule in all_rules()
+        for rule in rules
         if (not wanted or rule.code.startswith(wanted)) and not rule.code.startswith(unwanted)
     )
 
 
-def _prefixes(codes: Iterable[str]) -> tuple[str, ...]:
+def _prefixes(codes: Iterable[str], rules: Sequence[Coded]) -> tuple[str, ...]:
     prefixes = tuple(code.strip().upper() for code in codes)
     for prefix in prefixes:
-        if not prefix or not any(rule.code.startswith(prefix) for rule in all_rules()):
-            raise _unknown(prefix)
+        if not prefix or not any(rule.code.startswith(prefix) for rule in rules):
+            raise _unknown(prefix, rules)
     return prefixes
 
 
-def _unknown(code: str) -> UsageError:
-    codes = [rule.code for rule in all_rules()]
+def _unknown(code: str, rules: Sequence[Coded]) -> UsageError:
+    codes = [rule.code for rule in rules]
     families = sorted({known[:3] for known in codes})
     near = get_close_matches(code.upper(), codes + families, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"The families are {', '.join(families)}."

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tilefit.cost import estimate
-from tilefit.ops import Conv, StepOp
+from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import best_padding, is_misaligned
+from tilefit.rules.alignment.padding import Replacement, best_padding, is_misaligned
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.resize import CHANNEL, resize_streams
@@ -44,27 +44,13 @@ class ConvChannels(Rule):
     title = "convolution channels not a multiple of 16 bytes"
 
     def check(self, context: Context) -> Iterable[Proposal]:
-        groups: dict[tuple[int, str], list[int]] = {}
-        for index, entry in enumerate(context.step.ops):
-            op = entry.op
-            if not isinstance(op, Conv) or op.groups > 1:
-                continue
-            for channels in dict.fromkeys((op.in_channels, op.out_channels)):
-                first = channels == op.in_channels < elements_per_access(op.dtype)
-                if not first and is_misaligned(channels, op.dtype):
-                    groups.setdefault((channels, op.dtype), []).append(index)
-        for (channels, dtype), indices in groups.items():
+        for (channels, dtype), indices in misaligned(context.step).items():
             yield self._proposal(context, channels, dtype, indices)
 
     def _proposal(self, context: Context, channels: int, dtype: str, indices: list[int]) -> Proposal:
         step = context.step
-        sizes, resized = best_padding(
-            context,
-            [channels],
-            dtype,
-            lambda to: {index: (_resized(step.ops[index], channels, to[channels]),) for index in indices},
-        )
-        new = sizes[channels]
+        new, resized = padded(context, channels, dtype, indices)
+        sizes = {channels: new}
         modules = [step.ops[index].site.module for index in indices]
         lines: dict[str, int] = {}
         for index in indices:
@@ -94,6 +80,32 @@ class ConvChannels(Rule):
             arithmetic=tuple(f"{line}, {n} times" if n > 1 else line for line, n in lines.items()),
             sites=len(set(modules)),
         )
+
+
+def misaligned(step: Step) -> dict[tuple[int, str], list[int]]:
+    """Numbers of channels that are no multiple of 16 bytes, with their element type: the convolutions."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for index, entry in enumerate(step.ops):
+        op = entry.op
+        if not isinstance(op, Conv) or op.groups > 1:
+            continue
+        for channels in dict.fromkeys((op.in_channels, op.out_channels)):
+            first = channels == op.in_channels < elements_per_access(op.dtype)
+            if not first and is_misaligned(channels, op.dtype):
+                groups.setdefault((channels, op.dtype), []).append(index)
+    return groups
+
+
+def padded(context: Context, channels: int, dtype: str, indices: list[int]) -> tuple[int, Replacement]:
+    """The best number of channels instead, and the convolutions with it."""
+    ops = context.step.ops
+    sizes, resized = best_padding(
+        context,
+        [channels],
+        dtype,
+        lambda to: {index: (_resized(ops[index], channels, to[channels]),) for index in indices},
+    )
+    return sizes[channels], resized
 
 
 def _resized(entry: StepOp, old: int, new: int) -> StepOp:

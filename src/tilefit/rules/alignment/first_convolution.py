@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from tilefit.cost import estimate
-from tilefit.ops import FORWARD, Conv, StepOp, Streaming
+from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
 from tilefit.rules.base import Change, Context, Proposal, Rule
@@ -41,27 +41,16 @@ class FirstConvolution(Rule):
     title = "first convolution with too few channels"
 
     def check(self, context: Context) -> Iterable[Proposal]:
-        layers: dict[str, list[int]] = {}
-        for index, entry in enumerate(context.step.ops):
-            op = entry.op
-            if (
-                isinstance(op, Conv)
-                and op.groups == 1
-                and op.dtype in TENSOR_CORE_DTYPES
-                and op.in_channels < elements_per_access(op.dtype)
-            ):
-                layers.setdefault(entry.site.module, []).append(index)
-        for module, indices in layers.items():
+        for module, indices in few_channels(context.step).items():
             yield from self._proposals(context, module, indices)
 
     def _proposals(self, context: Context, module: str, indices: list[int]) -> Iterable[Proposal]:
         step = context.step
         first = step.ops[indices[0]].op
         assert isinstance(first, Conv)
-        sizes = [c for c in (4, elements_per_access(first.dtype)) if c > first.in_channels]
-        if not sizes:
+        options = padded(step, indices)
+        if not options:
             return
-        options = {new: {index: _padded(step.ops[index], new) for index in indices} for new in sizes}
         new = min(options, key=lambda c: replaced_s(context, options[c]))
         change = options[new]
         lines = []
@@ -85,6 +74,29 @@ class FirstConvolution(Rule):
             change=Change(change),
             arithmetic=tuple(lines),
         )
+
+
+def few_channels(step: Step) -> dict[str, list[int]]:
+    """Convolutions of images whose pixels have fewer channels than 16 bytes hold, by module."""
+    layers: dict[str, list[int]] = {}
+    for index, entry in enumerate(step.ops):
+        op = entry.op
+        if (
+            isinstance(op, Conv)
+            and op.groups == 1
+            and op.dtype in TENSOR_CORE_DTYPES
+            and op.in_channels < elements_per_access(op.dtype)
+        ):
+            layers.setdefault(entry.site.module, []).append(index)
+    return layers
+
+
+def padded(step: Step, indices: list[int]) -> dict[int, dict[int, tuple[StepOp, ...]]]:
+    """By the number of channels that a layer's images can be padded to: its operations then."""
+    first = step.ops[indices[0]].op
+    assert isinstance(first, Conv)
+    sizes = [c for c in (4, elements_per_access(first.dtype)) if c > first.in_channels]
+    return {new: {index: _padded(step.ops[index], new) for index in indices} for new in sizes}
 
 
 def _padded(entry: StepOp, channels: int) -> tuple[StepOp, ...]:

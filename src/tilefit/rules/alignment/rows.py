@@ -40,7 +40,7 @@ class Rows(Rule):
     def check(self, context: Context) -> Iterable[Proposal]:
         groups: dict[tuple[int, str], list[tuple[int, str]]] = {}
         for index, entry in enumerate(context.step.ops):
-            found = _rows(entry)
+            found = contiguous_rows(entry)
             if found and is_misaligned(getattr(entry.op, found), entry.op.dtype):
                 groups.setdefault((getattr(entry.op, found), entry.op.dtype), []).append((index, found))
         for (size, dtype), members in groups.items():
@@ -80,7 +80,7 @@ def _with_rows(entry: StepOp, rows: str, new: int) -> StepOp:
     return replace(entry, op=replace(op, n=new) if rows == "n" else replace(op, k=new))
 
 
-def _rows(entry: StepOp) -> str:
+def contiguous_rows(entry: StepOp) -> str:
     """The dimension that counts rows if some operand has it contiguous; else empty."""
     op = entry.op
     if not isinstance(op, Gemm):

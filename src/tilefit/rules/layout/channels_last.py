@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tilefit.ops import Conv, StepOp, Streaming
+from tilefit.ops import Conv, Step, StepOp, Streaming
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
@@ -43,16 +43,7 @@ class ChannelsLast(Rule):
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step = context.step
-        turned: dict[int, tuple[StepOp, ...]] = {}
-        for index, entry in enumerate(step.ops):
-            op = entry.op
-            if (
-                isinstance(op, Conv)
-                and not op.channels_last
-                and op.dtype in TENSOR_CORE_DTYPES
-                and len(op.input_size) > 1
-            ):
-                turned[index] = (replace(entry, op=replace(op, channels_last=True)),)
+        turned = channels_last(step)
         if not turned:
             return
         modules = list(dict.fromkeys(step.ops[index].site.module for index in turned))
@@ -85,6 +76,18 @@ class ChannelsLast(Rule):
             ),
             sites=len(modules),
         )
+
+
+def channels_last(step: Step) -> dict[int, tuple[StepOp, ...]]:
+    """The convolutions that Tensor Cores would rather have in NHWC, in NHWC."""
+    return {
+        index: (replace(entry, op=replace(entry.op, channels_last=True)),)
+        for index, entry in enumerate(step.ops)
+        if isinstance(entry.op, Conv)
+        and not entry.op.channels_last
+        and entry.op.dtype in TENSOR_CORE_DTYPES
+        and len(entry.op.input_size) > 1
+    }
 
 
 def _followers(ops: tuple[StepOp, ...]) -> dict[int, tuple[StepOp, ...]]:

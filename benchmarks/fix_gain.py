@@ -1,0 +1,406 @@
+"""Measure what `tilefit.optimize` gains on a GPU: training steps of real models, original and fixed in turn.
+
+Every model runs eager training steps under bf16 autocast with AdamW (PyTorch's defaults otherwise): as it is,
+and after the first fix of its plan, the first two, and so on. The variants run in turn, some steps each, so
+that a drift of the clock meets all of them; a time is the median over the rounds. A row per model is written
+as soon as it is measured:
+
+    PYTHONPATH=src python benchmarks/fix_gain.py --out benchmarks/results/fix_gain.json
+
+``--compiled`` adds the original and the fixed model under ``torch.compile``. ``--device cpu`` is a dry run on
+small inputs. A model that fails is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map
+
+import tilefit
+from tilefit.capture.run import call, loss_of_output
+from tilefit.capture.targets import InputOptions, Target, load
+from tilefit.fixes import Candidate, Plan, Run
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
+LLAMA = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured.
+
+    Attributes:
+        target, sizes, arguments: As for ``tilefit check``.
+        channels_last: The user runs it so already.
+        healthy: Nothing should be worth changing but, perhaps, settings.
+        bar: What the plan is to gain at least.
+    """
+
+    target: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    arguments: dict[str, int] = field(default_factory=dict)
+    channels_last: bool = False
+    healthy: bool = False
+    bar: float = 1.0
+
+
+MODELS = {
+    "gpt2": Model("hf:gpt2", {"batch": 16, "seq": 1024}, bar=1.28),
+    "roberta": Model("hf:roberta", {"batch": 32, "seq": 510}, bar=1.45),
+    "bert-mlm": Model("hf:bert", {"batch": 32, "seq": 512}, bar=1.12),
+    "whisper-small": Model(
+        "hf:whisper",
+        {"batch": 16, "seq": 448},
+        {
+            "d_model": 768,
+            "encoder_layers": 12,
+            "decoder_layers": 12,
+            "encoder_attention_heads": 12,
+            "decoder_attention_heads": 12,
+            "encoder_ffn_dim": 3072,
+            "decoder_ffn_dim": 3072,
+        },
+        bar=1.09,
+    ),
+    "llama-1b-odd": Model(
+        "hf:llama",
+        {"batch": 4, "seq": 2048},
+        {**LLAMA, "intermediate_size": 5461, "vocab_size": 32001},
+        bar=2.4,
+    ),
+    "resnet50-nchw": Model("torchvision:resnet50", {"batch": 128}, bar=1.75),
+    "mobilenet-v3-nchw": Model("torchvision:mobilenet_v3_large", {"batch": 128}, bar=3.0),
+    "odd-cnn": Model(f"{EXAMPLES}:odd_cnn", bar=1.5),
+    "attention-by-hand": Model(f"{EXAMPLES}:attention", bar=1.3),
+    "odd-mlp": Model(f"{EXAMPLES}:odd_mlp", bar=1.5),
+    "llama-1b": Model(
+        "hf:llama",
+        {"batch": 4, "seq": 2048},
+        {**LLAMA, "intermediate_size": 5632, "vocab_size": 32000},
+        healthy=True,
+    ),
+    "vit": Model("hf:vit", {"batch": 64}, healthy=True),
+    "t5": Model("hf:t5", {"batch": 16, "seq": 512}, healthy=True),
+    "bart": Model("hf:bart", {"batch": 8, "seq": 512}),
+    "opt": Model("hf:opt", {"batch": 8, "seq": 1024}, healthy=True),
+    "distilbert": Model("hf:distilbert", {"batch": 32, "seq": 512}),
+    "swin": Model("hf:swin", {"batch": 64}, healthy=True),
+    "resnet50-nhwc": Model("torchvision:resnet50", {"batch": 128}, channels_last=True, healthy=True),
+    "efficientnet-nhwc": Model(
+        "torchvision:efficientnet_b0", {"batch": 128}, channels_last=True, healthy=True
+    ),
+    "convnext": Model("timm:convnext_tiny", {"batch": 64}),
+    "unet": Model(f"{EXAMPLES}:unet"),
+    "recommender": Model(f"{EXAMPLES}:recommender"),
+    "lstm-lm": Model(f"{EXAMPLES}:lstm_lm"),
+    "speech": Model(f"{EXAMPLES}:speech"),
+}
+
+#: Sizes of a dry run.
+SMALL = {"batch": 2, "seq": 16}
+
+
+# ---- one variant of a model --------------------------------------------------------------------
+
+
+class Variant:
+    """A model with some of its plan's fixes, ready to take training steps."""
+
+    def __init__(
+        self, name: str, loaded: Target, model: Model, candidates: list[Candidate], device: str
+    ) -> None:
+        self.name = name
+        self.device = device
+        module = loaded.model.to(device).train()
+        inputs = tree_map(lambda t: _real(t, device), loaded.inputs)
+        if model.channels_last:
+            module = module.to(memory_format=torch.channels_last)
+            inputs = tree_map(_in_channels_last, inputs)
+        self.run = Run(module, inputs, amp="bf16", loss=loaded.loss, channels_last=model.channels_last)
+        for candidate in candidates:
+            candidate.apply(self.run)
+        self._flags = _flags()
+        self.model: Callable[..., Any] = self.run.model
+        if self.run.compiled:
+            self.model = torch.compile(self.run.model)
+        fused = True if self.run.fused_optimizer else None
+        self.optimizer = torch.optim.AdamW(self.run.model.parameters(), lr=1e-6, fused=fused)
+
+    def step(self) -> float:
+        """One training step; the loss is left on the device."""
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            loss, _ = loss_of_output(call(self.model, self.run.inputs), self.run.loss)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def timed_s(self, steps: int) -> float:
+        """Wall time of a step among ``steps`` in a row, as a training loop runs."""
+        with self.flags():
+            self.step()  # caches, allocator and clocks after the other variants
+            synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.step()
+            synchronize(self.device)
+            return (time.perf_counter() - start) / steps
+
+    def gpu_s(self) -> float:
+        """Sum of the kernels of one step."""
+        with self.flags(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.step()
+            synchronize(self.device)
+        cuda = torch.autograd.DeviceType.CUDA
+        return 1e-6 * sum(e.time_range.elapsed_us() for e in profiler.events() if e.device_type == cuda)
+
+    def step_bytes(self) -> int:
+        """Most memory alive during a step, beyond what is alive between steps."""
+        with self.flags():
+            synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.step()
+            synchronize(self.device)
+            return torch.cuda.max_memory_allocated() - before
+
+    @contextlib.contextmanager
+    def flags(self) -> Iterator[None]:
+        """Within the block, PyTorch's global switches are as this variant's fixes set them."""
+        kept = _flags()
+        _set_flags(self._flags)
+        try:
+            yield
+        finally:
+            _set_flags(kept)
+
+
+def _flags() -> tuple[bool, bool, bool]:
+    return (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def _set_flags(flags: tuple[bool, bool, bool]) -> None:
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags[:2]
+    torch.backends.cudnn.benchmark = flags[2]
+
+
+def _real(leaf: Any, device: str) -> Any:
+    """Random data in place of zeros: on zeros a GPU draws less power and runs faster."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
+    return leaf.to(device)
+
+
+def _in_channels_last(leaf: Any) -> Any:
+    is_image = isinstance(leaf, torch.Tensor) and leaf.dim() == 4
+    return leaf.to(memory_format=torch.channels_last) if is_image else leaf
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- one model ---------------------------------------------------------------------------------
+
+
+def load_model(model: Model, device: str, small: bool) -> Target:
+    sizes = {name: SMALL[name] for name in model.sizes if small} or model.sizes
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return load(model.target, InputOptions(device=device, arguments=model.arguments, **sizes))
+
+
+def planned(model: Model, gpu: str, level: str, small: bool) -> tuple[Plan, float]:
+    """The plan, made without weights, and the seconds it took."""
+    start = time.perf_counter()
+    loaded = load_model(model, "meta", small)
+    plan = tilefit.optimize(
+        loaded.model,
+        loaded.inputs,
+        gpu=gpu,
+        level=level,
+        amp="bf16",
+        loss=loaded.loss,
+        channels_last=model.channels_last,
+        ignore=["NTC001"],
+        verify=False,
+    )
+    return plan, time.perf_counter() - start
+
+
+def measured(name: str, model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    plan, plan_s = planned(model, options.gpu, options.level, options.device == "cpu")
+    row: dict[str, Any] = {
+        "model": name,
+        "healthy": model.healthy,
+        "bar": model.bar,
+        "plan_s": plan_s,
+        "predicted_speedup": plan.speedup,
+        "predicted_before_ms": 1e3 * plan.before_s,
+        "fixes": [{"name": f.name, "summary": f.summary, "predicted_ms": 1e3 * f.gain_s} for f in plan.fixes],
+        "refused": sorted({f"{r.name}: {r.reason}" for r in plan.refused})[:5],
+    }
+    candidates = list(plan.candidates)
+    counts = range(len(candidates) + 1) if candidates else (0, 0)  # a healthy model against itself
+    variants = [
+        Variant(
+            f"{count} fixes",
+            load_model(model, "cpu", options.device == "cpu"),
+            model,
+            candidates[:count],
+            options.device,
+        )
+        for count in counts
+    ]
+    for variant in variants:
+        for _ in range(3):
+            variant.step()
+    once_s = max(variant.timed_s(1) for variant in variants)
+    steps = max(1, min(30, round(options.round_s / once_s)))
+    rounds: list[list[float]] = [[] for _ in variants]
+    for number in range(options.rounds):
+        # Back and forth, so that none always follows the same other.
+        order = range(len(variants)) if number % 2 == 0 else reversed(range(len(variants)))
+        for index in order:
+            rounds[index].append(variants[index].timed_s(steps))
+    medians = [statistics.median(times) for times in rounds]
+    row["wall_ms"] = [1e3 * t for t in medians]
+    row["spread_ms"] = [1e3 * (max(t) - min(t)) for t in rounds]
+    row["speedup"] = statistics.median(a / b for a, b in zip(rounds[0], rounds[-1], strict=True))
+    for fix, before, after in zip(row["fixes"], rounds, rounds[1:], strict=False):
+        fix["measured_ms"] = 1e3 * statistics.median(a - b for a, b in zip(before, after, strict=True))
+        off_ms = abs(fix["predicted_ms"] - fix["measured_ms"])
+        # The bar: within 25 % of the gain, or 2 % of the step.
+        fix["foreseen"] = off_ms <= max(0.25 * abs(fix["measured_ms"]), 0.02 * row["wall_ms"][0])
+    if options.device == "cuda":
+        row["gpu_ms"] = [1e3 * variant.gpu_s() for variant in variants]
+        row["step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
+    if options.compiled:
+        row |= compiled(model, variants[0], variants[-1], options)
+    return row
+
+
+def compiled(model: Model, original: Variant, fixed: Variant, options: argparse.Namespace) -> dict[str, Any]:
+    """The original and the fixed model under ``torch.compile``, in turn."""
+    rounds: list[list[float]] = [[], []]
+    warm_s = []
+    for variant in (original, fixed):
+        start = time.perf_counter()
+        variant.model = torch.compile(variant.run.model)
+        with variant.flags():
+            for _ in range(3):
+                variant.step()
+        synchronize(options.device)
+        warm_s.append(time.perf_counter() - start)
+    once_s = max(original.timed_s(1), fixed.timed_s(1))
+    steps = max(1, min(30, round(options.round_s / once_s)))
+    for number in range(options.rounds):
+        for index in (0, 1) if number % 2 == 0 else (1, 0):
+            rounds[index].append((original, fixed)[index].timed_s(steps))
+    found: dict[str, Any] = {
+        "compiled_ms": [1e3 * statistics.median(times) for times in rounds],
+        "compiled_speedup": statistics.median(a / b for a, b in zip(*rounds, strict=True)),
+        "compile_s": warm_s,
+    }
+    if options.device == "cuda":
+        found["compiled_step_gib"] = [variant.step_bytes() / 2**30 for variant in (original, fixed)]
+    torch._dynamo.reset()
+    return found
+
+
+# ---- all of them -------------------------------------------------------------------------------
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the bars ask for."""
+    done = [row for row in rows if "speedup" in row]
+    fixes = [fix for row in done for fix in row["fixes"] if "foreseen" in fix]
+    found: dict[str, Any] = {
+        "models": len(done),
+        "slower": [row["model"] for row in done if row["speedup"] < 0.99],
+        "missed": [row["model"] for row in done if row["speedup"] < row["bar"]],
+        "fixes": len(fixes),
+        "foreseen": sum(fix["foreseen"] for fix in fixes) / len(fixes) if fixes else None,
+    }
+    both = [row["compiled_speedup"] for row in done if "compiled_speedup" in row and row["fixes"]]
+    if both:
+        found["compiled_geomean"] = statistics.geometric_mean(both)
+        found["compiled_slower"] = [r["model"] for r in done if r.get("compiled_speedup", 1.0) < 0.99]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--gpu", default="h200", help="the GPU to plan for")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--level", default="safe", choices=("safe", "unsafe"))
+    parser.add_argument("--models", default="", help="names, with commas between; all if empty")
+    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--round-s", type=float, default=0.3, help="about how long one variant's turn is")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start no further model after this time")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("This measures on a GPU, and PyTorch finds none here.")
+    wanted = options.models.split(",") if options.models else list(MODELS)
+    unknown = sorted(set(wanted) - set(MODELS))
+    if unknown:
+        sys.exit(f"There is no model {unknown[0]}; there are {', '.join(MODELS)}.")
+    rows: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    for name in wanted:
+        if time.perf_counter() - start > options.budget_s:
+            break
+        try:
+            rows.append(measured(name, MODELS[name], options))
+        except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
+            rows.append({"model": name, "failure": f"{type(error).__name__}: {error}"[:500]})
+        rows[-1]["took_s"] = time.perf_counter() - start - sum(row["took_s"] for row in rows[:-1])
+        print(json.dumps(rows[-1]), flush=True)
+        if options.out:
+            result = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+                "torch": torch.__version__,
+                "level": options.level,
+                "summary": summary(rows),
+                "rows": rows,
+            }
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    print(json.dumps(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()

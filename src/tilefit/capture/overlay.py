@@ -1,0 +1,65 @@
+"""Import source files as they would be after a change, without writing them."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from types import CodeType
+from unittest.mock import patch
+
+import torch
+
+import tilefit
+
+_INSTALLED = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(tilefit.__file__),
+    )
+)
+
+
+@cache
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to Python or to an installed package, or is no file at all."""
+    packages = {"site-packages", "dist-packages"} & {*path.split(os.sep)}
+    return not path or path.startswith("<") or bool(packages) or os.path.realpath(path).startswith(_INSTALLED)
+
+
+@contextmanager
+def overlaid(sources: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, files that are imported read as ``sources`` says, others as they are.
+
+    The user's modules that were imported in the block are forgotten afterwards, so that the next block reads
+    them anew.
+
+    Args:
+        sources: Texts by real path.
+    """
+    original = SourceFileLoader.get_code
+
+    def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
+        path = self.get_filename(name)
+        text = sources.get(os.path.realpath(path))
+        if text is None:
+            return original(self, name)
+        return self.source_to_code(text, path)
+
+    before = set(sys.modules)
+    try:
+        with patch.object(SourceFileLoader, "get_code", get_code):
+            yield
+    finally:
+        for name in sys.modules.keys() - before:
+            if not is_installed(getattr(sys.modules[name], "__file__", None) or ""):
+                del sys.modules[name]

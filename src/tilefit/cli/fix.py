@@ -1,0 +1,334 @@
+"""``tilefit fix``: from a model to changes that are proven, priced, and written where you want them."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tilefit.cli import config, output, step_options
+from tilefit.cli.profile import ProfileFile
+from tilefit.cli.step_options import codes
+from tilefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from tilefit.capture.child import CaptureOptions
+    from tilefit.cli.fix_output import Outcome
+    from tilefit.gpus import Gpu
+
+Format = Literal["text", "json", "markdown"]
+Level = Literal["safe", "unsafe"]
+
+_FIXES = "Fixes"
+_OUTPUT = "Output"
+
+
+def fix(
+    target: step_options.Target,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="GPU to plan for. Default: the one in this machine.")
+    ] = None,
+    profile: ProfileFile = None,
+    input: step_options.Inputs = None,
+    batch: step_options.Batch = None,
+    seq: step_options.Seq = None,
+    image_size: step_options.ImageSize = None,
+    train: step_options.Train = True,
+    amp: step_options.Precision = "off",
+    tf32: step_options.Tf32 = None,
+    optimizer: step_options.OptimizerName = "adamw",
+    fused_optimizer: step_options.FusedOptimizer = False,
+    channels_last: step_options.ChannelsLast = False,
+    compile: step_options.Compile = False,
+    on_cpu: step_options.OnCpu = False,
+    timeout: step_options.Timeout = step_options.TIMEOUT_S,
+    level: Annotated[
+        Level,
+        typer.Option(
+            help="safe: the same function. unsafe: also what may change training, checkpoints or rounding.",
+            rich_help_panel=_FIXES,
+        ),
+    ] = "safe",
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Prove each fix in fp64: outputs, gradients, optimizer steps.",
+            rich_help_panel=_FIXES,
+        ),
+    ] = True,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CODE",
+            help="Only these: codes of rules or their beginnings, or names of fixes; repeat or separate by "
+            "commas.",
+            rich_help_panel=_FIXES,
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="CODE", help="Not these.", rich_help_panel=_FIXES)
+    ] = None,
+    min_gain: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Smallest gain worth a change, as a share of the step.",
+            rich_help_panel=_FIXES,
+        ),
+    ] = None,
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="Print what --write would change, as a patch.", rich_help_panel=_OUTPUT),
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Change your files.", rich_help_panel=_OUTPUT)
+    ] = False,
+    output_format: Annotated[
+        Format, typer.Option(metavar="FORMAT", help="text, json or markdown.", rich_help_panel=_OUTPUT)
+    ] = "text",
+    output_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write there instead of to stdout.", rich_help_panel=_OUTPUT),
+    ] = None,
+) -> int:
+    """Fix a model: what to change, what each change saves, and the proof that it is the same model.
+
+    Without --write nothing is changed. Exit code: 0 nothing to do, 1 fixes found, 2 could not run.
+    """
+    from tilefit.checker import resolve
+
+    settled = config.load(Path.cwd())
+    wanted = codes(select) or settled.select
+    unwanted = (*settled.ignore, *codes(ignore))
+    if diff and (write or output_format != "text"):
+        raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
+    devices = resolve(gpu or settled.gpu or None)
+    if len(devices) != 1:
+        raise UsageError("a plan is made for one GPU", hint=f"Name one: --gpu {devices[0].name}.")
+    if (diff or write) and target.partition(":")[0] in ("hf", "torchvision", "timm"):
+        raise UsageError(
+            f"{target} is a library's model: there is no source of yours to change",
+            hint="Leave out --diff and --write, or give the file of yours that builds it: file.py:factory.",
+        )
+
+    from tilefit.capture.child import CaptureOptions
+
+    options = CaptureOptions(
+        inputs=tuple(input or ()),
+        batch=batch,
+        seq=seq,
+        image_size=image_size,
+        train=train,
+        amp="" if amp == "off" else amp,
+        tf32=tf32,
+        optimizer=optimizer,
+        fused_optimizer=fused_optimizer,
+        channels_last=channels_last,
+        compiled=compile,
+        on_cpu=on_cpu,
+    )
+    wishes = _Wishes(
+        gpu=devices[0],
+        level=level,
+        verify=verify,
+        select=wanted,
+        ignore=unwanted,
+        per_module_ignores=settled.per_module_ignores,
+        min_gain=min_gain if min_gain is not None else settled.min_gain,
+        timeout_s=timeout,
+    )
+    outcome = _outcome(target, options, wishes)
+    if write:
+        outcome = replace(outcome, written=outcome.patches.write())
+    if diff:
+        _print_diff(outcome)
+        return bool(outcome.patches.made)
+    _print(outcome, output_format, output_file)
+    return outcome.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wishes:
+    """What the user wants to be fixed, and how."""
+
+    gpu: Gpu
+    level: str
+    verify: bool
+    select: tuple[str, ...]
+    ignore: tuple[str, ...]
+    per_module_ignores: Mapping[str, Sequence[str]]
+    min_gain: float | None
+    timeout_s: float
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        return ("safe", "unsafe")[: 1 + (self.level == "unsafe")]
+
+    def rules(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Codes of rules behind names of fixes; codes stay."""
+        from tilefit.fixes.registry import all_fixes
+
+        fixes = {fix.name: fix.rules for fix in all_fixes()}
+        return tuple(code for name in names for code in fixes.get(name.lower(), (name,)))
+
+
+def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
+    """Capture the target, plan, and look for what can be written."""
+    if wishes.select or wishes.ignore:
+        # Whatever can be wrong without the model is found before the model is loaded.
+        from tilefit.fixes.registry import select
+
+        select(wishes.select, wishes.ignore)
+    else:
+        # PyTorch takes seconds to import, and the child process is busy for as long.
+        Thread(target=import_module, args=("tilefit.fixes",), daemon=True).start()
+    from tilefit.capture.child import capture_in_child
+
+    with output.progress(f"Capturing {target}"):
+        step = capture_in_child(target, options, wishes.timeout_s)
+
+    from torch import nn
+
+    from tilefit import rules
+    from tilefit.capture.targets import InputOptions
+    from tilefit.cli.fix_output import Outcome
+    from tilefit.cost import estimate_step
+    from tilefit.cost.fusion import fuse
+    from tilefit.cost.lookup import title
+    from tilefit.fixes.planner import MIN_GAIN, optimize
+    from tilefit.fixes.source.patches import Patches, propose
+    from tilefit.fixes.source.program import Program, has_source
+    from tilefit.report import build
+    from tilefit.rules.base import Context
+
+    if options.compiled:
+        step = fuse(step)
+    estimate = estimate_step(step, wishes.gpu)
+    min_gain = MIN_GAIN if wishes.min_gain is None else wishes.min_gain
+    findings = rules.run(
+        step,
+        wishes.gpu,
+        estimate,
+        select=wishes.rules(wishes.select),
+        ignore=wishes.rules(wishes.ignore),
+        min_gain=min_gain,
+        per_module_ignores=wishes.per_module_ignores,
+    )
+    sizes = (options.batch, options.seq, options.image_size)
+    inputs = InputOptions(options.inputs, *sizes, options.train, "cpu" if options.on_cpu else "meta")
+    with output.progress("Choosing fixes"), redirect_stdout(sys.stderr):
+        program = Program(target, inputs)
+        model = program.loaded.model
+        plan = None
+        if isinstance(model, nn.Module):
+            plan = optimize(
+                model,
+                program.loaded.inputs,
+                gpu=wishes.gpu,
+                level=wishes.level,
+                train=options.train,
+                amp=options.amp,
+                tf32=options.tf32,
+                optimizer=options.optimizer,
+                fused_optimizer=options.fused_optimizer,
+                channels_last=options.channels_last,
+                compile=options.compiled,
+                loss=program.loaded.loss,
+                select=wishes.select,
+                ignore=wishes.ignore,
+                min_gain=min_gain,
+                verify=wishes.verify,
+            )
+    patches = Patches()
+    if has_source(target):
+        with output.progress("Trying changes of your files"), redirect_stdout(sys.stderr):
+            context = Context(step, wishes.gpu, estimate)
+            patches = propose(findings, context, program, options, wishes.levels, wishes.timeout_s)
+    return Outcome(
+        report=build(step, wishes.gpu, estimate, findings, title(wishes.gpu)),
+        plan=plan,
+        patches=patches,
+        call=_call(options, wishes),
+        place=program.built_at,
+    )
+
+
+def _call(options: CaptureOptions, wishes: _Wishes) -> str:
+    """The line of Python that applies the plan."""
+    settings = {
+        "gpu": wishes.gpu.name,
+        "level": wishes.level,
+        "train": options.train,
+        "amp": options.amp,
+        "tf32": options.tf32,
+        "optimizer": options.optimizer,
+        "fused_optimizer": options.fused_optimizer,
+        "channels_last": options.channels_last,
+        "compile": options.compiled,
+        "select": list(wishes.select),
+        "ignore": list(wishes.ignore),
+    }
+    from tilefit.fixes.planner import optimize
+
+    defaults = {name: p.default for name, p in inspect.signature(optimize).parameters.items()}
+    given = [
+        f"{name}={_literal(value)}" for name, value in settings.items() if value not in (defaults[name], [])
+    ]
+    return f"model = tilefit.optimize(model, inputs, {', '.join(given)}).model"
+
+
+def _literal(value: object) -> str:
+    """A value as Python, strings in double quotes."""
+    return json.dumps(value) if isinstance(value, str | list) else repr(value)
+
+
+def _print_diff(outcome: Outcome) -> None:
+    """The patch on stdout, byte for byte; what is not in it on stderr."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    from tilefit.cli.fix_output import beside_diff
+
+    text = outcome.patches.diff()
+    console = output.stdout()
+    if console.is_terminal:
+        console.print(Syntax(text.decode(errors="replace"), "diff", background_color="default"))
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text)
+    Console(stderr=True, highlight=False).print(beside_diff(outcome))
+
+
+def _print(outcome: Outcome, output_format: Format, output_file: Path | None) -> None:
+    from rich.console import Console
+
+    from tilefit.cli import fix_output
+
+    console = output.stdout()
+    if output_format == "text":
+        if output_file is None:
+            console.print(fix_output.terminal(outcome))
+            return
+        file = io.StringIO()
+        Console(file=file, width=console.width, color_system=None).print(fix_output.terminal(outcome))
+        text = file.getvalue()
+    else:
+        render = fix_output.as_json if output_format == "json" else fix_output.as_markdown
+        text = render(outcome)
+    if output_file is None:
+        print(text, end="")
+    else:
+        output.write_file(output_file, text)

@@ -1,0 +1,276 @@
+"""How ``tilefit fix`` shows what it found: for people, as JSON, as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from tilefit import units
+from tilefit.cli import output
+from tilefit.report import Report, text
+from tilefit.report.markdown import escape
+from tilefit.rules.sites import pattern
+
+if TYPE_CHECKING:
+    from tilefit.fixes import AppliedFix, Plan
+    from tilefit.fixes.source.patches import ByHand, Patches
+
+#: Version of the JSON form.
+FIX_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What can be changed, and what was.
+
+    Attributes:
+        report: Of the step as it is.
+        plan: What ``tilefit.optimize`` does; None where the target is a function.
+        patches: What can be written into the user's files.
+        call: The line that applies the plan.
+        place: Where it goes: the line that builds the model; empty where that is not the user's.
+        written: Names of the files that were written.
+    """
+
+    report: Report
+    plan: Plan | None
+    patches: Patches
+    call: str
+    place: str = ""
+    written: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 where there is something to change, else 0."""
+        return int(bool(self.patches.made or (self.plan and self.plan.fixes)))
+
+    @property
+    def by_hand(self) -> Sequence[ByHand]:
+        """What is left to the user: neither written into files nor changed at run time."""
+        covered = {code for fix in self.plan.fixes for code in fix.rules} if self.plan else set()
+        return [each for each in self.patches.by_hand if each.level or each.code not in covered]
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to say."""
+        return not (self.exit_code or self.by_hand or (self.plan and self.plan.refused))
+
+
+# ---- for people --------------------------------------------------------------------------------
+
+
+def terminal(outcome: Outcome) -> RenderableType:
+    """The outcome for a terminal."""
+    head = Group(
+        Text(_heading(outcome), style="bold"), Text(" · ".join(text.setup(outcome.report)), style="dim")
+    )
+    if outcome.is_empty:
+        return Group(head, Text(), Text(text.NOTHING, style="bold green"))
+    parts = [_at_run_time(outcome), _in_files(outcome), _left_alone(outcome), _by_hand(outcome)]
+    return _apart([head, *(part for part in parts if part is not None)])
+
+
+def beside_diff(outcome: Outcome) -> RenderableType:
+    """What a diff does not say."""
+    parts: list[RenderableType] = []
+    if outcome.plan and outcome.plan.fixes:
+        parts.append(Group(Text(_speed(outcome.plan), style="bold"), *_how(outcome, outcome.plan)))
+    by_hand = _by_hand(outcome)
+    return _apart([*parts, *([by_hand] if by_hand else [])])
+
+
+def _apart(parts: Sequence[RenderableType]) -> RenderableType:
+    """Parts with an empty line between them."""
+    return Group(*[each for part in parts for each in (Text(), part)][1:])
+
+
+def _at_run_time(outcome: Outcome) -> RenderableType | None:
+    plan = outcome.plan
+    if plan is None or not plan.fixes:
+        return None
+    table = _table(["fix", ">saves", "", "level", "proof", "what"], _fix_rows(outcome, plan))
+    return Group(Text(_speed(plan), style="bold"), table, *_how(outcome, plan))
+
+
+def _in_files(outcome: Outcome) -> RenderableType | None:
+    if not outcome.patches.made:
+        return None
+    table = _table(["rule", ">saves", "", "level", "where", "what"], _patch_rows(outcome))
+    return Group(Text(_files_title(outcome), style="bold"), table, *map(_note, _notes(outcome)))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    table = output.table(*columns)
+    table.columns[-1].overflow = "fold"
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _left_alone(outcome: Outcome) -> RenderableType | None:
+    if outcome.plan is None or not outcome.plan.refused:
+        return None
+    items = ((f"{r.name}  {pattern(r.modules)}", r.reason) for r in outcome.plan.refused)
+    return Group(Text("Left alone", style="bold"), *_items(items))
+
+
+def _by_hand(outcome: Outcome) -> RenderableType | None:
+    if not outcome.by_hand:
+        return None
+    items = ((f"{b.code}  {b.where}: {b.reason}", b.advice) for b in outcome.by_hand)
+    return Group(Text("By hand", style="bold"), *_items(items))
+
+
+def _items(pairs: Iterable[tuple[str, str]]) -> Iterator[RenderableType]:
+    for head, rest in pairs:
+        yield Text(head)
+        yield Padding(Text(rest, style="dim"), (0, 0, 0, 2))
+
+
+def _note(note: str) -> RenderableType:
+    return Padding(Text(note, style="dim"), (0, 0, 0, 2))
+
+
+# ---- the words ---------------------------------------------------------------------------------
+
+
+def _heading(outcome: Outcome) -> str:
+    return f"{text.heading(outcome.report)} on {outcome.report.device.title}"
+
+
+def _speed(plan: Plan) -> str:
+    memory = ""
+    if plan.before_bytes != plan.after_bytes:
+        memory = f"; memory {units.capacity(plan.before_bytes)} -> {units.capacity(plan.after_bytes)}"
+    return (
+        f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), "
+        f"{units.seconds(plan.before_s)} -> {units.seconds(plan.after_s)} a step{memory}"
+    )
+
+
+def _files_title(outcome: Outcome) -> str:
+    if outcome.written:
+        return f"Written: {', '.join(outcome.written)}"
+    return "In your files (--diff shows it, --write writes it)"
+
+
+def _notes(outcome: Outcome) -> Iterator[str]:
+    """What the user must know before writing, each once with the rules it is about."""
+    codes: dict[str, list[str]] = {}
+    for patch in outcome.patches.made:
+        if patch.note:
+            codes.setdefault(patch.note, []).append(patch.code)
+    for note, of in codes.items():
+        yield f"{', '.join(of)}: {note}."
+    if outcome.plan is not None:
+        both = {code for fix in outcome.plan.fixes for code in fix.rules}
+        shared = [patch.code for patch in outcome.patches.made if patch.code in both]
+        if shared and not outcome.written:
+            yield f"{', '.join(shared)}: at run time or in your files, either is enough."
+
+
+def _fix_rows(outcome: Outcome, plan: Plan) -> Iterator[list[str]]:
+    for fix in plan.fixes:
+        yield [fix.name, *_gain(outcome, fix.gain_s), fix.level, _proof(fix), fix.summary]
+    if len(plan.fixes) > 1:
+        yield ["total", *_gain(outcome, plan.before_s - plan.after_s), "", "", ""]
+
+
+def _patch_rows(outcome: Outcome) -> Iterator[list[str]]:
+    for patch in outcome.patches.made:
+        yield [patch.code, *_gain(outcome, patch.gain_s), patch.level, patch.where, patch.summary]
+
+
+def _gain(outcome: Outcome, gain_s: float) -> tuple[str, str]:
+    return units.seconds(gain_s), units.share(gain_s / outcome.report.step.time_s)
+
+
+def _proof(fix: AppliedFix) -> str:
+    """The largest relative error of the comparison."""
+    if fix.verification is not None:
+        return f"{fix.verification.worst:.0e}"
+    return "" if fix.modules else "setting"
+
+
+def _how(outcome: Outcome, plan: Plan) -> Iterator[RenderableType]:
+    """How the user gets the plan."""
+    if any(fix.modules for fix in plan.fixes):
+        place = f" ({outcome.place})" if outcome.place else ""
+        yield Text(f"Where the model is built{place}:", style="dim")
+        # A line to be copied is not wrapped.
+        yield Text(f"  {outcome.call}", no_wrap=True, overflow="ignore")
+    if any(not fix.modules for fix in plan.fixes):
+        yield Text("A setting is for your script to make.", style="dim")
+
+
+# ---- for programs ------------------------------------------------------------------------------
+
+
+def as_json(outcome: Outcome) -> str:
+    """The outcome as JSON text."""
+    patches = outcome.patches
+    data: dict[str, Any] = {
+        "schema_version": FIX_SCHEMA,
+        "target": outcome.report.model,
+        "gpu": outcome.report.device.title,
+        "time_s": outcome.report.step.time_s,
+        "plan": outcome.plan.to_dict() if outcome.plan else None,
+        "call": outcome.call,
+        "patches": [
+            {
+                "code": patch.code,
+                "level": patch.level,
+                "where": patch.where,
+                "summary": patch.summary,
+                "note": patch.note,
+                "gain_s": patch.gain_s,
+            }
+            for patch in patches.made
+        ],
+        "by_hand": [asdict(each) for each in outcome.by_hand],
+        "diff": patches.diff().decode(errors="replace"),
+        "written": list(outcome.written),
+    }
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+# ---- for pull requests -------------------------------------------------------------------------
+
+
+def as_markdown(outcome: Outcome) -> str:
+    """The outcome as GitHub-flavoured Markdown."""
+    plan, patches = outcome.plan, outcome.patches
+    lines = [f"# {escape(_heading(outcome))}", "", escape(" · ".join(text.setup(outcome.report)))]
+    if outcome.is_empty:
+        lines += ["", text.NOTHING]
+    if plan and plan.fixes:
+        lines += ["", f"## {_speed(plan)}", ""]
+        lines += _markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(outcome, plan))
+        lines += ["", "```python", outcome.call, "```"]
+    if plan and plan.refused:
+        lines += ["", "## Left alone", ""]
+        lines += [
+            f"- {escape(r.name)}: {escape(pattern(r.modules))}: {escape(r.reason)}" for r in plan.refused
+        ]
+    if patches.made:
+        lines += ["", f"## {_files_title(outcome)}", ""]
+        lines += _markdown_table(["rule", "saves", "", "level", "where", "what"], _patch_rows(outcome))
+        lines += ["", *(f"- {escape(note)}" for note in _notes(outcome))]
+        lines += ["", "```diff", patches.diff().decode(errors="replace").rstrip("\n"), "```"]
+    if outcome.by_hand:
+        lines += ["", "## By hand", ""]
+        lines += [
+            f"- {b.code} {escape(b.where)}: {escape(b.reason)}: {escape(b.advice)}" for b in outcome.by_hand
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    table = [heads, ["---"] * len(heads), *(map(escape, row) for row in rows)]
+    return [f"| {' | '.join(row)} |" for row in table]

@@ -1,0 +1,102 @@
+"""``tilefit precision``: watch a training script for a while, and say what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilefit.cli import output, step_options
+from tilefit.cli.check import Format
+from tilefit.cli.step_options import codes
+from tilefit.errors import TargetError, UsageError
+
+_OUTPUT = "Output"
+
+#: Steps a script is watched for.
+STEPS = 100
+
+
+def precision(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A training script, run as it is.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="Its own arguments.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="End the script after this many steps of its optimizer.")
+    ] = STEPS,
+    every: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Look closely at one step in this many, after the first four."),
+    ] = 25,
+    numerics: Annotated[
+        bool, typer.Option("--numerics/--no-numerics", help="Look closely at all, or keep the books alone.")
+    ] = True,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CODE",
+            help="Only these rules, by code or its beginning; repeat or separate by commas.",
+            rich_help_panel="Rules",
+        ),
+    ] = None,
+    ignore: step_options.Ignore = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="The tables as well.", rich_help_panel=_OUTPUT)
+    ] = False,
+    output_format: Annotated[
+        Format,
+        typer.Option(metavar="FORMAT", help="text, concise, json or markdown.", rich_help_panel=_OUTPUT),
+    ] = "text",
+    output_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write there instead of to stdout.", rich_help_panel=_OUTPUT),
+    ] = None,
+) -> int:
+    """Watch a training script: is its mixed precision silently wrong? Options go before the script.
+
+    The script runs as it is, with its output on stderr, and is ended after some steps. Nothing it computes is
+    changed. Exit code: 0 nothing found, 1 findings, 2 could not run.
+    """
+    if not script.is_file():
+        raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
+    from tilefit.precision.script import run_script
+    from tilefit.precision.watching import Watch
+
+    watch = Watch(every=every, numerics=numerics, select=codes(select), ignore=codes(ignore), steps=steps)
+    error = run_script(script, list(arguments or ()), watch)
+    document = watch.report(script.name)
+    if error is None and not watch.steps:
+        error = TargetError(
+            "no optimizer made a step",
+            where=str(script),
+            hint="Watch a script that trains with a torch.optim optimizer, for long enough to make a step.",
+        )
+    # One rank speaks for all; what ranks disagree on, it knows.
+    first = os.environ.get("RANK", "0") == "0"
+    if first and (error is None or document.findings):
+        _show(document, show_all, output_format, output_file)
+    if error is not None:
+        raise error
+    return document.exit_code if first else 0
+
+
+def _show(document: object, show_all: bool, output_format: Format, output_file: Path | None) -> None:
+    from tilefit.report import Watched, render
+    from tilefit.report.terminal import Terminal
+
+    assert isinstance(document, Watched)
+    console = output.stdout()
+    if output_format == "text" and output_file is None and console.is_terminal:
+        console.print(Terminal(document, show_all=show_all))
+        return
+    text = render(document, output_format, show_all=show_all, width=console.width)
+    if output_file is None:
+        print(text, end="")
+    else:
+        output.write_file(output_file, text)

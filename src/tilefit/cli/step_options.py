@@ -1,0 +1,93 @@
+"""The options that say which step of which model is looked at: the same for every command with a TARGET."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+Amp = Literal["bf16", "fp16", "off"]
+Optimizer = Literal["adamw", "sgd", "none"]
+
+_STEP = "The step"
+_RULES = "Rules"
+
+#: Seconds a capture may take before it counts as hanging.
+TIMEOUT_S = 300.0
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), "
+        "torchvision:resnet50, timm:vit_base_patch16_224.",
+        show_default=False,
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SPEC",
+        help='An input, such as "input_ids: int64[16,1024]"; repeat.',
+        rich_help_panel=_STEP,
+    ),
+]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples.", rich_help_panel=_STEP)]
+Seq = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Tokens per sample.", rich_help_panel=_STEP)
+]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Height and width of an image.", rich_help_panel=_STEP),
+]
+Train = Annotated[
+    bool,
+    typer.Option("--train/--infer", help="Training step or forward pass alone.", rich_help_panel=_STEP),
+]
+Precision = Annotated[Amp, typer.Option(help="Mixed precision by autocast.", rich_help_panel=_STEP)]
+Tf32 = Annotated[
+    bool | None,
+    typer.Option(
+        "--tf32/--no-tf32", help="fp32 products in TF32; default as in PyTorch.", rich_help_panel=_STEP
+    ),
+]
+OptimizerName = Annotated[
+    Optimizer, typer.Option(help="Optimizer of the training step.", rich_help_panel=_STEP)
+]
+FusedOptimizer = Annotated[
+    bool, typer.Option("--fused-optimizer", help="As with fused=True.", rich_help_panel=_STEP)
+]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="Model and images in NHWC.", rich_help_panel=_STEP)
+]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Price the fusion of torch.compile.", rich_help_panel=_STEP)
+]
+OnCpu = Annotated[
+    bool,
+    typer.Option(
+        "--on-cpu", help="Capture with real data, for code that depends on values.", rich_help_panel=_STEP
+    ),
+]
+Timeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="Longest capture.", rich_help_panel=_STEP)
+]
+Ignore = Annotated[
+    list[str] | None, typer.Option(metavar="CODE", help="Not these rules.", rich_help_panel=_RULES)
+]
+MinGain = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        metavar="SHARE",
+        help="Smallest gain worth a finding, as a share of the step.",
+        rich_help_panel=_RULES,
+    ),
+]
+
+
+def codes(values: list[str] | None) -> tuple[str, ...]:
+    """What a repeatable, comma-separated option lists."""
+    return tuple(code.strip() for value in values or () for code in value.split(",") if code.strip())

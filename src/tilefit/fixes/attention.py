@@ -1,0 +1,101 @@
+"""Attention written by hand, as one fused kernel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tilefit.fixes.around import around_forward
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.run import Run
+from tilefit.fixes.scores import Fusing
+from tilefit.fixes.swap import submodule, swap
+from tilefit.rules.flow import Flow
+from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
+from tilefit.rules.sites import pattern
+
+
+def fused(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, with attention in it as one call of ``scaled_dot_product_attention``."""
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    with Fusing(module.buffers()) as mode:
+        return mode.finished(forward(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class Fusion(Candidate):
+    """Modules of one class that compute attention step by step."""
+
+    #: A fused kernel draws its own random numbers for dropout.
+    same_random_numbers: ClassVar[bool] = False
+
+    @property
+    def summary(self) -> str:
+        where = pattern(self.modules) if any(self.modules) else "the model"
+        return f"Compute the attention in {where} with scaled_dot_product_attention."
+
+    def apply(self, run: Run) -> Undo:
+        modules = [submodule(run.model, path) for path in self.modules]
+        for path, module in zip(self.modules, modules, strict=True):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
+            if "forward" in vars(module):
+                raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
+        undos = [swap(module, around_forward(type(module), fused)) for module in modules]
+
+        def undo() -> None:
+            for take_back in undos:
+                take_back()
+
+        return undo
+
+
+class FuseAttention(Fix):
+    """Makes one ``scaled_dot_product_attention`` of attention that is written out by hand.
+
+    The code of the model is not changed. While the block that contains the attention runs, the
+    product of Q and K is put off: what would be its result notes how it is scaled, masked, cast, softmaxed
+    and dropped out, and where it is multiplied by V the fused kernel does all of that at once. Whatever else
+    is done to the scores makes them be computed by the calls that were made, so that other code under the
+    same roof does what it did. The calls are followed while they are made: masks may be boolean or
+    additive, sizes may change from call to call, and so may the course of the code.
+
+    The same function: a number filled into masked scores must be -10000 or less, for a softmax makes zeros of
+    it; where it masks a whole row, the weights are made equal, as they were. A mask is passed on as a mask,
+    unless it is made of numbers and buffers alone and found to be causal: then the kernel skips what is
+    masked. Dropout drops with the same probability, but other weights from the same seed.
+
+    RefusedError: modules compiled by TorchScript or whose ``forward`` was replaced. Weights that the block
+    returns are computed for it, which leaves no gain; with dropout they would not be those that were used,
+    and that is an error. Under ``torch.compile`` the block runs as it was written, and fusing is the
+    compiler's business.
+    """
+
+    name = "fuse-attention"
+    rules = ("NTC002",)
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        scopes: dict[str, list[str]] = defaultdict(list)
+        for chain in attention_chains(Flow(context.step)):
+            scope = _scope(context, chain)
+            if scope not in scopes[context.step.modules.get(scope, "")]:
+                scopes[context.step.modules.get(scope, "")].append(scope)
+        for modules in scopes.values():
+            yield Fusion(tuple(modules))
+
+
+def _scope(context: Context, chain: AttentionChain) -> str:
+    """Path of the module to change: the smallest in which all of the attention happens, or the block (an
+    element of a list of modules) that this is part of, since attention modules like to return their weights,
+    for blocks to ignore."""
+    paths = [context.step.ops[index].site.module.split(".") for index in chain.forward]
+    common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]
+    block = max((place for place, name in enumerate(common, 1) if name.isdigit()), default=len(common))
+    return ".".join(common[:block])

@@ -1,0 +1,466 @@
+"""How padded channels can travel through a model: which images stay padded, and where they are cropped.
+
+A padded channel leaves a convolution as zeros. Batch normalisation with padded parameters keeps it zero;
+pooling, resizing and functions that work element by element make some finite number of it, the next
+convolution multiplies that by zero, and the gradient that comes back is zero. Two images that are added must
+be padded alike, images that are concatenated keep their padding between them. Whatever else reads an image
+must find the channels it always had, so that the image is cropped by the module that makes it.
+
+All this is read off the model's ``forward``, traced symbolically in training and in evaluation mode: a trace
+has no branches that depend on data or sizes, so that what holds for it holds for every input. Where a module
+cannot be traced, the modules it is made of are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from tilefit.fixes.convolution import FITTED, WIDE, is_cropped
+from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, is_elementwise
+from tilefit.fixes.widening import Channels, behind_one_another, real_size, wide_size
+
+#: Classes whose instances do just what their class says, untouched or changed by us.
+CONVOLUTIONS = frozenset((*FITTED, *FITTED.values()))
+NORMS = frozenset((*WIDE, *WIDE.values()))
+#: Modules that treat every channel by itself, and need not know how many there are.
+_CHANNELWISE_MODULES: tuple[type[nn.Module], ...] = (
+    *ELEMENTWISE_MODULES,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
+    nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d,
+)  # fmt: skip
+#: Functions of an image that do the same; the image is their first argument.
+_CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
+    [
+        F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
+        F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+        F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d,
+        F.interpolate, torch.clone,
+    ]
+)  # fmt: skip
+_CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
+_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+#: Drops whole samples, whatever their channels.
+_STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth.stochastic_depth"
+#: What may be asked of an image without learning how many channels it has.
+_WITHOUT_CHANNELS = ("dtype", "device", "ndim", "dim", "is_cuda", "requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What a module has to do with padded channels.
+
+    Attributes:
+        path: Of the module.
+        root: Path of the module within which padded channels travel: itself, or the one that was traced.
+        dims: Spatial dimensions of its images.
+        wide_in, wide_out: How the channels lie in what it reads and in what it makes of it; None where they
+            are not padded.
+        crops: It hands on the real channels alone.
+    """
+
+    path: str
+    root: str
+    dims: int
+    wide_in: Channels | None
+    wide_out: Channels | None
+    crops: bool
+
+
+def paddings(model: nn.Module, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> list[Padding]:
+    """What every module has to do so that these numbers of channels are padded wherever they can be.
+
+    Args:
+        model: Is traced, in both modes; its parameters are not looked at.
+        sizes: Channels of images, by what they are to be padded to.
+        inputs: The same for images that come from elsewhere and are padded by the convolution that reads
+            them.
+    """
+    found: dict[nn.Module, Padding | None] = {}
+    for path, graphs in _traces(model):
+        paths = _Paths(model.get_submodule(path), graphs, sizes, inputs)
+        for module, padding in paths.paddings(path):
+            found.setdefault(module, padding)
+    for path, module in model.named_modules():
+        if module not in found and isinstance(module, _ConvNd) and _is_whole(module):
+            found[module] = _by_itself(path, module, sizes, inputs)
+    return [padding for padding in found.values() if padding is not None]
+
+
+def _is_whole(module: _ConvNd) -> bool:
+    """Whether a plain convolution reads all channels for each that it writes."""
+    return type(module) in CONVOLUTIONS and module.groups == 1 and "forward" not in vars(module)
+
+
+def _by_itself(
+    path: str, module: _ConvNd, sizes: Mapping[int, int], inputs: Mapping[int, int]
+) -> Padding | None:
+    """A convolution that pads what it reads and crops what it writes."""
+    wide_in = _padded(_alone(module.in_channels, inputs))
+    wide_out = _padded(_alone(module.out_channels, sizes))
+    if wide_in is wide_out is None:
+        return None
+    return Padding(path, path, len(module.kernel_size), wide_in, wide_out, wide_out is not None)
+
+
+def _alone(channels: int, sizes: Mapping[int, int]) -> Channels:
+    return ((channels, sizes.get(channels, channels)),)
+
+
+def _padded(channels: Channels) -> Channels | None:
+    return channels if wide_size(channels) > real_size(channels) else None
+
+
+# ---- kinds of modules --------------------------------------------------------------------------
+
+#: What :func:`_kind` says of a module.
+_CONVOLUTION, _DEPTHWISE, _NORM, _CHANNELWISE, _OPAQUE = "convolution", "depthwise", "norm", "channelwise", ""
+
+
+def _kind(module: nn.Module) -> str:
+    """What a module does to padded channels; nothing is known of one that was changed or is watched."""
+    if "forward" in vars(module) or has_hooks(module):
+        return _OPAQUE
+    if isinstance(module, _ConvNd) and type(module) in CONVOLUTIONS:
+        if module.groups == 1:
+            return _CONVOLUTION
+        return _DEPTHWISE if module.groups == module.in_channels else _OPAQUE
+    if isinstance(module, _BatchNorm) and type(module) in NORMS:
+        return _NORM if module.eps > 0 else _OPAQUE
+    plain = type(module) in _CHANNELWISE_MODULES or is_cropped(module)
+    if plain and not getattr(module, "return_indices", False):
+        return _CHANNELWISE
+    return _OPAQUE
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else sees, and may change, what goes in or out."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+# ---- tracing -----------------------------------------------------------------------------------
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return bool(_kind(m)) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _traces(module: nn.Module, path: str = "") -> Iterator[tuple[str, list[fx.Graph]]]:
+    """The largest modules that can be traced, with their graphs in training and in evaluation mode."""
+    if isinstance(module, _ConvNd) or not any(isinstance(part, _ConvNd) for part in module.modules()):
+        return
+    graphs = _traced(module)
+    if graphs is None:
+        closed = [name for name, _ in module.named_children()]
+    else:
+        yield path, graphs
+        closed = sorted({str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"})
+    for name in closed:
+        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name)
+
+
+def _traced(module: nn.Module) -> list[fx.Graph] | None:
+    arguments = inspect.signature(module.forward).parameters.values()
+    # With a default or a variable number of arguments it may do different things.
+    if any(a.default is not a.empty or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
+        return None
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        return [_Tracer().trace(module.train(mode)) for mode in (True, False)]
+    except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
+        return None
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+# ---- the paths of channels ---------------------------------------------------------------------
+
+
+class _Paths:
+    """The images in the graphs of a module.
+
+    Images that meet in a function, and all that a module makes in its calls, are one group: padded alike or
+    not at all. A module stands between the group it reads and the group it writes, and can crop.
+    """
+
+    def __init__(
+        self, root: nn.Module, graphs: list[fx.Graph], sizes: Mapping[int, int], inputs: Mapping[int, int]
+    ) -> None:
+        self._sizes, self._inputs = sizes, inputs
+        nodes = [node for graph in graphs for node in graph.nodes]
+        self._modules = {n: root.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"}
+        self._calls: dict[nn.Module, list[fx.Node]] = {}
+        for node, module in self._modules.items():
+            self._calls.setdefault(module, []).append(node)
+        #: Channels and spatial dimensions of each image that is understood.
+        self._images: dict[fx.Node, tuple[int, int]] = {}
+        self._parents: dict[fx.Node, fx.Node] = {}
+        self._spoiled: set[fx.Node] = set()
+        for node in nodes:
+            self._visit(node)
+        for module, calls in self._calls.items():
+            if not self._is_function(module):
+                self._join_calls(calls)
+        for image in self._images:
+            if not all(self._serves(image, user) for user in image.users):
+                self._spoiled.add(image)
+
+    # ---- groups ------------------------------------------------------------------------------
+
+    def _group(self, image: fx.Node) -> fx.Node:
+        """The image that stands for a group."""
+        while image in self._parents:
+            image = self._parents[image]
+        return image
+
+    def _join(self, one: fx.Node, other: fx.Node) -> None:
+        one, other = self._group(one), self._group(other)
+        if one is not other:
+            self._parents[other] = one
+            if self._images[one][0] != self._images[other][0]:
+                self._spoiled.add(one)
+
+    def _join_calls(self, calls: list[fx.Node]) -> None:
+        understood = [node for node in calls if node in self._images]
+        for node in understood[1:]:
+            self._join(understood[0], node)
+        read = [image for node in understood if (image := self._read(node)) is not None]
+        for image in read[1:]:
+            self._join(read[0], image)
+
+    def _read(self, call: fx.Node) -> fx.Node | None:
+        """The image that a module is called with, if it is understood."""
+        first = call.args[0] if len(call.args) == 1 and not call.kwargs else None
+        return first if isinstance(first, fx.Node) and first in self._images else None
+
+    def _is_function(self, module: nn.Module) -> bool:
+        """Whether a module is used in several places, so that it cannot crop for one and not for another."""
+        calls = self._calls[module]
+        return _kind(module) == _CHANNELWISE and len({node.graph for node in calls}) < len(calls)
+
+    # ---- what each call does -----------------------------------------------------------------
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op == "call_module":
+            self._visit_module(node)
+        elif (parts := self._concatenated(node)) is not None:
+            images = [self._images[part] for part in parts if part in self._images]
+            if len(images) == len(parts):
+                self._images[node] = (sum(channels for channels, _ in images), images[0][1])
+        elif self._is_channelwise(node):
+            self._pass_on(node, node.all_input_nodes[:1])
+        elif is_elementwise(node):
+            self._pass_on(node, node.all_input_nodes)
+
+    def _visit_module(self, node: fx.Node) -> None:
+        module, image = self._modules[node], self._read(node)
+        kind = _kind(module)
+        if kind == _CONVOLUTION and len(node.args) == 1 and not node.kwargs:
+            assert isinstance(module, _ConvNd)
+            self._images[node] = (module.out_channels, len(module.kernel_size))
+        elif kind and image is not None:
+            channels, dims = self._images[image]
+            if isinstance(module, _ConvNd):
+                channels = module.out_channels
+            self._images[node] = (channels, dims)
+            if self._is_function(module):
+                self._join(image, node)
+
+    def _pass_on(self, node: fx.Node, operands: list[fx.Node]) -> None:
+        """A function of images of one number of channels, and perhaps of masks with one."""
+        if not operands or not all(operand in self._images for operand in operands):
+            return
+        channels = max(self._images[operand][0] for operand in operands)
+        if any(self._images[operand][0] not in (1, channels) for operand in operands):
+            return
+        self._images[node] = (channels, self._images[operands[0]][1])
+        for operand in operands:
+            if self._images[operand][0] == channels:
+                self._join(operand, node)
+            else:
+                self._spoiled.add(operand)
+
+    def _is_channelwise(self, node: fx.Node) -> bool:
+        """Whether a function does the same to every channel of its first argument."""
+        image = node.args[0] if node.args else None
+        if not isinstance(image, fx.Node) or image not in self._images:
+            return False
+        if any(other in self._images for other in node.all_input_nodes[1:]):
+            return False
+        if node.target in (torch.mean, "mean"):
+            return self._is_spatial_mean(node, self._images[image][1])
+        if node.op == "call_method":
+            return node.target in _CHANNELWISE_METHODS
+        if node.op != "call_function" or node.kwargs.get("return_indices"):
+            return False
+        name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
+        return node.target in _CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
+
+    def _is_spatial_mean(self, node: fx.Node, dims: int) -> bool:
+        over = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        over = over if isinstance(over, list | tuple) else (over,)
+        keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        return keepdim is True and all(_is_spatial(dim, dims) for dim in over)
+
+    def _concatenated(self, node: fx.Node) -> list[fx.Node] | None:
+        """The images of which a call makes one with the channels of all."""
+        parts = node.args[0] if node.target in _CONCATENATIONS and node.args else None
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        if not isinstance(parts, list | tuple) or dim != 1:
+            return None
+        return [part for part in parts if isinstance(part, fx.Node)] or None
+
+    # ---- who reads it ------------------------------------------------------------------------
+
+    def _serves(self, image: fx.Node, user: fx.Node) -> bool:
+        """Whether an image with padded channels does for a user, that is: is understood."""
+        module = self._modules.get(user)
+        if isinstance(module, _ConvNd):
+            return user in self._images and module.in_channels == self._images[image][0]
+        return user in self._images or self._asks_no_channels(user, self._images[image][1])
+
+    def _asks_no_channels(self, user: fx.Node, dims: int) -> bool:
+        """Whether a call asks an image for something that does not depend on how many channels it has."""
+        name = user.args[1] if user.target is getattr else user.target if user.op == "call_method" else ""
+        if name in _WITHOUT_CHANNELS:
+            return True
+        if name == "size" and len(user.args) > 1:
+            return user.args[1] == 0 or _is_spatial(user.args[1], dims)
+        return name in ("size", "shape") and all(
+            reader.target is operator.getitem and _leaves_out_channels(reader.args[1], dims)
+            for reader in user.users
+        )
+
+    # ---- the decision ------------------------------------------------------------------------
+
+    def paddings(self, root: str) -> Iterator[tuple[nn.Module, Padding | None]]:
+        """What each module does, if it has something to do; ``root`` is the path of the traced one."""
+        prefix = f"{root}." if root else ""
+        layouts = self._layouts()
+        for module, calls in self._calls.items():
+            kind = _kind(module)
+            path = prefix + str(calls[0].target)
+            written = next((node for node in calls if node in self._images), None)
+            if not kind or written is None:
+                continue
+            read = next((image for node in calls if (image := self._read(node)) is not None), None)
+            wide_in = _padded(layouts[self._group(read)]) if read is not None else None
+            wide_out = _padded(layouts[self._group(written)])
+            dims = self._images[written][1]
+            if kind == _CONVOLUTION:
+                assert isinstance(module, _ConvNd)
+                alone = _by_itself(path, module, self._sizes, self._inputs)
+                if alone is not None:
+                    wide_in = wide_in or alone.wide_in
+                crops = wide_out is None and alone is not None and alone.crops
+                if crops and alone is not None:
+                    wide_out = alone.wide_out
+                busy = wide_in is not None or wide_out is not None
+            else:
+                crops = wide_in is not None and wide_out is None
+                if crops and wide_in is not None:
+                    wide_out = self._through(module, wide_in)
+                busy = crops or (wide_in is not None and kind != _CHANNELWISE)
+            yield module, Padding(path, root, dims, wide_in, wide_out, crops) if busy else None
+
+    def _layouts(self) -> dict[fx.Node, Channels]:
+        """How the channels of each group lie."""
+        spoiled = {self._group(image) for image in self._spoiled}
+        while True:
+            layouts = self._settled(spoiled)
+            worse = self._conflicts(layouts)
+            if not worse:
+                return layouts
+            spoiled |= worse
+
+    def _settled(self, spoiled: set[fx.Node]) -> dict[fx.Node, Channels]:
+        """The layouts that follow where some groups are not padded; not all of them need fit together."""
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for image in self._images:
+            groups.setdefault(self._group(image), []).append(image)
+        layouts: dict[fx.Node, Channels] = {}
+        for group in spoiled:
+            layouts[group] = _alone(self._images[group][0], {})
+        waiting = [group for group in groups if group not in spoiled]
+        while waiting:
+            for group in waiting:
+                given = [image for image in groups[group] if self._is_given(image)]
+                known = next((k for image in given if (k := self._given(image, layouts))), None)
+                if known or not given:
+                    break
+            else:  # they depend on each other alone
+                group, known = waiting[0], None
+            layouts[group] = known or _alone(self._images[group][0], self._sizes)
+            waiting.remove(group)
+        return layouts
+
+    def _conflicts(self, layouts: Mapping[fx.Node, Channels]) -> set[fx.Node]:
+        """Groups that cannot stay padded after all."""
+        worse = set()
+        for image in self._images:
+            group, given = self._group(image), self._given(image, layouts)
+            if given is None or given == layouts[group]:
+                continue
+            if _padded(layouts[group]):
+                worse.add(group)
+            elif image not in self._modules:  # nobody crops what is concatenated
+                parts = map(self._group, self._concatenated(image) or ())
+                worse |= {part for part in parts if _padded(layouts[part])}
+        return worse
+
+    def _is_given(self, image: fx.Node) -> bool:
+        """Whether how an image is padded follows from what it is made of."""
+        if image in self._modules:
+            return _kind(self._modules[image]) != _CONVOLUTION
+        return self._concatenated(image) is not None
+
+    def _given(self, image: fx.Node, layouts: Mapping[fx.Node, Channels]) -> Channels | None:
+        """The layout that follows; None if it does not, or not yet."""
+        if not self._is_given(image):
+            return None
+        parts = [
+            layouts.get(self._group(part)) for part in self._concatenated(image) or image.all_input_nodes
+        ]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        if image in self._modules:
+            return self._through(self._modules[image], known[0])
+        return behind_one_another(known)
+
+    def _through(self, module: nn.Module, channels: Channels) -> Channels:
+        """What a module that is no full convolution makes of a layout."""
+        if not isinstance(module, _ConvNd):
+            return channels
+        times = module.out_channels // module.in_channels
+        return tuple((times * real, times * wide) for real, wide in channels)
+
+
+def _is_spatial(dim: Any, dims: int) -> bool:
+    """Whether a dimension of [batch, channels, ...] with ``dims`` spatial ones is one of those."""
+    return isinstance(dim, int) and (-dims <= dim < 0 or dim >= 2)
+
+
+def _leaves_out_channels(index: Any, dims: int) -> bool:
+    if isinstance(index, slice):
+        return index.stop is None and index.step is None and _is_spatial(index.start, dims)
+    return index == 0 or _is_spatial(index, dims)

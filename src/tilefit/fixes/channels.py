@@ -1,0 +1,170 @@
+"""Pad the channels of convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from tilefit.fixes.around import around_forward
+from tilefit.fixes.channel_paths import CONVOLUTIONS, Padding, paddings
+from tilefit.fixes.convolution import Fitted, Wide, cropped, fit, is_cropped
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.run import Run
+from tilefit.fixes.swap import require_plain, submodule, swap
+from tilefit.ops import Conv
+from tilefit.rules.alignment import channels as channels_rule
+from tilefit.rules.alignment import first_convolution as first_rule
+from tilefit.rules.alignment.padding import Replacement, replaced_s
+
+#: Numbers of channels that save less than this share of the step, as the rule prices them, are not tried.
+_LEAST_GAIN = 0.002
+
+
+@dataclass(frozen=True)
+class PaddedChannels(Candidate):
+    """Numbers of channels padded in all convolutions that have them, and in what lies between those.
+
+    Attributes:
+        sizes: The numbers, each with what it is padded to.
+        paddings: What each module has to do.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    paddings: tuple[Padding, ...]
+
+    @property
+    def summary(self) -> str:
+        *many, last = [f"{old} to {new}" for old, new in self.sizes]
+        pairs = f"{', '.join(many)} and {last}" if many else last
+        count = len(self.modules)
+        where = self.modules[0] if count == 1 else f"{count} modules"
+        return f"Pad {pairs} channels in {where}, and leave them padded between modules."
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(padding.root for padding in self.paddings))
+
+    def apply(self, run: Run) -> Undo:
+        modules = [submodule(run.model, padding.path) for padding in self.paddings]
+        for padding, module in zip(self.paddings, modules, strict=True):
+            require_plain(module, padding.path, type(module))
+        undos = [_apply(padding, module) for padding, module in zip(self.paddings, modules, strict=True)]
+
+        def undo() -> None:
+            for take_back in reversed(undos):
+                take_back()
+
+        return undo
+
+
+def _apply(padding: Padding, module: nn.Module) -> Undo:
+    if isinstance(module, _ConvNd):
+        return fit(module, wide_in=padding.wide_in, wide_out=padding.wide_out, crops=padding.crops)
+    if isinstance(module, _BatchNorm):
+        return fit(module, wide=padding.wide_in, crops=padding.crops)
+    attributes = {"cropped_channels": padding.wide_in, "cropped_dims": padding.dims}
+    if is_cropped(module):
+        return fit(module, **attributes)
+    return swap(module, around_forward(type(module), cropped), **attributes)
+
+
+def _is_applied(padding: Padding, module: nn.Module) -> bool:
+    if isinstance(module, Fitted):
+        done = (module.wide_in, module.wide_out, module.crops)
+        return done == (padding.wide_in, padding.wide_out, padding.crops)
+    if isinstance(module, Wide):
+        return (module.wide, module.crops) == (padding.wide_in, padding.crops)
+    return is_cropped(module) and bool(module.cropped_channels == padding.wide_in)
+
+
+class PadChannels(Fix):
+    """Pads the channels of convolutions to a multiple of 16 bytes, and the images between them.
+
+    A convolution copies its filters into a tensor with room for more channels (under autocast they are
+    copied anyway, to be cast). The image it writes has the added channels, all zero, and keeps them through
+    batch normalisation, pooling, resizing, elementwise functions, sums, concatenations and depthwise
+    convolutions up to the next convolution, whose filters are zero there. Whatever else reads an image gets
+    it cropped by the module that made it. Parameters, running statistics and the model's output do not
+    change.
+
+    Which images stay padded is read off the model's ``forward``, traced symbolically; where a module cannot
+    be traced, each of its convolutions pads its own image and crops its own output. Within a traced module
+    hooks that are registered later, or parts that are called by themselves, see padded images.
+
+    A first layer's few channels are padded to 4 or 8 where that is predicted to pay.
+
+    Refused: convolutions that are no plain ``nn.Conv``. Grouped ones that are not depthwise are left alone.
+    """
+
+    name = "pad-channels"
+    rules = ("ALN004", "ALN005")
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        model = context.run.model
+        sizes, inputs = _present(model)
+        found: dict[int, int] = {}
+        for (channels, dtype), indices in channels_rule.misaligned(context.step).items():
+            new, resized = channels_rule.padded(context, channels, dtype, indices)
+            if _promises(context, resized):
+                yield from _refusals(context, indices)
+                found[channels] = new
+        alternatives = [found, *({old: new} for old, new in found.items() if len(found) > 1)]
+        for chosen in alternatives:
+            # A first layer's few channels are another matter.
+            read = {old: new for old, new in chosen.items() if old not in _few(context)}
+            yield from _candidate(model, chosen, sizes | chosen, inputs | read)
+        for indices in first_rule.few_channels(context.step).values():
+            for new, resized in first_rule.padded(context.step, indices).items():
+                if _promises(context, resized):
+                    op = context.step.ops[indices[0]].op
+                    assert isinstance(op, Conv)
+                    chosen = {op.in_channels: new}
+                    yield from _candidate(model, chosen, sizes, inputs | chosen)
+
+
+def _promises(context: Context, resized: Replacement) -> bool:
+    """Whether the convolutions alone would save something worth a closer look."""
+    before_s = sum(context.estimate.ops[index].time_s for index in resized)
+    return before_s - replaced_s(context, resized) > _LEAST_GAIN * context.estimate.time_s
+
+
+def _refusals(context: Context, indices: Iterable[int]) -> Iterator[Refusal]:
+    for path in dict.fromkeys(context.step.ops[index].site.module for index in indices):
+        try:
+            module = submodule(context.run.model, path)
+            if type(module) not in CONVOLUTIONS:
+                require_plain(module, path, nn.Conv2d)
+        except RefusedError as refused:
+            yield Refusal((path,), refused.what)
+
+
+def _candidate(
+    model: nn.Module, chosen: Mapping[int, int], sizes: Mapping[int, int], inputs: Mapping[int, int]
+) -> Iterator[PaddedChannels]:
+    """The change that pads the chosen numbers beside those that are padded already, if there is one."""
+    new = [p for p in paddings(model, sizes, inputs) if not _is_applied(p, model.get_submodule(p.path))]
+    if new:
+        yield PaddedChannels(tuple(padding.path for padding in new), tuple(chosen.items()), tuple(new))
+
+
+def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
+    """The numbers that are padded already, in images that are written and in images that are read."""
+    sizes: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, Fitted):
+            if module.wide_in is not None and len(module.wide_in) == 1:
+                inputs |= dict(module.wide_in)
+            if module.wide_out is not None and len(module.wide_out) == 1:
+                sizes |= dict(module.wide_out)
+    return sizes, inputs
+
+
+def _few(context: Context) -> set[int]:
+    """Numbers of channels of images with so few that they fit into 16 bytes."""
+    first = (context.step.ops[indices[0]].op for indices in first_rule.few_channels(context.step).values())
+    return {op.in_channels for op in first if isinstance(op, Conv)}

@@ -1,0 +1,104 @@
+"""What a fix is: it finds the places it can change, and changes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tilefit.errors import TilefitError
+from tilefit.fixes.run import Run
+from tilefit.rules import base
+from tilefit.rules.finding import SAFE
+
+#: Takes a change back.
+Undo = Callable[[], None]
+
+
+class RefusedError(TilefitError):
+    """A fix cannot be applied here without risk; the message is the reason, as a sentence without a stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context(base.Context):
+    """All that a fix may look at: the priced step, as rules see it, and the live run (on ``meta``)."""
+
+    run: Run
+
+
+@dataclass(frozen=True)
+class Candidate(ABC):
+    """A change that a fix proposes. It holds paths and sizes, never live modules: the same candidate is
+    tried on a copy without weights and then applied to the model itself. Equal candidates are one.
+
+    Attributes:
+        modules: Paths of the modules it changes; empty where it changes only how the model is run.
+    """
+
+    #: From one seed the changed model draws the same random numbers (dropout) as the original.
+    same_random_numbers: ClassVar[bool] = True
+
+    modules: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """What it does, one sentence: ``Pad lm_head from 50257 to 50304 outputs.``"""
+
+    @abstractmethod
+    def apply(self, run: Run) -> Undo:
+        """Make the change in place; the result takes it back.
+
+        Raises:
+            RefusedError: it cannot be made; the run is unchanged.
+        """
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Paths of the smallest modules that map the same inputs to the same outputs as before.
+
+        Where a model is too large to be run twice, the proof compares these modules.
+        """
+        return self.modules
+
+    def miniature(self, run: Run) -> tuple[Candidate, dict[int, int]] | None:
+        """The same change to a small model, for modules too large to be run twice.
+
+        Makes the modules of ``run.model`` (on ``meta``, a copy) smaller, and returns the change that is then
+        to be made, and the new sizes of features by the old ones; None where that cannot be.
+        """
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A place that a finding points at and that the fix leaves alone.
+
+    Attributes:
+        modules: Paths of the modules.
+        reason: Why, one sentence without a stop.
+    """
+
+    modules: tuple[str, ...]
+    reason: str
+
+
+class Fix(ABC):
+    """A fix answers the findings of some rules by changing the model or the way it is run.
+
+    Subclasses are found by :mod:`tilefit.fixes.registry`: one file, one fix. The docstring says what it does,
+    why that is the same function, and what it refuses.
+    """
+
+    #: Short name with hyphens: ``pad-linear``.
+    name: ClassVar[str]
+    #: Codes of the rules whose findings it answers.
+    rules: ClassVar[tuple[str, ...]]
+    #: ``safe`` (the same function, to be proven) or ``unsafe`` (may change training).
+    level: ClassVar[str] = SAFE
+
+    @abstractmethod
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        """What could be changed. Whether it pays is the planner's business: it prices every candidate by
+        capturing the changed model again."""

@@ -1,0 +1,154 @@
+"""What fixes gain on the GPU the model is on: steps with more and more of them, in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
+from tilefit.errors import UsageError
+from tilefit.fixes.fix import Candidate, Undo
+from tilefit.fixes.run import Run
+
+#: Time that one variant's turn aims at: long enough for the host to get ahead of the GPU, as in training.
+TURN_S = 0.2
+ROUNDS = 7
+_MOST_STEPS = 50
+_WARM_STEPS = 3
+
+
+def step_times_s(
+    run: Run,
+    candidates: Sequence[Candidate],
+    *,
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Median wall time of a step without any of the candidates, with the first, the first two, and so on.
+
+    The variants take turns, back and forth, so that a drift of the clock meets them all. Afterwards the model
+    has none of the candidates; its parameters, buffers and gradients are as they were, and so is the state of
+    the random number generators. The optimizer's work is done with a learning rate of zero.
+
+    Raises:
+        RefusedError: a candidate does not apply.
+    """
+    counts = list(range(len(candidates) + 1))
+    times: list[list[float]] = [[] for _ in counts]
+    with _restored(run.model):
+        run.model.train(run.train)
+        steps = [_prepared(run, candidates[:count], clock) for count in counts]
+        for number in range(rounds):
+            for count in counts if number % 2 == 0 else reversed(counts):
+                times[count].append(_timed_s(run, candidates[:count], steps[count], clock))
+    return [statistics.median(of) for of in times]
+
+
+def require_cuda(run: Run) -> None:
+    """Check that the model can be measured.
+
+    Raises:
+        UsageError: it is not on a CUDA GPU.
+    """
+    devices = {parameter.device.type for parameter in run.model.parameters()}
+    if devices != {"cuda"}:
+        raise UsageError(
+            f"the model is on {' and '.join(sorted(devices)) or 'no device'}; times are measured on a GPU",
+            hint='Move model and inputs there, .to("cuda"), or leave measure out.',
+        )
+
+
+class _Step:
+    """One variant's step and how many make a turn."""
+
+    def __init__(self, run: Run) -> None:
+        trainable = [p for p in run.model.parameters() if p.requires_grad] if run.train else []
+        self.run = run
+        self.model = torch.compile(run.model) if run.compiled else run.model
+        self.device = next(run.model.parameters()).device
+        self.optimizer: torch.optim.Optimizer | None = None
+        if trainable and run.optimizer not in ("", "none"):
+            make = torch.optim.SGD if run.optimizer == "sgd" else torch.optim.AdamW
+            self.optimizer = make(trainable, lr=0.0, fused=run.fused_optimizer or None)
+        self.many = 1
+
+    def __call__(self) -> None:
+        run = self.run
+        amp = torch.autocast(
+            self.device.type, dtype=AMP_DTYPES.get(run.amp, torch.bfloat16), enabled=bool(run.amp)
+        )
+        with torch.set_grad_enabled(run.train), amp:
+            output = call(self.model, run.inputs)
+            loss = loss_of_output(output, run.loss)[0] if run.train else None
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        if self.optimizer is not None:
+            self.optimizer.step()
+        run.model.zero_grad()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _applied(run: Run, candidates: Sequence[Candidate]) -> Iterator[None]:
+    undos: list[Undo] = []
+    try:
+        for candidate in candidates:
+            undos.append(candidate.apply(run))
+        yield
+    finally:
+        while undos:
+            undos.pop()()
+
+
+def _prepared(run: Run, candidates: Sequence[Candidate], clock: Callable[[], float]) -> _Step:
+    with _applied(run, candidates):
+        step = _Step(run)
+        for _ in range(_WARM_STEPS):
+            step()
+        step.synchronize()
+        start = clock()
+        step()
+        step.synchronize()
+        once_s = clock() - start
+    step.many = max(1, min(_MOST_STEPS, round(TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
+    return step
+
+
+def _timed_s(run: Run, candidates: Sequence[Candidate], step: _Step, clock: Callable[[], float]) -> float:
+    with _applied(run, candidates):
+        step()  # what the other variants left in caches
+        step.synchronize()
+        start = clock()
+        for _ in range(step.many):
+            step()
+        step.synchronize()
+        return (clock() - start) / step.many
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Parameters, buffers, gradients, mode and random numbers are as before at the end of the block."""
+    # Parameters too: a gradient that is infinite makes no number even of a step of length zero.
+    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    model.zero_grad()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in tensors:
+                tensor.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode

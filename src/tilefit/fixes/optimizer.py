@@ -1,0 +1,117 @@
+"""Run the optimizer as one fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.run import Run
+
+#: Optimizers with a fused kernel for CUDA in every supported version of PyTorch.
+_FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+#: Tells ``GradScaler`` that the optimizer unscales gradients itself.
+_SCALES = "_step_supports_amp_scaling"
+
+
+@dataclass(frozen=True)
+class FusedOptimizer(Candidate):
+    """``fused=True`` for the optimizer.
+
+    Attributes:
+        optimizer: Its name in lower case.
+    """
+
+    optimizer: str
+
+    @property
+    def summary(self) -> str:
+        return f"Run {self.optimizer} as one fused kernel (fused=True)."
+
+    def apply(self, run: Run) -> Undo:
+        take_back = _fuse(run.live_optimizer) if run.live_optimizer is not None else None
+        kept, run.fused_optimizer = run.fused_optimizer, True
+
+        def undo() -> None:
+            run.fused_optimizer = kept
+            if take_back is not None:
+                take_back()
+
+        return undo
+
+
+class FuseOptimizer(Fix):
+    """Turns on ``fused=True`` of Adam, AdamW and SGD.
+
+    The update rule is the same; one kernel reads and writes parameters, gradients and state once, where the
+    default streams them through memory for every operation of the rule. The optimizer that is passed in is
+    changed itself, half-trained or not: its state stays, but that the step counts of Adam move to the
+    parameters' device, as a fused optimizer keeps them; ``state_dict`` loads into an optimizer without
+    ``fused`` and back. ``capturable`` and all other options stay.
+
+    Without an optimizer passed in the plan says to construct it with ``fused=True``.
+
+    RefusedError: an optimizer of another class, ``differentiable=True``, ``foreach=False`` (someone asked for
+    one kernel per tensor), parameters that are not floating-point, sparse gradients.
+    """
+
+    name = "fuse-optimizer"
+    rules = ("NTC003",)
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        settings = context.step.settings
+        if settings.training and settings.optimizer in _FUSED and not settings.fused_optimizer:
+            yield FusedOptimizer((), settings.optimizer)
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> Undo:
+    _require_fusable(optimizer)
+    kept = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
+    had_scaling = _SCALES in vars(optimizer)
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=None)
+    _place_steps(optimizer)
+    setattr(optimizer, _SCALES, True)
+
+    def undo() -> None:
+        for group, options in zip(optimizer.param_groups, kept, strict=False):  # it may have got more groups
+            group.update(options)
+        _place_steps(optimizer)
+        if not had_scaling:
+            delattr(optimizer, _SCALES)
+
+    return undo
+
+
+def _place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Keep the step counts where the groups' options say: with the parameters, or on the host."""
+    for group in optimizer.param_groups:
+        with_parameters = group["fused"] or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device if with_parameters else "cpu")
+
+
+def _require_fusable(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    if kind not in _FUSED.values():
+        raise RefusedError(
+            f"the optimizer is a {kind.__module__}.{kind.__qualname__}, of which no fused form is known"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise RefusedError("the optimizer is differentiable, which the fused kernel is not")
+        if group["foreach"] is False:
+            raise RefusedError("the optimizer was told to update one tensor at a time (foreach=False)")
+        for parameter in group["params"]:
+            if not parameter.is_floating_point():
+                raise RefusedError(f"the optimizer updates a parameter of type {parameter.dtype}")
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise RefusedError("the optimizer updates a parameter whose gradient is sparse")

@@ -1,0 +1,143 @@
+"""The plan: what was changed, the proof of it, and what it is worth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tilefit.fixes.fix import Candidate, Undo
+from tilefit.fixes.run import Run
+from tilefit.fixes.verification import Verification, join
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: Version of the JSON form of a plan.
+PLAN_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedFix:
+    """A fix that was applied.
+
+    Attributes:
+        name, level: The fix's.
+        rules: Codes of the rules whose findings it answers.
+        modules: Paths of the modules it changed.
+        summary: What it did.
+        gain_s: Predicted saving per step, on top of the fixes before it.
+        measured_s: The same, measured; None where nothing was.
+        verification: The proof; None for what does not change the model's function (settings).
+    """
+
+    name: str
+    level: str
+    rules: tuple[str, ...]
+    modules: tuple[str, ...]
+    summary: str
+    gain_s: float
+    verification: Verification | None
+    measured_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedFix:
+    """A fix that was not applied although it would have been worth looking at.
+
+    Attributes:
+        name: The fix's.
+        modules: Paths of the modules.
+        reason: Why not.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    reason: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was changed, the proof of it, and what it is worth.
+
+    Attributes:
+        model: The changed model: the one passed in, unless a copy was asked for.
+        run: The model with the settings it is to be run with.
+        gpu: The short name of the GPU it was planned for.
+        fixes: In the order in which they were applied.
+        refused: What was left alone, with the reason.
+        before_s, after_s: Time of a step.
+        before_bytes, after_bytes: Predicted peak of memory.
+        provenance: Where the times come from: ``estimated`` or ``measured``.
+        candidates: The fixes as they can be applied to another copy of the model.
+        undos: What takes the fixes back, in their order.
+    """
+
+    model: nn.Module
+    run: Run
+    gpu: str
+    fixes: tuple[AppliedFix, ...]
+    refused: tuple[RefusedFix, ...]
+    before_s: float
+    after_s: float
+    before_bytes: int
+    after_bytes: int
+    provenance: str = "estimated"
+    candidates: tuple[Candidate, ...] = field(default=(), repr=False)
+    undos: list[Undo] = field(default_factory=list, repr=False)
+
+    @property
+    def speedup(self) -> float:
+        """Time of a step before, over the time after."""
+        return self.before_s / self.after_s if self.after_s else 1.0
+
+    @property
+    def verification(self) -> Verification | None:
+        """The proofs of all fixes together; None where nothing had to be proven."""
+        proofs = [fix.verification for fix in self.fixes if fix.verification is not None]
+        return join(proofs) if proofs else None
+
+    def undo(self) -> None:
+        """Take all fixes back: model and settings are as they were."""
+        while self.undos:
+            self.undos.pop()()
+        self.fixes = ()
+        self.after_s, self.after_bytes = self.before_s, self.before_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        proof = self.verification
+        return {
+            "schema_version": PLAN_SCHEMA,
+            "gpu": self.gpu,
+            "speedup": self.speedup,
+            "before_s": self.before_s,
+            "after_s": self.after_s,
+            "before_bytes": self.before_bytes,
+            "after_bytes": self.after_bytes,
+            "provenance": self.provenance,
+            "fixes": [asdict(fix) for fix in self.fixes],
+            "refused": [asdict(refused) for refused in self.refused],
+            "verification": None if proof is None else {**asdict(proof), "ok": proof.ok},
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __rich__(self) -> RenderableType:
+        from tilefit.fixes.table import table
+
+        return table(self)
+
+    def _repr_html_(self) -> str:
+        from tilefit.fixes.table import html
+
+        return html(self)
+
+    def __str__(self) -> str:
+        from tilefit.fixes.table import text
+
+        return text(self)

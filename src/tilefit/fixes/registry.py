@@ -1,0 +1,59 @@
+"""Which fixes there are: a subclass of :class:`~tilefit.fixes.fix.Fix` in any module of this package."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from tilefit.errors import UsageError
+from tilefit.fixes.fix import Fix
+from tilefit.rules import all_rules
+
+
+@cache
+def all_fixes() -> tuple[Fix, ...]:
+    """Every fix, by name."""
+    fixes: dict[str, Fix] = {}
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)], "tilefit.fixes."):
+        module = import_module(info.name)
+        for value in vars(module).values():
+            defined_here = inspect.isclass(value) and value.__module__ == module.__name__
+            if defined_here and issubclass(value, Fix) and not inspect.isabstract(value):
+                assert value.name not in fixes, f"two fixes are called {value.name}"
+                fixes[value.name] = value()
+    return tuple(fixes[name] for name in sorted(fixes))
+
+
+def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Fix, ...]:
+    """The fixes named by ``select`` (all if empty) and not by ``ignore``: their names, or codes of the rules
+    they answer or the beginnings of such codes.
+
+    Raises:
+        UsageError: a name fits no fix.
+    """
+    wanted, unwanted = list(map(_fitting, select)), list(map(_fitting, ignore))
+    return tuple(
+        fix
+        for fix in all_fixes()
+        if (not wanted or any(fix in fitting for fitting in wanted))
+        and not any(fix in fitting for fitting in unwanted)
+    )
+
+
+def _fitting(word: str) -> list[Fix]:
+    found = [
+        fix
+        for fix in all_fixes()
+        if fix.name == word.lower() or any(code.startswith(word.upper()) for code in fix.rules)
+    ]
+    if not found and not (word and any(rule.code.startswith(word.upper()) for rule in all_rules())):
+        names = [fix.name for fix in all_fixes()]
+        near = get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names)}."
+        raise UsageError(f"no fix is called {word!r}", hint=hint)
+    return found

@@ -1,0 +1,114 @@
+"""Pad the batch of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tilefit.capture.run import tensors
+from tilefit.fixes.around import around_forward
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.padding import crop
+from tilefit.fixes.run import Run
+from tilefit.fixes.swap import swap
+from tilefit.ops.dtypes import elements_per_access
+from tilefit.rules.alignment.padding import is_misaligned
+from tilefit.rules.alignment.rows import contiguous_rows
+
+
+#: Operations whose names say that they draw random numbers.
+_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "multinomial", "exponential_")
+
+
+def in_whole_multiples(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``forward`` with the one tensor among its arguments filled up with copies of its first row, to a
+    multiple of ``module.multiple_of_rows``; of the result, the rows that were asked for.
+
+    Copies rather than zeros, since what a model makes of zeros need not be finite. Nothing that is not
+    finite reaches a gradient: the rows that are cut off get a gradient of zero.
+    """
+    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    rows = leaves[0].shape[0] if len(leaves) == 1 and leaves[0].dim() else 0
+    more = -rows % module.multiple_of_rows
+    if not rows or not more:
+        return forward(*args, **kwargs)
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows + more:
+            return crop(leaf, (rows, *leaf.shape[1:]))
+        return leaf
+
+    args, kwargs = tree_map(fill, (args, kwargs))
+    return tree_map(cut, forward(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class RowPadding(Candidate):
+    """A model whose batch is filled up.
+
+    Attributes:
+        multiple: To a multiple of this.
+    """
+
+    multiple: int
+
+    @property
+    def summary(self) -> str:
+        return f"Fill the batch up to a multiple of {self.multiple} inside the model, and cut the result."
+
+    def apply(self, run: Run) -> Undo:
+        model = run.model
+        if "forward" in vars(model):
+            raise RefusedError("the forward method of the model was replaced")
+        return swap(model, around_forward(type(model), in_whole_multiples), multiple_of_rows=self.multiple)
+
+
+class PadRows(Fix):
+    """Fills up the batch of a model whose products have the batch as a contiguous dimension.
+
+    Rows are contiguous where the weight is the first factor, ``weight @ x``: then an odd batch keeps the
+    product off the fast kernels. The model's one input is filled up with copies of its first row, and the
+    rows of the output that were added are cut off, so that their gradients are zero. That is the same
+    function only where rows do not see each other; the proof finds out: it fails for batch normalization in
+    training, and for a loss inside the model.
+
+    Refused: models with dropout, which would draw other random numbers from the same seed; models with several
+    tensors as inputs, where it is not plain which are batched.
+    """
+
+    name = "pad-rows"
+    rules = ("ALN003",)
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        batch = context.step.batch
+        multiples = set()
+        for entry in context.step.ops:
+            which = contiguous_rows(entry)
+            size = getattr(entry.op, which) if which else 0
+            if batch and size and size % batch == 0 and is_misaligned(size, entry.op.dtype):
+                access = elements_per_access(entry.op.dtype)
+                multiples.add(access // gcd(access, size // batch))
+        if not multiples:
+            return
+        inputs = list(tensors(context.run.inputs))
+        random = [e for e in context.step.ops if any(word in e.name for word in _RANDOM)]
+        if random:
+            name = random[0].name.removeprefix("aten.")
+            yield Refusal((random[0].site.module,), f"{name} draws other random numbers for another batch")
+        elif len(inputs) != 1:
+            yield Refusal(("",), f"the model takes {len(inputs)} tensors, and not all of them need be batched")
+        else:
+            yield RowPadding(("",), max(multiples))

@@ -1,0 +1,64 @@
+"""A model and the way it is run: what fixes look at and change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilefit.capture.run import capture, copied, on_device
+from tilefit.ops import Step
+
+
+@dataclass(slots=True)
+class Run:
+    """A model, its inputs and the settings of its step; a fix changes them in place.
+
+    Attributes:
+        model: The live module.
+        inputs: A tensor, a tuple of positional arguments, a mapping of keyword arguments, or None.
+        train: A training step (forward, loss, backward, optimizer); otherwise one inference call.
+        amp, tf32, optimizer, fused_optimizer, channels_last, compiled: As in :func:`tilefit.check`.
+        loss: Makes the loss of the model's output.
+        live_optimizer: The user's optimizer, if there is one.
+    """
+
+    model: nn.Module
+    inputs: Any = None
+    train: bool = True
+    amp: str = ""
+    tf32: bool | None = None
+    optimizer: str = "adamw"
+    fused_optimizer: bool = False
+    channels_last: bool = False
+    compiled: bool = False
+    loss: Callable[[Any], torch.Tensor] | None = None
+    live_optimizer: torch.optim.Optimizer | None = None
+
+    def capture(self) -> Step:
+        """The step it executes, on shapes alone.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        return capture(
+            self.model,
+            self.inputs,
+            train=self.train,
+            amp=self.amp,
+            tf32=self.tf32,
+            optimizer=self.optimizer,
+            fused_optimizer=self.fused_optimizer,
+            channels_last=self.channels_last,
+            compiled=self.compiled,
+            loss=self.loss,
+        )
+
+    def on_meta(self) -> Run:
+        """A copy without weights, to try a fix on."""
+        return replace(
+            self, model=copied(self.model, "meta"), inputs=on_device(self.inputs, "meta"), live_optimizer=None
+        )

@@ -1,0 +1,587 @@
+"""Attention scores that are not computed unless somebody looks.
+
+Attention written out by hand multiplies Q and K, scales, masks, takes the softmax, perhaps drops some, and
+multiplies by V. Under :class:`Fusing` the first product is not computed: a :class:`Scores` stands for it,
+remembers what is asked of it, and where the weights meet V all of that becomes one call of
+``scaled_dot_product_attention``. Anything else that is done to the scores computes them after all, by the
+very calls that were made, so that code that is no attention runs as it always did.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tilefit.fixes.constants import Constants
+
+#: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
+LARGEST_HEAD = 256
+#: What is filled into masked scores must be as small as this to mean "never": the softmax makes zeros of it,
+#: in any element type, unless the other scores are below -9000.
+_NEVER = -1e4
+
+
+class Fusing(TorchFunctionMode):
+    """Within the block, products of two activations are attention scores until shown otherwise.
+
+    Args:
+        buffers: Tensors that do not change from call to call, from which masks may be made.
+    """
+
+    def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.constants = Constants(buffers)
+        self.made: list[weakref.ref[Scores]] = []
+        self._resting = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._resting:
+            return func(*args, **kwargs)
+        for arg in args:
+            if type(arg) is Scores:
+                return called(func, args, kwargs)
+        if func in _PRODUCTS and not kwargs:
+            begun = _begun(self, func, args)
+            if begun is not None:
+                return begun
+        name = getattr(func, "__name__", "")
+        in_place = _is_in_place(name)
+        if in_place and self.made:
+            self.compute_pending()
+        result = func(*args, **kwargs)
+        self.constants.observe(func, name, args, kwargs, result, in_place)
+        return result
+
+    def plainly(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is just made, with scores computed."""
+        resting, self._resting = self._resting, True
+        try:
+            return func(*_computed(args), **_computed(kwargs))
+        finally:
+            self._resting = resting
+
+    def finished(self, output: Any) -> Any:
+        """What a module returns, with tensors in it."""
+        return _computed(output) if any(made() is not None for made in self.made) else output
+
+    def compute_pending(self) -> None:
+        """Compute what has not been used yet: a tensor that it is made of may change."""
+        for scores in [made() for made in self.made]:
+            if scores is not None and not scores.fused:
+                scores.computed()
+        self.made.clear()
+
+
+class Scores:
+    """The scores [..., queries, keys] of attention, or its weights after the softmax.
+
+    Args:
+        mode: Where it was made.
+        query, key: [..., queries, width] and [..., keys, width]; the scores are their products.
+        shape, dtype: Of the tensor.
+        made_by: The call that makes the tensor: function and arguments.
+        state: What such a call depends on besides: autograd and autocast.
+
+    Attributes:
+        scale, bias: The scores are the products times this, plus this (broadcast) ...
+        masks, fill: ... and ``fill`` where one of the masks, (bool tensor, what it is for scores that are
+            left), says so.
+        softmaxed, dropout: The softmax over the keys was taken, and then dropout with this probability.
+        is_shared: The tensor would share its memory with another.
+        value: The tensor, once it was asked for.
+        fused: The weights went into a fused kernel.
+    """
+
+    scale: float = 1.0
+    bias: torch.Tensor | None = None
+    masks: tuple[tuple[torch.Tensor, bool], ...] = ()
+    fill: float = -math.inf
+    softmaxed: bool = False
+    dropout: float = 0.0
+    is_shared: bool = False
+    value: torch.Tensor | None = None
+    fused: bool = False
+
+    def __init__(
+        self,
+        mode: Fusing,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        made_by: tuple[Any, Any, Any],
+        state: tuple[bool, bool, torch.dtype],
+    ) -> None:
+        self.mode, self.query, self.key = mode, query, key
+        self.shape, self.dtype = shape, dtype
+        self.made_by, self.state = made_by, state
+        mode.made.append(weakref.ref(self))
+
+    def after(self, made_by: tuple[Any, Any, Any], changes: dict[str, Any]) -> Scores:
+        """What a call makes of it."""
+        made = object.__new__(Scores)
+        vars(made).update(vars(self), made_by=made_by, is_shared=False)
+        vars(made).update(changes)
+        self.mode.made.append(weakref.ref(made))
+        return made
+
+    def computed(self) -> torch.Tensor:
+        """The tensor itself."""
+        if self.value is None:
+            if self.fused and self.dropout:
+                raise RuntimeError(
+                    "these attention weights were used in a fused kernel, which does not tell what it "
+                    "dropped; to read them, take the fix fuse-attention back (plan.undo())"
+                )
+            func, args, kwargs = self.made_by
+            grad, autocast, dtype = self.state
+            with torch.set_grad_enabled(grad), torch.autocast(self.device.type, dtype, autocast):
+                self.value = _computed(self.mode.plainly(func, args, kwargs))
+        return self.value
+
+    # ---- what people ask of a tensor ---------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        if callable(getattr(torch.Tensor, name)):
+            return partial(_method(name), self)
+        return getattr(self.computed(), name)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """The method of tensors of this name, for scores."""
+    func = getattr(torch.Tensor, name)
+
+    def method(self: Scores, *args: Any, **kwargs: Any) -> Any:
+        return handle_torch_function(func, (self,), self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow neg abs getitem "
+    "setitem eq ne lt le gt ge bool float int len iter"
+).split():
+    setattr(Scores, f"__{_name}__", _method(f"__{_name}__"))
+
+
+def _computed(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.computed() if isinstance(leaf, Scores) else leaf, tree)
+
+
+def _state(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
+    kind = tensor.device.type
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+_IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether the call of this name writes into its first argument."""
+    return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")
+
+
+# ---- what calls do to scores -------------------------------------------------------------------
+
+
+def called(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call of PyTorch with scores among its arguments."""
+    step = _STEPS.get(func)
+    scores = next((arg for arg in args if type(arg) is Scores), None)
+    if scores is None:  # in a list, or named
+        scores = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Scores)
+    if step is None or scores.value is not None or scores.state != _state(scores.query):
+        return scores.mode.plainly(func, args, kwargs)
+    in_place = func in _IN_PLACE_STEPS
+    if in_place and (scores.is_shared or scores is not args[0]):
+        scores.mode.compute_pending()
+        return scores.mode.plainly(func, args, kwargs)
+    if in_place:  # as it was until now
+        args = (copy(scores), *args[1:])
+    result = step(*args, **kwargs)
+    if result is NotImplemented:
+        return scores.mode.plainly(func, args, kwargs)
+    if not isinstance(result, dict):
+        return result
+    made = scores.after((func, args, kwargs), result)
+    if in_place:
+        vars(scores).update(vars(made))
+        return scores
+    return made
+
+
+def _number(mode: Fusing, value: Any) -> float | None:
+    """A number, or a tensor of one element that is known to be one."""
+    if isinstance(value, torch.Tensor):
+        return mode.constants.number(value)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _mul(a: Any, b: Any) -> Any:
+    scores, other = (a, b) if isinstance(a, Scores) else (b, a)
+    number = _number(scores.mode, other)
+    return NotImplemented if number is None else _scaled(scores, number)
+
+
+def _div(scores: Any, other: Any) -> Any:
+    number = _number(scores.mode, other) if isinstance(scores, Scores) else None
+    return _scaled(scores, 1 / number) if number else NotImplemented
+
+
+def _scaled(scores: Scores, factor: float) -> Any:
+    if scores.softmaxed or (scores.masks and not (factor > 0 and scores.fill * factor <= _NEVER)):
+        return NotImplemented
+    bias = None if scores.bias is None else scores.bias * factor
+    fill = scores.fill * factor if scores.masks else scores.fill
+    return {"scale": scores.scale * factor, "bias": bias, "fill": fill}
+
+
+def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
+    scores, other = (a, b) if isinstance(a, Scores) else (b, a)
+    return _biased(scores, other) if alpha == 1 else NotImplemented
+
+
+def _sub(scores: Any, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(scores, Scores) or alpha != 1 or not isinstance(other, torch.Tensor):
+        return NotImplemented
+    return _biased(scores, -other)
+
+
+def _biased(scores: Scores, bias: Any) -> Any:
+    if scores.softmaxed or not _fits(bias, scores) or not bias.is_floating_point():
+        return NotImplemented
+    bias = _narrow(bias)
+    if scores.masks and scores.fill != -math.inf:
+        return NotImplemented  # a row that is masked throughout would become the bias's softmax
+    dtype = torch.promote_types(scores.dtype, bias.dtype)
+    return {"bias": bias if scores.bias is None else scores.bias + bias, "dtype": dtype}
+
+
+def _fits(tensor: Any, scores: Scores) -> bool:
+    """Whether a tensor can be broadcast to the scores."""
+    if not isinstance(tensor, torch.Tensor) or not 0 < tensor.dim() <= scores.ndim:
+        return False
+    sizes = zip(reversed(tensor.shape), reversed(scores.shape), strict=False)
+    return all(size in (1, own) for size, own in sizes)
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the copies that ``expand`` pretends there are."""
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def _masked_fill(scores: Any, mask: Any, value: Any) -> Any:
+    return _masked(scores, mask, value, keep=False)
+
+
+def _where(a: Any, b: Any, c: Any) -> Any:
+    if isinstance(a, Scores):  # scores.where(mask, other)
+        return _masked(a, b, c, keep=True)
+    return _masked(b, a, c, keep=True) if isinstance(b, Scores) else _masked(c, a, b, keep=False)
+
+
+def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
+    fill = _number(scores.mode, value) if isinstance(scores, Scores) else None
+    if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
+        return NotImplemented
+    if mask.dtype != torch.bool or (scores.masks and scores.fill != fill):
+        return NotImplemented
+    return {"masks": (*scores.masks, (_narrow(mask), keep)), "fill": fill}
+
+
+def _softmax(scores: Any, dim: Any = None, *rest: Any, dtype: Any = None, **unimportant: Any) -> Any:
+    if not isinstance(scores, Scores) or scores.softmaxed or dim not in (-1, scores.ndim - 1):
+        return NotImplemented
+    dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
+    if dtype is None:
+        dtype = torch.float32 if scores.state[1] and scores.dtype != torch.float64 else scores.dtype
+    return {"softmaxed": True, "dtype": dtype}
+
+
+def _dropout(scores: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not training or p == 0:
+        return {}
+    if inplace or not scores.softmaxed or scores.dropout or p >= 1:
+        return NotImplemented
+    return {"dropout": p}
+
+
+def _to(scores: Any, target: Any = None, *rest: Any, dtype: Any = None, **other: Any) -> Any:
+    if not isinstance(scores, Scores):  # a tensor that is to be like the scores
+        return scores.to(target.device, target.dtype) if target is not None else NotImplemented
+    target = getattr(target, "dtype", target) if target is not None else dtype
+    if rest or other or not isinstance(target, torch.dtype) or not target.is_floating_point:
+        return NotImplemented
+    return {"dtype": target}
+
+
+def _view(scores: Any, *sizes: Any) -> Any:
+    """Other sizes before the last two."""
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        sizes = tuple(sizes[0])
+    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    if -1 in sizes:
+        others = -math.prod(sizes)
+        sizes = tuple(math.prod(scores.shape) // others if size == -1 and others else size for size in sizes)
+    if sizes[-2:] != scores.shape[-2:] or math.prod(sizes) != math.prod(scores.shape):
+        return NotImplemented
+    lead, old = sizes[:-2], scores.shape[:-2]
+    scores.is_shared = True
+    return {
+        "shape": torch.Size(sizes),
+        "query": _with_lead(scores.query, old, lead),
+        "key": _with_lead(scores.key, old, lead),
+        "bias": None if scores.bias is None else _with_lead(scores.bias, old, lead),
+        "masks": tuple((_with_lead(mask, old, lead), keep) for mask, keep in scores.masks),
+        "is_shared": True,
+    }
+
+
+def _with_lead(tensor: torch.Tensor, old: Any, new: Any) -> torch.Tensor:
+    """A tensor whose sizes before the last two broadcast to ``old``, so that they broadcast to ``new``."""
+    if all(size == 1 for size in tensor.shape[:-2]):
+        return tensor.reshape(tensor.shape[-2:]) if tensor.dim() > 2 else tensor
+    return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
+
+
+def _same(scores: Any) -> Any:
+    return {}
+
+
+def _expand_as(tensor: Any, scores: Any) -> Any:
+    return tensor.expand(scores.shape) if isinstance(tensor, torch.Tensor) else NotImplemented
+
+
+def _matmul(scores: Any, value: Any) -> Any:
+    if not isinstance(scores, Scores) or not isinstance(value, torch.Tensor) or value.dim() != scores.ndim:
+        return NotImplemented
+    return _attended(scores, value)
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    letters = _letters(equation, operands)
+    if letters is None:
+        return NotImplemented
+    (a, b), (first, second), out = operands, *letters
+    if not isinstance(a, Scores):
+        a, b, first, second = b, a, second, first
+    if not isinstance(a, Scores) or not isinstance(b, torch.Tensor):
+        return NotImplemented
+    lead, keys = first[:-2], first[-1]
+    width = set(second) - {*lead, keys}
+    if len(width) != 1 or set(out) != {*lead, first[-2], *width} or {keys, *lead} - set(second):
+        return NotImplemented
+    order = lead + keys + "".join(width)
+    result = _attended(a, b.permute([second.index(letter) for letter in order]))
+    made = lead + first[-2] + "".join(width)
+    return result if result is NotImplemented else result.permute([made.index(letter) for letter in out])
+
+
+def _functions(names: str) -> Iterator[Any]:
+    """What PyTorch offers under these names: functions, methods, and methods that work in place."""
+    for name in names.split():
+        for place in (torch, torch.Tensor, F):
+            for form in (name, f"{name}_", f"__{name}__", f"__i{name}__"):
+                if callable(getattr(place, form, None)):
+                    yield getattr(place, form)
+
+
+#: What becomes of scores, by the function that is called.
+_STEPS: dict[Any, Callable[..., Any]] = {
+    func: step
+    for names, step in (
+        ("mul multiply rmul", _mul),
+        ("div divide true_divide truediv", _div),
+        ("add radd", _add),
+        ("sub subtract", _sub),
+        ("masked_fill", _masked_fill),
+        ("where", _where),
+        ("softmax", _softmax),
+        ("dropout", _dropout),
+        ("to type type_as", _to),
+        ("float", partial(_to, target=torch.float32)),
+        ("double", partial(_to, target=torch.float64)),
+        ("half", partial(_to, target=torch.float16)),
+        ("bfloat16", partial(_to, target=torch.bfloat16)),
+        ("view reshape", _view),
+        ("contiguous", _same),
+        ("expand_as", _expand_as),
+        ("matmul bmm", _matmul),
+        ("einsum", _einsum),
+    )
+    for func in _functions(names)
+}
+
+
+_IN_PLACE_STEPS = frozenset(func for func in _STEPS if _is_in_place(func.__name__))
+
+
+# ---- from the first product to the fused kernel ------------------------------------------------
+
+_PRODUCTS = frozenset(_functions("matmul bmm einsum"))
+
+
+def _begun(mode: Fusing, func: Any, args: Any) -> Scores | None:
+    """The scores that a product may be."""
+    if len(args) == 3 and isinstance(args[0], str):
+        query, key = _by_letters(_letters(args[0], args[1:]), *args[1:])
+    else:
+        query, key = args
+        if _is_operand(key):
+            key = key.transpose(-2, -1)
+    if not (_is_operand(query) and _is_operand(key)) or query.dim() != key.dim():
+        return None
+    if query.shape[-1] != key.shape[-1] or query.shape[-1] > LARGEST_HEAD:
+        return None
+    state = _state(query)
+    if query.dtype != key.dtype and not state[1]:
+        return None
+    lead = query.shape[:-2]
+    if lead != key.shape[:-2]:
+        pairs = list(zip(lead, key.shape[:-2], strict=True))
+        if any(a != b and 1 not in (a, b) for a, b in pairs):
+            return None  # the product will say so
+        lead = torch.Size(max(pair) for pair in pairs)
+    shape = torch.Size((*lead, query.shape[-2], key.shape[-2]))
+    dtype = state[2] if state[1] and query.dtype != torch.float64 else query.dtype
+    return Scores(mode, query, key, shape, dtype, (func, args, {}), state)
+
+
+def _is_operand(tensor: Any) -> bool:
+    """An activation with a batch; neither a parameter nor a tensor of another kind."""
+    return type(tensor) is torch.Tensor and tensor.dim() > 2 and tensor.is_floating_point()
+
+
+def _letters(equation: Any, operands: Any) -> tuple[tuple[str, str], str] | None:
+    """The letters of the two operands of an einsum, and of its result; with "..." as capitals."""
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+        return None
+    inputs, out = equation.replace(" ", "").split("->")
+    parts = [*inputs.split(","), out]
+    if "..." in equation:
+        more = operands[0].dim() + 3 - len(parts[0]) if parts[0].startswith("...") else 0
+        dots = "ABCDEFGH"[: max(0, more)]
+        parts = [part.replace("...", dots) for part in parts]
+    if len(parts) != 3 or any(len(set(part)) != len(part) or not part.isalpha() for part in parts):
+        return None
+    if any(len(part) != operand.dim() for part, operand in zip(parts, operands, strict=False)):
+        return None
+    return (parts[0], parts[1]), parts[2]
+
+
+def _by_letters(letters: tuple[tuple[str, str], str] | None, a: Any, b: Any) -> tuple[Any, Any]:
+    """Query and key [..., rows, width] of a product over one letter whose result ends in their rows."""
+    if letters is None:
+        return None, None
+    (first, second), out = letters
+    if out[-2] not in first:
+        a, b, first, second = b, a, second, first
+    lead, rows, columns = out[:-2], out[-2], out[-1]
+    width = "".join(set(first) & set(second) - set(out))
+    wanted = lead + rows + width, lead + columns + width
+    if len(width) != 1 or set(first) != set(wanted[0]) or set(second) != set(wanted[1]):
+        return None, None
+    return (
+        a.permute([first.index(letter) for letter in wanted[0]]),
+        b.permute([second.index(letter) for letter in wanted[1]]),
+    )
+
+
+def _attended(scores: Scores, value: torch.Tensor) -> Any:
+    """The weights times the values, [..., queries, width], in one call."""
+    query, key = scores.query, scores.key
+    cast = scores.state[1] and query.dtype != torch.float64
+    if not scores.softmaxed or not _is_operand(value) or value.shape[-2] != key.shape[-2]:
+        return NotImplemented
+    if not cast and not query.dtype == value.dtype == scores.dtype:
+        return NotImplemented
+    lead = scores.shape[:-2]
+    if value.shape[:-2] != lead:
+        return NotImplemented
+    causal = _is_causal(scores)
+    mask = None
+    if not causal and scores.masks:
+        each = [mask if keep else mask.logical_not() for mask, keep in scores.masks]
+        kept = reduce(torch.logical_and, each)
+        bias = scores.bias
+        if scores.fill != -math.inf:
+            # Where everything is masked, all weights are equal, as those of a query of zeros.
+            some = kept.any(-1, keepdim=True)
+            query = query.masked_fill(~some, 0)
+            kept = kept | ~some
+            bias = None if bias is None else bias.masked_fill(~some, 0)
+        mask = kept if bias is None else torch.where(kept, bias, -math.inf)
+    elif not causal:
+        mask = scores.bias
+    if mask is not None:
+        mask = _mask_of_four(mask if mask.dtype == torch.bool or cast else mask.to(query.dtype), lead)
+    query, key, value = (_of_four(tensor, lead) for tensor in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=scores.dropout,
+        is_causal=causal,
+        scale=scores.scale,
+    )
+    scores.fused = True
+    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+
+
+def _is_causal(scores: Scores) -> bool:
+    known = scores.mode.constants.is_causal
+    if scores.bias is None and len(scores.masks) == 1:
+        return known(*scores.masks[0], _NEVER)
+    return scores.bias is not None and not scores.masks and known(scores.bias, True, _NEVER)
+
+
+def _of_four(tensor: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """[batch, heads, rows, width], heads being the last of the leading sizes."""
+    if tensor.dim() != 4 or tensor.shape[:-2] != lead:
+        tensor = tensor.expand(*lead, *tensor.shape[-2:])
+        tensor = tensor.reshape(math.prod(lead[:-1]), lead[-1], *tensor.shape[-2:])
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _mask_of_four(mask: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """The same for what need only be broadcast."""
+    mask = mask.reshape((1,) * (len(lead) + 2 - mask.dim()) + tuple(mask.shape))
+    batch = mask.shape[: len(lead) - 1]
+    if any(size != 1 for size in batch):
+        mask = mask.expand(*lead[:-1], *mask.shape[-3:])
+    return mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])

@@ -1,0 +1,104 @@
+"""Where the modules and optimizers of a program were made: which lines called the constructor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from tilefit.capture.overlay import is_installed
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A call that was going on.
+
+    Attributes:
+        code: The function it was made in.
+        instruction: Index of the call's instruction there.
+        line: Its line.
+        of_constructor: The function is a constructor of the very object whose birth this is.
+    """
+
+    code: CodeType
+    instruction: int
+    line: int
+    of_constructor: bool = False
+
+    @property
+    def path(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def is_users(self) -> bool:
+        """The call is written in the user's code, not in a library's."""
+        return not is_installed(self.path)
+
+    @property
+    def end(self) -> tuple[int, int] | None:
+        """Line, and column in UTF-8 bytes, just behind the call's closing parenthesis; None if not known."""
+        _, line, _, column = next(islice(self.code.co_positions(), self.instruction // 2, None))
+        return None if line is None or column is None else (line, column)
+
+
+#: Who called whom, innermost first.
+Callers = tuple[Caller, ...]
+
+
+def callers(frame: FrameType | None, born: Any = None) -> Callers:
+    """The calls that are going on, from a frame outwards."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        of_constructor = (
+            born is not None
+            and code.co_name == "__init__"
+            and frame.f_locals.get(code.co_varnames[0]) is born
+        )
+        found.append(Caller(code, frame.f_lasti, frame.f_lineno, of_constructor))
+        frame = frame.f_back
+    return tuple(found)
+
+
+class Births:
+    """Where objects were made."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, Callers]] = {}
+
+    def add(self, born: Any, frame: FrameType) -> None:
+        """Note who is making an object; the first constructor to say so counts."""
+        self._by_id.setdefault(id(born), (born, callers(frame, born)))
+
+    def of(self, born: Any) -> Callers:
+        """Who made an object; empty where that was not seen (a copy, a pickle)."""
+        return self._by_id.get(id(born), (None, ()))[1]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that were made."""
+        return [born for born, _ in self._by_id.values() if isinstance(born, torch.optim.Optimizer)]
+
+
+@contextmanager
+def recorded(births: Births) -> Iterator[None]:
+    """Within the block, the births of modules and optimizers are noted."""
+
+    def watched(cls: type) -> Any:
+        original = cls.__init__  # type: ignore[misc]
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            births.add(self, sys._getframe(1))
+            original(self, *args, **kwargs)
+
+        return patch.object(cls, "__init__", __init__)
+
+    with watched(nn.Module), watched(torch.optim.Optimizer):
+        yield

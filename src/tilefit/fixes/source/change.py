@@ -1,0 +1,117 @@
+"""A change of the user's files, and what every kind of it needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import libcst as cst
+
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source.file import Edit
+from tilefit.fixes.source.program import Program
+from tilefit.fixes.source.syntax import Syntax
+from tilefit.rules import Finding
+from tilefit.rules.base import Context
+
+
+@dataclass(frozen=True)
+class Change:
+    """Edits that answer a finding.
+
+    Attributes:
+        edits: By file.
+        line: The line of the first file that matters most.
+        summary: What is written, as short as code: ``fused=True``.
+        note: What the user must know before writing it; may be empty.
+        runs: The captured step runs the changed lines, so that capturing it again shows what they do.
+    """
+
+    edits: Mapping[Syntax, tuple[Edit, ...]]
+    line: int
+    summary: str
+    note: str = ""
+    runs: bool = True
+
+
+class SourceFix(ABC):
+    """Answers a finding by changing the user's files."""
+
+    #: The rule it answers.
+    code: ClassVar[str]
+    #: ``safe`` or ``unsafe``.
+    level: ClassVar[str]
+
+    @abstractmethod
+    def change(self, finding: Finding, context: Context, program: Program) -> Change:
+        """The change.
+
+        Raises:
+            RefusedError: there is no place where it is clear what to write; says why.
+        """
+
+
+def torch_name(syntax: Syntax) -> tuple[str, tuple[Edit, ...]]:
+    """What the file calls ``torch``, and the edit that imports it where the file does not."""
+    for statement in syntax.all(cst.Import):
+        for alias in statement.names:
+            if alias.evaluated_name == "torch" and syntax.scope(statement) is syntax.global_scope:
+                return alias.evaluated_alias or "torch", ()
+    start = syntax.start(_after_docstring(syntax))
+    return "torch", (Edit(start, start, f"import torch{syntax.file.newline_after(start)}"),)
+
+
+def _after_docstring(syntax: Syntax) -> cst.CSTNode:
+    """The first statement that is neither a docstring nor an import from ``__future__``."""
+    for statement in syntax.tree.body:
+        match statement:
+            case cst.SimpleStatementLine(
+                body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString())]
+            ):
+                continue
+            case cst.SimpleStatementLine(body=[cst.ImportFrom(module=cst.Name(value="__future__"))]):
+                continue
+        return statement
+    return syntax.tree
+
+
+def with_argument(syntax: Syntax, call: cst.Call, argument: str) -> Edit:
+    """The edit that adds an argument at the end of a call."""
+    if not call.args:
+        place = syntax.stop(call) - 1
+        return Edit(place, place, argument)
+    last = call.args[-1]
+    if isinstance(last.comma, cst.Comma):
+        # After the comma that is there, in the manner of the arguments before it.
+        place = syntax.stop(last.comma)
+        own_line = len(call.args) > 0 and syntax.line(last) != syntax.line(call)
+        start = syntax.file.newline_after(place) + syntax.indentation(syntax.line(last)) if own_line else " "
+        return Edit(place, place, f"{start}{argument}{',' if own_line else ''}")
+    place = syntax.stop(last)
+    return Edit(place, place, f", {argument}")
+
+
+def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+    """A call's keyword argument."""
+    return next((a for a in call.args if a.keyword is not None and a.keyword.value == name), None)
+
+
+def refuse_where_mentioned(program: Program, names: Collection[str], option: str) -> None:
+    """Refuse to add what the program's files seem to do in a part that is not captured.
+
+    Raises:
+        RefusedError: one of the names occurs in them.
+    """
+    for syntax in program.syntaxes():
+        for node in syntax.all(cst.Name):
+            if node.value in names:
+                raise RefusedError(
+                    f"{syntax.file.name}:{syntax.line(node)} does so already: tell with {option}"
+                )
+
+
+def lines(places: Iterable[tuple[Syntax, cst.CSTNode]]) -> str:
+    """Where nodes are, for a message: ``train.py:3, train.py:9``."""
+    return ", ".join(f"{syntax.file.name}:{syntax.line(node)}" for syntax, node in places)

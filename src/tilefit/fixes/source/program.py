@@ -1,0 +1,142 @@
+"""The user's program as it was loaded: its models, who made them, its files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from tilefit.capture import capture
+from tilefit.capture.overlay import is_installed
+from tilefit.capture.sites import SiteTracker
+from tilefit.capture.targets import InputOptions, Target, load
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
+from tilefit.fixes.source.file import SourceFile
+from tilefit.fixes.source.syntax import Syntax
+
+#: Targets that name a model of a library.
+_LIBRARIES = ("hf", "torchvision", "timm")
+
+
+def has_source(target: str) -> bool:
+    """Whether a target names code of the user's, not a library's model."""
+    return target.partition(":")[0] not in _LIBRARIES
+
+
+class Program:
+    """A target, loaded; what it takes to find the lines behind a finding.
+
+    Attributes:
+        target: As the user typed it.
+        loaded: The model and its inputs.
+        births: Who made its modules and optimizers.
+        models: The models that ran, by what the paths of their modules begin with.
+        calls: Who called each of them first, by the same; empty for a target that is a model.
+    """
+
+    def __init__(self, target: str, options: InputOptions) -> None:
+        self.target = target
+        self.births = Births()
+        self.models: dict[str, nn.Module] = {}
+        self.calls: dict[str, Callers] = {}
+        self._syntaxes: dict[Path, Syntax] = {}
+        with recorded(self.births):
+            self.loaded: Target = load(target, options)
+            if isinstance(self.loaded.model, nn.Module):
+                self.models[""] = self.loaded.model
+            elif has_source(target):
+                self._run(options.device == "cpu")
+
+    def _run(self, on_cpu: bool) -> None:
+        """Take the step once, to see which models it runs."""
+
+        def found(prefix: str, model: nn.Module) -> None:
+            self.models[prefix] = model
+            self.calls[prefix] = callers(sys._getframe(1))
+
+        with SiteTracker(found, lambda: None).following():
+            capture(self.loaded.model, self.loaded.inputs, on_cpu=on_cpu)
+
+    # ---- modules ---------------------------------------------------------------------------
+
+    def module(self, path: str) -> nn.Module | None:
+        """The module at a path of a finding; None where the program has none there."""
+        for prefix, model in reversed(self.models.items()):
+            if path.startswith(prefix):
+                modules: dict[str, nn.Module] = dict(model.named_modules())
+                if (module := modules.get(path.removeprefix(prefix))) is not None:
+                    return module
+        return None
+
+    @property
+    def built_at(self) -> str:
+        """The user's line that builds the model, ``train.py:30``; empty where no line of theirs does."""
+        chain = self.births.of(next(iter(self.models.values()), None))
+        for caller in chain:
+            if caller.is_users and not caller.of_constructor:
+                return f"{os.path.relpath(caller.path)}:{caller.line}"
+        return ""
+
+    # ---- files -----------------------------------------------------------------------------
+
+    @property
+    def main(self) -> Path:
+        """The file the target is in."""
+        name = self.target.rpartition(":")[0]
+        if name.endswith(".py") or os.sep in name:
+            return Path(name).resolve()
+        return Path(str(sys.modules[name].__file__)).resolve()
+
+    def syntax(self, path: str | Path) -> Syntax:
+        """A file of the program, parsed.
+
+        Raises:
+            RefusedError: it cannot be read or parsed.
+        """
+        resolved = Path(path).resolve()
+        if resolved not in self._syntaxes:
+            self._syntaxes[resolved] = Syntax(SourceFile.read(resolved))
+        return self._syntaxes[resolved]
+
+    def syntaxes(self) -> Iterator[Syntax]:
+        """The program's own files, the target's first."""
+        yield self.syntax(self.main)
+        for module in list(sys.modules.values()):
+            path = getattr(module, "__file__", None)
+            if path and path.endswith(".py") and not is_installed(path):
+                resolved = Path(path).resolve()
+                if resolved != self.main and resolved.is_file() and self.is_own(resolved):
+                    yield self.syntax(resolved)
+
+    def is_own(self, path: Path) -> bool:
+        """Whether a file is the user's to change: no package's, in the target's folder or this one."""
+        folders = (self.main.parent, Path.cwd().resolve())
+        return not is_installed(str(path)) and any(path.is_relative_to(folder) for folder in folders)
+
+    def require_own(self, syntax: Syntax) -> None:
+        """Refuse a file that is not the user's to change.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        path = syntax.file.path
+        if is_installed(str(path)):
+            raise RefusedError(f"{path.name} belongs to an installed package")
+        if not self.is_own(path):
+            raise RefusedError(f"{syntax.file.name} lies outside the project")
+
+
+def users_call(chain: Callers) -> tuple[int, Caller]:
+    """The innermost call that the user wrote, and its index.
+
+    Raises:
+        RefusedError: a library made all of them.
+    """
+    for index, caller in enumerate(chain):
+        if caller.is_users:
+            return index, caller
+    raise RefusedError("no line of yours makes it")

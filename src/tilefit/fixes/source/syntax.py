@@ -1,0 +1,142 @@
+"""A parsed source file: its calls by where they end, its names by what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TypeVar
+
+import libcst as cst
+from libcst import matchers as m
+from libcst.metadata import (
+    Assignment,
+    GlobalScope,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+    ScopeProvider,
+)
+
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source.file import Edit, SourceFile
+
+Node = TypeVar("Node", bound=cst.CSTNode)
+
+
+class Syntax:
+    """A source file, parsed.
+
+    Raises:
+        RefusedError: it cannot be parsed.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file = file
+        try:
+            tree = cst.parse_module(file.text)
+        except cst.ParserSyntaxError as error:
+            raise RefusedError(f"line {error.raw_line} of {file.name} cannot be parsed") from error
+        if tree.code != file.text:
+            raise RefusedError(f"{file.name} cannot be parsed without changing it")
+        wrapper = MetadataWrapper(tree, unsafe_skip_copy=True)
+        self.tree = tree
+        self._positions = wrapper.resolve(PositionProvider)
+        self._scopes = wrapper.resolve(ScopeProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+
+    # ---- places ----------------------------------------------------------------------------
+
+    def start(self, node: cst.CSTNode) -> int:
+        """Offset of a node's first character."""
+        position = self._positions[node].start
+        return self.file.offset(position.line, position.column)
+
+    def stop(self, node: cst.CSTNode) -> int:
+        """Offset behind a node's last character."""
+        position = self._positions[node].end
+        return self.file.offset(position.line, position.column)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line a node begins on."""
+        return int(self._positions[node].start.line)
+
+    def code(self, node: cst.CSTNode) -> str:
+        """A node as it is written."""
+        return self.file.text[self.start(node) : self.stop(node)]
+
+    def replaced(self, node: cst.CSTNode, text: str) -> Edit:
+        """The edit that writes ``text`` in a node's place."""
+        return Edit(self.start(node), self.stop(node), text)
+
+    def indentation(self, line: int) -> str:
+        """What a line begins with."""
+        text = self.file.line(line)
+        return text[: len(text) - len(text.lstrip())]
+
+    # ---- nodes -----------------------------------------------------------------------------
+
+    def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
+        """All nodes of a kind, in the order of the file."""
+        for node in m.findall(within or self.tree, m.MatchIfTrue(lambda node: isinstance(node, kind))):
+            assert isinstance(node, kind)
+            yield node
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The node that a node is part of."""
+        return self._parents[node]
+
+    def around(self, node: cst.CSTNode, kind: type[Node]) -> Node | None:
+        """The innermost node of a kind around a node."""
+        while not isinstance(node, cst.Module):
+            node = self._parents[node]
+            if isinstance(node, kind):
+                return node
+        return None
+
+    @cached_property
+    def _calls(self) -> dict[tuple[int, int], cst.Call]:
+        """Every call by the position behind its closing parenthesis, where no other call ends."""
+        return {
+            (position.end.line, position.end.column): node
+            for node, position in self._positions.items()
+            if isinstance(node, cst.Call)
+        }
+
+    def call_ending(self, line: int, utf8_column: int) -> cst.Call | None:
+        """The call whose closing parenthesis is just before a position, as Python's bytecode gives it."""
+        before = self.file.line(line).encode()[:utf8_column].decode(errors="replace")
+        return self._calls.get((line, len(before)))
+
+    # ---- names -----------------------------------------------------------------------------
+
+    def scope(self, node: cst.CSTNode) -> Scope:
+        """The scope a node is in."""
+        scope = self._scopes[node]
+        assert scope is not None
+        return scope
+
+    @property
+    def global_scope(self) -> GlobalScope:
+        """The scope of the module."""
+        scope = self.scope(self.tree)
+        assert isinstance(scope, GlobalScope)
+        return scope
+
+    def means(self, node: cst.CSTNode) -> set[str]:
+        """What a name or attribute may mean, by its imports: ``torch.optim.AdamW``."""
+        return {name.name for name in self.scope(node).get_qualified_names_for(node)}
+
+    def assignments(self, name: str, scope: Scope) -> list[Assignment]:
+        """Where a name gets its value, as a scope sees it."""
+        return [assigned for assigned in scope[name] if isinstance(assigned, Assignment)]
+
+    def value_of(self, assigned: Assignment) -> cst.BaseExpression | None:
+        """The expression a name is set to, where it alone is set to one."""
+        statement = self._parents.get(self._parents.get(assigned.node, self.tree), self.tree)
+        if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
+            return statement.value if statement.targets[0].target is assigned.node else None
+        statement = self._parents.get(assigned.node, self.tree)
+        if isinstance(statement, cst.AnnAssign) and statement.target is assigned.node:
+            return statement.value
+        return None

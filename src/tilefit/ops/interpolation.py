@@ -1,0 +1,131 @@
+"""A step at any value of one size, from its captures at a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from math import prod
+
+from tilefit.ops.base import Op
+from tilefit.ops.step import Memory, Step, StepOp, TensorRef
+
+#: Captures that a curve needs: the sizes of an operation, its bytes and the memory are polynomials of degree
+#: two at most in the batch, the sequence length or the vocabulary (a score matrix grows with the square).
+CAPTURES = 3
+#: Counts of launches follow thresholds: they are taken from the nearest capture.
+_STEPWISE = frozenset({"kernels"})
+
+#: The step at a size.
+StepAt = Callable[[int], Step]
+_Shape = tuple[int, ...]
+
+
+def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
+    """The step as a function of the size that its captures differ in.
+
+    Every number of every operation, of the shapes of its tensors and of the memory is the polynomial through
+    its captured values. The description of the inputs and everything else is that of the nearest capture.
+
+    Args:
+        steps: Captures by size, :data:`CAPTURES` of them.
+
+    Returns:
+        None where the captures run different operations, or differ in more than numbers.
+    """
+    sizes = sorted(steps)
+    ops: dict[tuple[Op, ...], int] = {}
+    shapes: dict[tuple[_Shape, ...], int] = {}
+    rows: list[tuple[int, list[int]]] = []
+    if len({len(step.ops) for step in steps.values()}) > 1:
+        return None
+    for row in zip(*(steps[size].ops for size in sizes), strict=True):
+        refs = [(*entry.inputs, *entry.outputs) for entry in row]
+        if len({(entry.phase, len(entry.inputs), len(entry.outputs)) for entry in row}) > 1:
+            return None
+        of_refs = [
+            shapes.setdefault(tuple(ref.shape for ref in same), len(shapes))
+            for same in zip(*refs, strict=True)
+        ]
+        rows.append((ops.setdefault(tuple(entry.op for entry in row), len(ops)), of_refs))
+    if not all(map(_alike, ops)) or any(len({*map(len, same)}) > 1 for same in shapes):
+        return None
+
+    def at(size: int) -> Step:
+        if size in steps:
+            return steps[size]
+        near = min(range(len(sizes)), key=lambda index: abs(sizes[index] - size))
+        weights = _weights(sizes, size)
+        new_ops = [_between(same, weights, near) for same in ops]
+        new_shapes = [
+            same[0]
+            if len({*same}) == 1
+            else tuple(_value(extents, weights) for extents in zip(*same, strict=True))
+            for same in shapes
+        ]
+        captured = steps[sizes[near]]
+        memories = [steps[other].memory for other in sizes]
+        return replace(
+            captured,
+            ops=tuple(
+                _entry(entry, new_ops[op], [new_shapes[shape] for shape in of_refs])
+                for entry, (op, of_refs) in zip(captured.ops, rows, strict=True)
+            ),
+            batch=_value([steps[other].batch for other in sizes], weights),
+            memory=Memory(
+                *(_value([getattr(m, each.name) for m in memories], weights) for each in fields(Memory))
+            ),
+        )
+
+    return at
+
+
+def _entry(entry: StepOp, op: Op, shapes: Sequence[_Shape]) -> StepOp:
+    """The operation with other numbers and other shapes of its inputs and outputs."""
+    refs = [
+        ref if ref.shape == shape else TensorRef(ref.id, shape, ref.dtype, ref.parameter)
+        for ref, shape in zip((*entry.inputs, *entry.outputs), shapes, strict=True)
+    ]
+    count = len(entry.inputs)
+    inputs, outputs = tuple(refs[:count]), tuple(refs[count:])
+    return StepOp(op, entry.phase, entry.site, entry.name, inputs, outputs, entry.recomputed)
+
+
+def _alike(ops: tuple[Op, ...]) -> bool:
+    """Whether operations differ in numbers alone."""
+    first = ops[0]
+    return all(type(op) is type(first) for op in ops) and all(
+        _is_number(getattr(first, name)) or len({getattr(op, name) for op in ops}) == 1
+        for name in _names(first)
+    )
+
+
+def _between(ops: tuple[Op, ...], weights: Sequence[Fraction], near: int) -> Op:
+    changed = {}
+    for name in _names(ops[0]):
+        values = [getattr(op, name) for op in ops]
+        if len({*values}) > 1 and name not in _STEPWISE:
+            changed[name] = _value(values, weights)
+    return replace(ops[near], **changed) if changed else ops[near]  # type: ignore[type-var]
+
+
+def _names(op: Op) -> list[str]:
+    return [each.name for each in fields(op)]  # type: ignore[arg-type]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _value(values: Sequence[int], weights: Sequence[Fraction]) -> int:
+    """The polynomial's value: at least 1 where all of them are, never below 0."""
+    exact = sum(value * weight for value, weight in zip(values, weights, strict=True))
+    return max(round(exact), 1 if min(values) > 0 else 0)
+
+
+def _weights(sizes: Sequence[int], size: int) -> list[Fraction]:
+    """Lagrange's: the polynomial through values at some sizes is their weighted sum at any size."""
+    return [
+        prod((Fraction(size - other, here - other) for other in sizes if other != here), start=Fraction(1))
+        for here in sizes
+    ]

@@ -1,0 +1,19 @@
+"""Where tilefit keeps what belongs to the user."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def data_folder() -> Path:
+    """``tilefit`` below the user's data directory (``$XDG_DATA_HOME``, else ``~/.local/share``)."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "tilefit"
+
+
+def corrupt_name(path: Path) -> Path:
+    """The name under which a broken file is set aside: beside it, and not taken."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    return path.with_name(f"{path.name}.corrupt-{stamp}-{os.getpid()}")

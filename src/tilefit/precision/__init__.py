@@ -1,0 +1,40 @@
+"""The mixed-precision debugger: is this training silently wrong?
+
+    >>> with tilefit.precision.watch(model, optimizer=optimizer) as w:  # doctest: +SKIP
+    ...     train()
+    >>> print(w.report())  # doctest: +SKIP
+
+Its parts: trackers (``ledger``, ``regions``, ``window``, ``shadow``, ``movement``, ``ranks``, …) observe a
+run and say what happened as plain data (``events``); ``rules`` judge the data. Only the trackers import
+torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilefit.precision.comparison import compare
+    from tilefit.precision.divergence import first_divergence
+    from tilefit.precision.replay import check_accumulation, check_resume
+    from tilefit.precision.watching import Watch, watch
+
+__all__ = ["Watch", "check_accumulation", "check_resume", "compare", "first_divergence", "watch"]
+
+_HOMES = {
+    "Watch": "watching",
+    "check_accumulation": "replay",
+    "check_resume": "replay",
+    "compare": "comparison",
+    "first_divergence": "divergence",
+    "watch": "watching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tilefit.precision' has no attribute {name!r}")
+    value = getattr(import_module(f"tilefit.precision.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,292 @@
+"""Each layer's error in the precision of training, against fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tilefit.errors import UsageError
+from tilefit.precision.dtypes import Statistics
+from tilefit.precision.events import Event, LayerError
+from tilefit.precision.ledger import Ledger
+from tilefit.precision.lines import user_line
+from tilefit.precision.look import Look
+from tilefit.precision.patches import Patches, with_subclasses
+from tilefit.precision.recorder import Recorder
+from tilefit.precision.replay import judged, restored
+from tilefit.precision.statistics import table_of
+from tilefit.report.watched import Table, Watched
+from tilefit.units import share
+
+_HALF = (torch.float16, torch.bfloat16)
+#: Containers do nothing themselves; what they hold is compared.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+#: Seed of the perturbation.
+_SEED = 20240607
+_SMALL = 1e-30
+
+
+@dataclass(slots=True)
+class _Ran:
+    """One module's run.
+
+    Attributes:
+        args, kwargs: What went in, detached.
+        output: Its first floating-point output, detached.
+        gradient: The gradient of that output, if it got one.
+        source: The line that called it.
+        calls: How often it ran; only the first is kept.
+    """
+
+    args: Any
+    kwargs: Any
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+    source: str = ""
+    calls: int = 1
+
+
+@dataclass(slots=True)
+class _Run:
+    """A forward and a backward pass: every module's run, and the parameters' gradients."""
+
+    modules: dict[str, _Ran] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0) -> Watched:
+    """Run one batch as training does and once in fp32, and measure every layer's error.
+
+    Two errors are measured, of outputs, of the gradients of inputs, and of weight gradients, as the root mean
+    square of the difference over that of the fp32 value: *end to end* includes what came before; *local* is
+    the module's own, in fp32 on the input and the output gradient that it had in training's precision. The
+    tolerance is what perturbing input and weights by the element type's epsilon does to the fp32 module.
+    Weights, buffers, gradients and random numbers are put back; dropout is off.
+
+    Args:
+        model: The model, with fp32 weights.
+        step: Runs the forward pass, with its own autocast, and returns the loss.
+        scale: The loss scale of the backward pass, a power of two for fp16; divided out again.
+
+    Returns:
+        A report with AMP027 for each module that is off by more than four times its tolerance, a table of all
+        modules, and a table of operations by element type.
+
+    Raises:
+        UsageError: the weights are in half precision, or nothing runs in half precision.
+    """
+    if any(parameter.dtype in _HALF for parameter in model.parameters()):
+        raise UsageError(
+            "the weights are in half precision",
+            where=type(model).__name__,
+            hint="Compare a model with fp32 weights under autocast.",
+        )
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    statistics = Statistics()
+    with restored(model) as again:
+        for module in names:
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        half = _run(model, names, step, scale, statistics)
+        again()
+        with _without_autocast():
+            wide = _run(model, names, step, 1.0, None)
+            again()
+            errors, left_out = _errors(names, half, wide)
+    if not errors:
+        raise UsageError(
+            "nothing ran in half precision", hint="Enter autocast inside step(), as the training loop does."
+        )
+    events: list[Event] = list(errors)
+    rows = tuple(
+        (e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance))
+        for e in sorted(errors, key=lambda e: -e.local / max(e.tolerance, _SMALL))
+    )
+    table = Table(
+        "Error against fp32, the largest beyond its tolerance first",
+        ("module", "of its", "local", "end to end", "tolerance"),
+        rows,
+    )
+    return judged(
+        type(model).__name__,
+        events,
+        table,
+        table_of(statistics.counts),
+        unchecked=tuple(f"{name}: {why}" for name, why in left_out.items()),
+    )
+
+
+def _run(
+    model: nn.Module,
+    names: dict[nn.Module, str],
+    step: Callable[[], Tensor],
+    scale: float,
+    statistics: Statistics | None,
+) -> _Run:
+    run = _Run()
+
+    def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+        known = run.modules.get(names[module])
+        if known is not None:
+            known.calls += 1
+        else:
+            run.modules[names[module]] = _Ran(_detached(args), _detached(kwargs), source=user_line())
+
+    def left(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        ran = run.modules[names[module]]
+        tensor = _first(output)
+        if ran.calls > 1 or tensor is None or ran.output is not None:
+            return
+        ran.output = tensor.detach()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda g: setattr(ran, "gradient", g.detach() / scale))  # type: ignore[no-untyped-call]
+
+    handles = [
+        handle
+        for module in names
+        for handle in (
+            module.register_forward_pre_hook(entered, with_kwargs=True),
+            module.register_forward_hook(left, with_kwargs=True),
+        )
+    ]
+    try:
+        if statistics is not None and Look.possible():
+            with Look(Ledger(Recorder(()), Patches()), [statistics], {}, all_lines=False):
+                loss = step()
+        else:
+            loss = step()
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+    run.gradients = {
+        name: p.grad.detach() / scale for name, p in model.named_parameters() if p.grad is not None
+    }
+    return run
+
+
+def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[LayerError], dict[str, str]]:
+    found: list[LayerError] = []
+    left_out: dict[str, str] = {}
+    for module, name in names.items():
+        ran, ref = half.modules.get(name), wide.modules.get(name)
+        if ran is None or ref is None or ran.output is None or ref.output is None:
+            continue
+        if ran.output.dtype not in _HALF or isinstance(module, _CONTAINERS):
+            continue
+        if ran.calls > 1:
+            left_out[name] = f"runs {ran.calls} times in a step; its first run alone is compared"
+        try:
+            found += _local(module, name, ran, ref, half, wide)
+        except (RuntimeError, TypeError, ValueError) as error:
+            left_out[name] = f"cannot be run by itself ({type(error).__name__})"
+    return found, left_out
+
+
+def _local(
+    module: nn.Module, name: str, ran: _Ran, ref: _Ran, half: _Run, wide: _Run
+) -> Iterator[LayerError]:
+    assert ran.output is not None
+    assert ref.output is not None
+    eps = torch.finfo(ran.output.dtype).eps
+    exact = _alone(module, ran, 0.0)
+    moved = _alone(module, ran, eps)
+    own_gradients = {f"{name}.{key}": key for key, _ in module.named_parameters()}
+    rounding = eps / 2  # of the result itself
+
+    def event(what: str, got: Tensor, key: str, end_to_end: float) -> LayerError:
+        return LayerError(
+            source=ran.source,
+            module=name,
+            what=what,
+            local=_error(got, exact[key]),
+            end_to_end=end_to_end,
+            tolerance=_error(moved[key], exact[key]) + rounding,
+        )
+
+    yield event("output", ran.output, "output", _error(ran.output, ref.output))
+    if len(list(module.children())) == 0:
+        # A parent's weights are its children's; they are compared there.
+        for full, key in own_gradients.items():
+            if full in half.gradients and full in wide.gradients and key in exact and ran.calls == 1:
+                yield event(
+                    "weight gradient",
+                    half.gradients[full],
+                    key,
+                    _error(half.gradients[full], wide.gradients[full]),
+                )
+
+
+def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
+    """The module in fp32 on the inputs it had, perturbed by ``eps``: output and weight gradients."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def perturbed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        wide = value.float()
+        noise = torch.rand(wide.shape, generator=generator).to(wide.device) * 2 - 1
+        return wide * (1 + eps * noise)
+
+    parameters = dict(module.named_parameters())
+    weights = {key: perturbed(p.detach()).requires_grad_(p.requires_grad) for key, p in parameters.items()}
+    args, kwargs = tree_map(perturbed, (ran.args, ran.kwargs))
+    with torch.enable_grad():
+        output = _first(torch.func.functional_call(module, weights, args, kwargs))
+    if output is None:
+        raise ValueError("it gives no tensor")
+    found = {"output": output.detach()}
+    wanted = {key: weight for key, weight in weights.items() if weight.requires_grad}
+    if ran.gradient is not None and wanted and output.requires_grad:
+        gradients = torch.autograd.grad(
+            output, list(wanted.values()), ran.gradient.to(output.dtype), allow_unused=True
+        )
+        found |= {key: g for key, g in zip(wanted, gradients, strict=True) if g is not None}
+    return found
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Within the block every autocast region is entered switched off."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(autocast: Any) -> Any:
+            enabled, autocast._enabled = autocast._enabled, False
+            try:
+                return original(autocast)
+            finally:
+                autocast._enabled = enabled
+
+        return enter
+
+    patches = Patches()
+    for autocast in with_subclasses(torch.amp.autocast_mode.autocast):
+        if "__enter__" in vars(autocast):
+            patches.wrap(autocast, "__enter__", around)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    """The root mean square of the difference over that of the exact value."""
+    got, exact = got.double(), exact.double()
+    size = float(exact.square().mean().sqrt())
+    return float((got - exact).square().mean().sqrt()) / max(size, _SMALL)
+
+
+def _detached(values: Any) -> Any:
+    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
+
+
+def _first(output: Any) -> Tensor | None:
+    """The first floating-point tensor of an output."""
+    leaves, _ = tree_flatten(output)
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)

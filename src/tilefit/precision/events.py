@@ -1,0 +1,455 @@
+"""What trackers observe and rules judge: plain data, without torch.
+
+Scales are numbers, element types are written as in ``torch.float16`` without the ``torch.``, and ``source``
+is ``file:line`` of the user's code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened in the run.
+
+    Attributes:
+        source: The line of the user's code.
+        module: The module, parameter or optimizer it happened to, if known.
+    """
+
+    source: str = ""
+    module: str = ""
+
+
+# ---- the gradient scale ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsClipped(Event):
+    """Gradients were clipped while they carried a scale.
+
+    Attributes:
+        limit: The threshold, or None where the user clips with code of their own.
+        scale: What the gradients were multiplied by.
+        certain: The factor is known to come from the gradients themselves.
+    """
+
+    limit: float | None
+    scale: float
+    certain: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsWritten(Event):
+    """Something that does not commute with the scale wrote to scaled gradients.
+
+    Attributes:
+        operation: The operation; empty where only the change was seen.
+        scale: What the gradients were multiplied by.
+        parameters: How many gradients.
+    """
+
+    operation: str
+    scale: float
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledStep(Event):
+    """An optimizer stepped on gradients that still carried a scale.
+
+    Attributes:
+        scale: The scale.
+        lr, eps, weight_decay: The optimizer's, of its first group; None where it has none.
+        adaptive: It divides by the gradients' own size, as Adam does.
+    """
+
+    scale: float
+    lr: float | None
+    eps: float | None
+    weight_decay: float | None
+    adaptive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedStep(Event):
+    """An optimizer stepped again on gradients it had already used.
+
+    Attributes:
+        skipped: The scaler had skipped the step before because of inf or NaN.
+        scaler: The second step went through the scaler, which divides by the scale once more.
+    """
+
+    skipped: bool
+    scaler: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongDivision(Event):
+    """Gradients were divided by a scale that is not the one they carry.
+
+    Attributes:
+        kind: ``again`` (they had been divided before), ``older`` (they carry the scale before an update),
+            ``mixed`` (parts with and without a scale), ``generations`` (parts of different scales) or
+            ``plain`` (they carry none).
+        scale: What they are divided by.
+        carried: The scale they carry, where it is one and known.
+        other: The optimizer that stepped between the backward pass and this division, if one did.
+        parameters: How many gradients.
+    """
+
+    kind: str
+    scale: float
+    carried: float | None = None
+    other: str = ""
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedLoss(Event):
+    """One backward pass started from a sum of which only a part was scaled; ``scale`` is that part's."""
+
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerRefused(Event):
+    """A method of the gradient scaler raised.
+
+    Attributes:
+        method: Its name.
+        error: What it said.
+        half_weights: Of the optimizer's parameters, those in half precision.
+        weights: All of them.
+    """
+
+    method: str
+    error: str
+    half_weights: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerUsed(Event):
+    """The gradient scaler stepped an optimizer after forward passes in these autocast element types."""
+
+    dtypes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleHistory(Event):
+    """Steps were skipped again and again.
+
+    Attributes:
+        scale: The present scale.
+        skipped: How many steps in a row.
+        loss_finite: Whether the unscaled losses were finite; None where it was not looked at.
+    """
+
+    scale: float
+    skipped: int
+    loss_finite: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStepped(Event):
+    """A scheduler that steps with the optimizer stepped although the scaler had skipped the optimizer's step.
+
+    Attributes:
+        skipped: How often that has happened.
+        steps: Steps of the optimizer that were asked for.
+    """
+
+    skipped: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerNotSaved(Event):
+    """An optimizer's state was saved, and the state of the scaler that steps it was not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerNotLoaded(Event):
+    """An optimizer's state was loaded, and the scaler scaled a loss without having been loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeDiffers(Event):
+    """A resumed run gave another loss than the run that was saved, ``step`` steps after the checkpoint."""
+
+    step: int
+    expected: float
+    got: float
+
+
+# ---- autocast, losses and graphs ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnscaledHalf(Event):
+    """An optimizer stepped on gradients that went through fp16 without a loss scale.
+
+    Attributes:
+        values: Gradient values looked at, in fp16.
+        subnormal, zero: Shares of them too small for full precision, and exactly zero.
+    """
+
+    values: int
+    subnormal: float
+    zero: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleCache(Event):
+    """Weights were changed inside an autocast region that goes on using their old half-precision copies.
+
+    Attributes:
+        parameters: How many weights.
+        stepped: The line of the optimizer's step.
+    """
+
+    parameters: int
+    stepped: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientLost(Event):
+    """A weight took part in a forward pass, its output got a gradient, and it got none itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInHalf(Event):
+    """The loss was computed in half precision.
+
+    Attributes:
+        operation: The operation that made the scalar.
+        dtype: ``float16`` or ``bfloat16``.
+        autocast: An autocast region was active in the step.
+        scale: What the scaler multiplied it by, or None without one.
+    """
+
+    operation: str
+    dtype: str
+    autocast: bool
+    scale: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfWeights(Event):
+    """Trainable weights are in half precision while autocast is on: ``half`` of ``weights`` of the "
+    "optimizer."""
+
+    dtype: str
+    half: int
+    weights: int
+    scaler: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardDtype(Event):
+    """Something ran in another precision in the backward pass than in the forward pass.
+
+    Attributes:
+        kind: ``function`` (a custom autograd Function), ``region`` (an autocast region entered while going
+            backward) or ``recompute`` (a module's second forward pass).
+        name: The class or the module.
+        forward, backward: Element types.
+    """
+
+    kind: str
+    name: str
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDtype(Event):
+    """The model was evaluated in another precision than it is trained in; ``float32`` means no autocast."""
+
+    training: str
+    evaluation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated(Event):
+    """Several backward passes fed one step.
+
+    Attributes:
+        passes: How many.
+        factor: What each loss was multiplied by.
+        confirmed: Accumulated gradient over the gradient of the joined batch (a projection), where a replay
+            was made; else None.
+    """
+
+    passes: int
+    factor: float
+    confirmed: float | None = None
+
+
+# ---- numerics ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationChecked(Event):
+    """A half-precision operation gave something else than fp32 gives for the same input.
+
+    Attributes:
+        operation: Its name.
+        dtype: Element type.
+        overflowed: Share of results that are inf or NaN where fp32's are finite.
+        vanished: Share of results that are zero where fp32's are not.
+        error_ulp: Largest error, in units of the element type's spacing at the result.
+        largest: Largest finite result in fp32.
+    """
+
+    operation: str
+    dtype: str
+    overflowed: float
+    vanished: float
+    error_ulp: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskOverflowed(Event):
+    """A sum of finite numbers became -inf and went into a softmax; ``rows`` of them are -inf throughout."""
+
+    dtype: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegersMerged(Event):
+    """A cast to half precision merged values that were different.
+
+    Attributes:
+        dtype: The element type cast to.
+        integral: All values were whole numbers; else they were a sorted table.
+        largest: The largest magnitude.
+        before, after: Distinct values of those looked at.
+        likely_data: The shape is that of images: whole numbers by accident.
+    """
+
+    dtype: str
+    integral: bool
+    largest: float
+    before: int
+    after: int
+    likely_data: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement(Event):
+    """How far half-precision values moved, compared with where fp32 arithmetic would have moved them.
+
+    Attributes:
+        dtype: Element type.
+        steps: Updates looked at.
+        projection: actual · intended / intended²: 1 healthy, 0 lost.
+        parameter: An optimizer's parameters; else a tensor the user keeps.
+        values: Elements looked at.
+    """
+
+    dtype: str
+    steps: int
+    projection: float
+    parameter: bool
+    values: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfState(Event):
+    """An optimizer keeps its state in half precision.
+
+    Attributes:
+        dtype: Element type of the state.
+        eps, beta2, decay: Its constants (``decay`` is 1 - lr * weight_decay), None where it has none.
+        eps_rounded, beta2_rounded, decay_rounded: What they are in ``dtype``.
+    """
+
+    dtype: str
+    eps: float | None
+    eps_rounded: float | None
+    beta2: float | None
+    beta2_rounded: float | None
+    decay: float | None
+    decay_rounded: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite(Event):
+    """The first operation of a step whose inputs were finite and whose output was not.
+
+    Attributes:
+        operation: Its name; ``weights`` where the weights were not finite before the step.
+        phase: ``forward`` or ``backward``.
+        dtype: Element type of the output.
+    """
+
+    operation: str
+    phase: str
+    dtype: str
+
+
+# ---- ranks, comparisons ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksDiffer(Event):
+    """Ranks that should agree do not, or the reverse.
+
+    Attributes:
+        what: ``parameters``, ``gradients``, ``scale``, ``found_inf``, ``steps`` or ``data`` (which is the
+        same
+            on every rank).
+        ranks: How many ranks there are.
+        name: The first parameter concerned, if it is about parameters or gradients.
+        values: A value per rank, where it is about a number.
+    """
+
+    what: str
+    ranks: int
+    name: str = ""
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfSum(Event):
+    """Many gradients were summed in half precision.
+
+    Attributes:
+        dtype: Element type of the sum.
+        terms: How many terms (ranks times micro-batches).
+        error: Relative error against a sum in fp32, where that was measured; else None.
+    """
+
+    dtype: str
+    terms: int
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError(Event):
+    """A module whose own error against fp32 is far above what its element type explains.
+
+    Attributes:
+        what: ``output``, ``input gradient`` or ``weight gradient``.
+        local: Relative error of the module fed with the half-precision input.
+        end_to_end: Relative error including what came before.
+        tolerance: The error that perturbing its input by the element type's epsilon makes in fp32.
+    """
+
+    what: str
+    local: float
+    end_to_end: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged(Event):
+    """Two replays of the same step differ, first in this module; ``calls`` modules ran before it did."""
+
+    calls: int
+    deterministic: bool

@@ -1,0 +1,349 @@
+"""Whether half-precision values move as they should: parameters under their optimizer, averages under
+updates.
+
+The measure is the projection of the actual movement on the intended one, sum(actual * intended) /
+sum(intended²): 1 where all is well, also with stochastic rounding, and 0 where every update is rounded away.
+Counting values that did not change would accuse stochastic rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tilefit.precision.events import HalfState, Movement
+from tilefit.precision.ledger import Ledger, Stepped
+from tilefit.precision.lines import user_line
+from tilefit.precision.look import Call, Observer, is_plain
+from tilefit.precision.recorder import Recorder
+from tilefit.precision.regions import name_of
+from tilefit.precision.shadow import HALF
+
+#: Steps a parameter is followed for; fewer do not tell chance from loss.
+STEPS = 32
+FEWEST_STEPS = 30
+#: Values followed per parameter, and parameters per group.
+VALUES = 1024
+PARAMETERS = 64
+#: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
+#: does.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
+
+
+class Weights:
+    """Follows half-precision parameters with the same optimizer in fp32.
+
+    Args:
+        recorder: Where events go.
+        ledger: Knows the optimizers.
+    """
+
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+        self._recorder = recorder
+        self._ledger = ledger
+        self._following: weakref.WeakKeyDictionary[Optimizer, _Follower | None] = weakref.WeakKeyDictionary()
+        ledger.on_stepping.append(self._on_stepping)
+        ledger.on_stepped.append(self._on_stepped)
+
+    def _on_stepping(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer's step, on gradients without a scale."""
+        if optimizer not in self._following:
+            self._following[optimizer] = self._begin(optimizer)
+        follower = self._following[optimizer]
+        if follower is not None:
+            follower.before()
+
+    def _begin(self, optimizer: Optimizer) -> _Follower | None:
+        half = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
+        if not half:
+            return None
+        base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
+        if base is None or base.__name__ not in _ELEMENTWISE or not all(map(is_plain, half)):
+            self._recorder.cannot_check(
+                f"AMP013: half-precision weights under {type(optimizer).__name__}, whose intended step is "
+                "not known"
+            )
+            return None
+        with self._ledger.ignoring():
+            return _Follower(optimizer, base)
+
+    def _on_stepped(self, stepped: Stepped) -> None:
+        follower = self._following.get(stepped.optimizer)
+        if follower is None or stepped.skipped:
+            return
+        follower.source = user_line()
+        follower.steps += 1
+        if follower.steps >= STEPS:
+            self._judge(stepped.optimizer, follower)
+
+    def finish(self) -> None:
+        """Judge what was followed for long enough."""
+        for optimizer, follower in list(self._following.items()):
+            if follower is not None and follower.steps >= FEWEST_STEPS:
+                self._judge(optimizer, follower)
+
+    def _judge(self, optimizer: Optimizer, follower: _Follower) -> None:
+        self._following[optimizer] = None
+        for dtype, projection, values in follower.projections():
+            self._recorder.emit(
+                Movement(
+                    source=follower.source,
+                    module=type(optimizer).__name__,
+                    dtype=name_of(dtype),
+                    steps=follower.steps,
+                    projection=projection,
+                    parameter=True,
+                    values=values,
+                )
+            )
+
+
+class _Follower:
+    """The sampled elements of an optimizer's half-precision parameters, under its twin in fp32."""
+
+    def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
+        self.steps = 0
+        self.source = ""
+        self._optimizer = weakref.ref(optimizer)
+        self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
+        groups = []
+        for group in optimizer.param_groups:
+            for dtype in HALF:
+                parameters = [p for p in group["params"] if p.dtype == dtype and p.numel()]
+                parameters = sorted(parameters, key=lambda p: -p.numel())[:PARAMETERS]
+                if not parameters:
+                    continue
+                start = _sampled(parameters)
+                twin = start.clone().requires_grad_()
+                self._samples.append((parameters, start, twin, dtype))
+                settings = {
+                    k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")
+                }
+                groups.append({**settings, "params": [twin], "foreach": False, "fused": False})
+        self._twin = base(groups, lr=1e-3)  # type: ignore[call-arg]
+        # The step below its hooks, which are global: the twin's steps are nobody's business.
+        self._step = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
+        self._copy_state(optimizer)
+
+    def _copy_state(self, optimizer: Optimizer) -> None:
+        for parameters, _, twin, _ in self._samples:
+            states = [optimizer.state.get(p, {}) for p in parameters]
+            if not all(states):
+                continue
+            for key, value in states[0].items():
+                if isinstance(value, Tensor) and value.shape == parameters[0].shape:
+                    self._twin.state[twin][key] = _sampled([state[key] for state in states])
+                else:
+                    # Step counts of fused optimizers are on the device, the twin's are not.
+                    self._twin.state[twin][key] = value.cpu().clone() if isinstance(value, Tensor) else value
+
+    def before(self) -> None:
+        """Make the twin's step."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for parameters, _, twin, _ in self._samples:
+            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            twin.grad = _sampled(gradients)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(self._twin.param_groups, rates, strict=False):
+            group["lr"] = rate
+        self._step(self._twin)
+
+    def projections(self) -> list[tuple[torch.dtype, float, int]]:
+        """Per group and element type: projection and values. Waits for the device."""
+        found = []
+        for parameters, start, twin, dtype in self._samples:
+            actual = _sampled(parameters) - start
+            intended = twin.detach() - start
+            square = float((intended * intended).sum())
+            if square > 0:
+                found.append((dtype, float((actual * intended).sum()) / square, start.numel()))
+        return found
+
+
+def _sampled(tensors: list[Tensor]) -> Tensor:
+    """Up to :data:`VALUES` elements of each tensor, in fp32, one after the other."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return torch.cat([values[:: max(1, values.numel() // VALUES)] for values in flat]).float()
+
+
+class Accumulators(Observer):
+    """Follows half-precision tensors, not parameters or gradients, that are updated in place step after step.
+
+    Args:
+        recorder: Where events go.
+        is_known: Whether a tensor is a parameter or a gradient.
+    """
+
+    def __init__(self, recorder: Recorder, ledger: Ledger, is_known: Callable[[Tensor], bool]) -> None:
+        self._recorder = recorder
+        self._ledger = ledger
+        self._is_known = is_known
+        self._sums: dict[tuple[int, torch.Size], _Sum] = {}
+        self._old: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def wants(self, func: Any, name: str) -> bool:
+        return name in ("add_", "mul_", "lerp_", "sub_", "_foreach_add_", "_foreach_mul_", "_foreach_lerp_")
+
+    def before(self, call: Call) -> None:
+        self._old = []
+        if call.backward or self._ledger.in_use:
+            return
+        targets = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
+        for index, target in enumerate(targets):
+            if target.dtype in HALF and is_plain(target) and target.numel() and not self._is_known(target):
+                old = _spread(target).float()
+                new = _intended(call, target, old, index)
+                if new is not None:
+                    self._old.append((target, old, new))
+
+    def after(self, call: Call) -> None:
+        for target, old, new in self._old:
+            moved = _spread(target).float() - old
+            intended = new - old
+            key = target.data_ptr(), target.shape
+            known = self._sums.setdefault(key, _Sum(weakref.ref(target)))
+            if known.target() is not target:
+                known = self._sums[key] = _Sum(weakref.ref(target))
+            known.add(call, moved, intended)
+        self._old = []
+
+    def end(self) -> None:
+        states = {
+            id(value)
+            for optimizer in self._ledger.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+        }
+        for key, known in list(self._sums.items()):
+            target = known.target()
+            if target is None or id(target) in states:
+                del self._sums[key]
+                continue
+            known.looks += 1
+            if known.looks < 2:
+                continue
+            assert known.products is not None
+            product, square = known.products.tolist()
+            if square > 0:
+                self._recorder.emit(
+                    Movement(
+                        source=known.source,
+                        dtype=name_of(target.dtype),
+                        steps=known.updates,
+                        projection=product / square,
+                        parameter=False,
+                        values=known.values,
+                    )
+                )
+
+
+class _Sum:
+    """What is known of one tensor that is updated in place."""
+
+    def __init__(self, target: weakref.ref[Tensor]) -> None:
+        self.target = target
+        self.source = ""
+        self.looks = 0
+        self.updates = 0
+        self.values = 0
+        self.products: Tensor | None = None
+
+    def add(self, call: Call, moved: Tensor, intended: Tensor) -> None:
+        products = torch.stack([(moved * intended).sum(), (intended * intended).sum()])
+        self.products = products if self.products is None else self.products + products
+        self.source = call.source
+        self.updates += 1
+        self.values = moved.numel()
+
+
+class OptimizerStates:
+    """Looks once at the element types of each optimizer's state, and at its constants in them."""
+
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+        self._recorder = recorder
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        ledger.on_stepped.append(self._on_stepped)
+
+    def _on_stepped(self, stepped: Stepped) -> None:
+        optimizer = stepped.optimizer
+        if optimizer in self._seen or stepped.skipped:
+            return
+        self._seen.add(optimizer)
+        # Others may keep their constants elsewhere, or quantise on purpose.
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return
+        for group in optimizer.param_groups:
+            half = next((p for p in group["params"] if p.dtype in HALF and p.grad is not None), None)
+            if half is None:
+                continue
+            state = optimizer.state.get(half, {})
+            kept = [v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == half.shape]
+            dtype = next((d for d in kept if d in HALF), None)
+            lr, decay = group.get("lr"), group.get("weight_decay")
+            decoupled = bool(decay) and (
+                group.get("decoupled_weight_decay") or "AdamW" in type(optimizer).__name__
+            )
+            shrink = 1 - float(lr) * float(decay) if decoupled and lr is not None and decay else None
+            if dtype is None and shrink is None:
+                continue
+            used = dtype or half.dtype
+            betas = group.get("betas")
+            eps = float(group["eps"]) if dtype is not None and "eps" in group else None
+            beta2 = float(betas[1]) if dtype is not None and betas else None
+            self._recorder.emit(
+                HalfState(
+                    source=user_line(),
+                    module=type(optimizer).__name__,
+                    dtype=name_of(used),
+                    eps=eps,
+                    eps_rounded=_rounded(eps, used),
+                    beta2=beta2,
+                    beta2_rounded=_rounded(beta2, used),
+                    decay=shrink,
+                    decay_rounded=_rounded(shrink, half.dtype),
+                )
+            )
+
+
+def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
+    return None if value is None else torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """Up to :data:`VALUES` elements, evenly spread; a copy."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // VALUES)].clone()
+
+
+def _intended(call: Call, target: Tensor, old: Tensor, index: int) -> Tensor | None:
+    """What the sampled elements become in fp32; None where the operands do not fit them element by "
+    "element."""
+    operands: list[Any] = []
+    for operand in call.args[1:]:
+        value = operand[index] if isinstance(operand, list | tuple) else operand
+        if isinstance(value, Tensor):
+            if value.shape == target.shape:
+                value = _spread(value).float()
+            elif value.numel() == 1:
+                value = value.detach().float()
+            else:
+                return None
+        operands.append(value)
+    name = call.name.removeprefix("_foreach_").removesuffix("_")
+    alpha = call.kwargs.get("alpha", 1)
+    new: Tensor
+    if name == "mul":
+        new = old * operands[0]
+    elif name == "lerp":
+        weight = operands[1] if len(operands) > 1 else call.kwargs["weight"]
+        new = old + weight * (operands[0] - old)
+    else:
+        new = old + operands[0] * (alpha if name == "add" else -alpha)
+    return new

@@ -1,0 +1,104 @@
+"""Where inf and NaN come from: one step with every operation checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefit.precision.events import NonFinite
+from tilefit.precision.look import Call, Observer, is_plain, tensors_in
+from tilefit.precision.recorder import Recorder
+from tilefit.precision.regions import name_of
+
+#: Operations that make or move values without computing: what they hold comes from elsewhere, or is meant.
+_INNOCENT = frozenset(
+    """full fill fill_ full_like empty empty_like new_full masked_fill masked_fill_ where scalar_tensor
+    zeros ones zeros_like ones_like new_zeros new_ones lift_fresh""".split()
+)
+
+
+@dataclass(slots=True)
+class _Checked:
+    """One operation: flags on the device, and where it was."""
+
+    finite_in: Tensor | None
+    finite_out: Tensor
+    event: NonFinite
+
+
+class Origin(Observer):
+    """Finds the first operation that makes inf or NaN.
+
+    Args:
+        recorder: Where events go.
+        weights: The parameters, which may hold inf or NaN from the start.
+        backward: Backward operations count too; not while a scale is at work, whose overflows are normal.
+    """
+
+    def __init__(self, recorder: Recorder, weights: Iterable[Tensor], *, backward: bool) -> None:
+        self._recorder = recorder
+        self._backward = backward
+        self._flags: dict[int, Tensor] = {}
+        self._checked: list[_Checked] = []
+        self._kept: list[Tensor] = []  # alive, so that no id is used twice
+        flags = [_finite(weight.detach()) for weight in weights if weight.is_floating_point()]
+        self._weights = torch.stack([flag.cpu() for flag in flags]).all() if flags else None
+
+    def wants(self, func: Any, name: str) -> bool:
+        return True
+
+    def after(self, call: Call) -> None:
+        if call.backward and not (self._backward or call.look.recomputes):
+            return
+        outs = [t for t in tensors_in([call.out]) if _checkable(t)]
+        if not outs:
+            return
+        known = [f for t in call.tensors() if _checkable(t) and (f := self._flag(t)) is not None]
+        finite_in = torch.stack(known).all() if known else None
+        for out in outs:
+            flag = _finite(out)
+            self._flags[id(out)] = flag
+            self._kept.append(out)
+            if call.name not in _INNOCENT:
+                event = NonFinite(
+                    source=call.source,
+                    module=call.module,
+                    operation=call.name,
+                    phase="backward" if call.backward else "forward",
+                    dtype=name_of(out.dtype),
+                )
+                self._checked.append(_Checked(finite_in, flag, event))
+
+    def _flag(self, tensor: Tensor) -> Tensor | None:
+        known = self._flags.get(id(tensor))
+        if known is None:
+            known = self._flags[id(tensor)] = _finite(tensor)
+            self._kept.append(tensor)
+        return known
+
+    def end(self) -> None:
+        if self._weights is not None and not bool(self._weights):
+            self._recorder.emit(NonFinite(operation="weights", phase="", dtype=""))
+            return
+        # In order, so the first is the origin; waiting operation by operation is what such a step is for.
+        for one in self._checked:
+            if not bool(one.finite_out) and (one.finite_in is None or bool(one.finite_in)):
+                self._recorder.emit(one.event)
+                break
+        self._flags.clear()
+        self._checked.clear()
+        self._kept.clear()
+
+
+def _checkable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and is_plain(tensor) and bool(tensor.numel())
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Whether all values are finite, without a mask in between: an aminmax lets NaN through."""
+    low, high = tensor.detach().aminmax()
+    return torch.isfinite(low) & torch.isfinite(high)

@@ -1,0 +1,16 @@
+"""The debugger's rules: one file each, found without being listed. They see events, never a tensor."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tilefit.precision.rules.base import PrecisionRule
+from tilefit.rules.registry import discover
+
+__all__ = ["PrecisionRule", "all_rules"]
+
+
+@cache
+def all_rules() -> tuple[PrecisionRule, ...]:
+    """Every rule, by code."""
+    return discover(PrecisionRule, __name__)  # type: ignore[type-abstract]

@@ -1,0 +1,56 @@
+"""Running a user's script under a watch."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from tilefit.capture.sites import user_line
+from tilefit.errors import TargetError, TilefitError
+from tilefit.precision.watching import Watch
+
+
+class _Enough(BaseException):
+    """The watch has seen its steps. No script catches what is no Exception."""
+
+
+def run_script(script: Path, arguments: list[str], watch: Watch) -> TilefitError | None:
+    """Run a script as ``python script arguments`` does, under a watch, until it ends or the watch has.
+
+    What the script prints goes to stderr.
+
+    Args:
+        script: The script.
+        arguments: Its arguments.
+        watch: The watch, not started yet.
+
+    Returns:
+        What went wrong in the script; None where it ended well or was ended.
+    """
+    argv, path = sys.argv[:], sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    watch.on_end = _end
+    try:
+        with redirect_stdout(sys.stderr), watch:
+            runpy.run_path(str(script), run_name="__main__")
+    except _Enough:
+        return None
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            return TargetError(f"the script left with exit code {leaving.code}", where=str(script))
+    except Exception as error:  # noqa: BLE001 - whatever a user's script may raise, it is theirs to see
+        return TargetError(
+            f"{type(error).__name__}: {error}",
+            where=user_line(error) or str(script),
+            hint="The script failed; what was seen until then is reported.",
+        )
+    finally:
+        sys.argv, sys.path = argv, path
+    return None
+
+
+def _end() -> None:
+    raise _Enough

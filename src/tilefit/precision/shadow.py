@@ -1,0 +1,305 @@
+"""Shadow operations: half-precision arithmetic repeated in fp32 on samples of its own input.
+
+Nothing waits for the device while the step runs: what was measured stays there, and is read once at its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefit.precision.events import IntegersMerged, MaskOverflowed, OperationChecked
+from tilefit.precision.look import Call, Observer, is_plain
+from tilefit.precision.recorder import Recorder
+from tilefit.precision.regions import name_of
+
+HALF = (torch.float16, torch.bfloat16)
+#: Elements looked at of an operation's input, and of a table of integers.
+SAMPLE = 65536
+RUN = 8192
+#: Calls of one operation on one line that are looked at, per step.
+CALLS = 2
+#: Spacing relative to the value, and the smallest normal number, by element type.
+_EPS = {dtype: torch.finfo(dtype).eps for dtype in HALF}
+_SMALLEST = {dtype: torch.finfo(dtype).smallest_normal for dtype in HALF}
+
+_POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "pow": lambda call, x: torch.pow(x, call.args[1]),
+    "square": lambda call, x: torch.square(x),
+    "exp": lambda call, x: torch.exp(x),
+    "log": lambda call, x: torch.log(x),
+    "rsqrt": lambda call, x: torch.rsqrt(x),
+    "reciprocal": lambda call, x: torch.reciprocal(x),
+}
+_REDUCTIONS = frozenset(
+    "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
+)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A measurement on the device, and what becomes of it."""
+
+    numbers: Tensor
+    judge: Callable[[list[float]], None]
+
+
+class Shadows(Observer):
+    """Repeats risky operations in fp32, looks for merged integers and for masks that overflow.
+
+    Args:
+        recorder: Where events go.
+        is_parameter: Whether a tensor is a parameter, whose casts are autocast's.
+    """
+
+    def __init__(self, recorder: Recorder, is_parameter: Callable[[Tensor], bool]) -> None:
+        self._recorder = recorder
+        self._is_parameter = is_parameter
+        self._pending: list[_Pending] = []
+        self._calls: dict[tuple[str, str], int] = {}
+        self._underflowed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._masks: dict[int, tuple[weakref.ref[Tensor], Tensor, str]] = {}
+
+    def wants(self, func: Any, name: str) -> bool:
+        return name in _POINTWISE or name in _REDUCTIONS or name in _HANDLERS
+
+    def after(self, call: Call) -> None:
+        if call.backward and not call.look.recomputes:
+            return
+        first = call.args[0] if call.args else None
+        if not isinstance(first, Tensor) or not is_plain(first) or not first.numel():
+            return
+        out = call.out
+        if call.name in _HANDLERS:
+            _HANDLERS[call.name](self, call, first)
+        if first.dtype not in HALF or not isinstance(out, Tensor) or out.dtype not in HALF:
+            return
+        if call.name in _POINTWISE:
+            self._pointwise(call, first, out)
+        elif call.name in _REDUCTIONS:
+            self._reduction(call, first, out)
+
+    def end(self) -> None:
+        pending, self._pending = self._pending, []
+        self._calls.clear()
+        self._underflowed.clear()
+        self._masks.clear()
+        by_device: dict[torch.device, list[_Pending]] = {}
+        for one in pending:
+            by_device.setdefault(one.numbers.device, []).append(one)
+        for same in by_device.values():
+            read = torch.cat([one.numbers for one in same]).tolist()
+            for one in same:
+                size = one.numbers.numel()
+                one.judge(read[:size])
+                read = read[size:]
+
+    # ---- shadow operations -----------------------------------------------------------------
+
+    def _pointwise(self, call: Call, x: Tensor, out: Tensor) -> None:
+        if out.shape != x.shape or isinstance(call.args[1] if len(call.args) > 1 else 0, Tensor):
+            return
+        if not self._counts(call):
+            return
+        sample, got = _strided(x), _strided(out)
+        self._compare(call, _POINTWISE[call.name](call, sample.float()), got.float(), out.dtype)
+        if call.name == "log":
+            self._after_underflow(call, x, out)
+
+    def _reduction(self, call: Call, x: Tensor, out: Tensor) -> None:
+        if not self._counts(call):
+            return
+        part, kept = _rows(call, x, out)
+        if part is None or kept is None:
+            return
+        args = [part.float(), *call.args[1:]]
+        kwargs = {k: v for k, v in call.kwargs.items() if k != "dtype"}
+        wide = call.func(*args, **kwargs)
+        self._compare(call, wide, kept.float(), out.dtype)
+        if call.name == "_softmax":
+            # Small probabilities may become zero, which matters where a logarithm follows.
+            lost = ((kept == 0) & (wide > 0)).any()
+            self._underflowed[id(out)] = weakref.ref(out), lost
+            self._through_mask(call, x)
+
+    def _compare(self, call: Call, wide: Tensor, got: Tensor, dtype: torch.dtype) -> None:
+        good = torch.isfinite(wide)
+        overflowed = (good & ~torch.isfinite(got)).float().mean()
+        vanished = ((got == 0) & (wide != 0) & good).float().mean()
+        spacing = wide.abs().clamp_min(_SMALLEST[dtype]) * _EPS[dtype]
+        error = torch.where(good & torch.isfinite(got), (wide - got).abs() / spacing, 0.0).max()
+        largest = torch.where(good, wide.abs(), 0.0).max()
+        source, module, operation = call.source, call.module, call.name
+
+        def judge(numbers: list[float]) -> None:
+            self._recorder.emit(
+                OperationChecked(
+                    source=source,
+                    module=module,
+                    operation=operation,
+                    dtype=name_of(dtype),
+                    overflowed=numbers[0],
+                    # A value below the smallest normal number is allowed to vanish in a sum or a softmax.
+                    vanished=numbers[1] if operation in _POINTWISE else 0.0,
+                    error_ulp=numbers[2],
+                    largest=numbers[3],
+                )
+            )
+
+        self._pending.append(_Pending(torch.stack([overflowed, vanished, error, largest]), judge))
+
+    def _after_underflow(self, call: Call, x: Tensor, out: Tensor) -> None:
+        """A logarithm of probabilities some of which became zero in half precision."""
+        known = self._underflowed.get(id(x))
+        if known is None or known[0]() is not x:
+            return
+        infinite = torch.isneginf(out).float().mean()
+        source, module = call.source, call.module
+
+        def judge(numbers: list[float]) -> None:
+            if numbers[0] and numbers[1]:
+                self._recorder.emit(
+                    OperationChecked(
+                        source=source,
+                        module=module,
+                        operation="log(softmax)",
+                        dtype=name_of(out.dtype),
+                        overflowed=numbers[1],
+                        vanished=0.0,
+                        error_ulp=0.0,
+                        largest=0.0,
+                    )
+                )
+
+        self._pending.append(_Pending(torch.stack([known[1].float(), infinite]), judge))
+
+    # ---- masks -----------------------------------------------------------------------------
+
+    def _sum(self, call: Call, first: Tensor) -> None:
+        out = call.out
+        if not isinstance(out, Tensor) or out.dtype not in HALF or not self._counts(call):
+            self._pass_on(call, first)
+            return
+        terms = [t for t in call.tensors() if t.is_floating_point() and is_plain(t) and t.numel()]
+        finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
+        flag = finite & torch.isneginf(out.amin())
+        before = self._mask_of(first) or next(filter(None, map(self._mask_of, terms)), None)
+        source = call.source
+        if before is not None:
+            # What overflowed earlier stays overflowed; the earlier line is to blame.
+            flag, source = flag | before[1], before[2]
+        self._masks[id(out)] = weakref.ref(out), flag, source
+
+    def _pass_on(self, call: Call, first: Tensor) -> None:
+        """A view or a copy of a mask is one."""
+        known = next(filter(None, map(self._mask_of, call.tensors())), None)
+        if known is not None and isinstance(call.out, Tensor):
+            self._masks[id(call.out)] = weakref.ref(call.out), known[1], known[2]
+
+    def _mask_of(self, tensor: Tensor) -> tuple[weakref.ref[Tensor], Tensor, str] | None:
+        known = self._masks.get(id(tensor))
+        return known if known is not None and known[0]() is tensor else None
+
+    def _through_mask(self, call: Call, scores: Tensor) -> None:
+        known = self._mask_of(scores)
+        if known is None:
+            return
+        rows = torch.isneginf(scores).all(call.args[1]).sum()
+        source, dtype = known[2], name_of(scores.dtype)
+
+        def judge(numbers: list[float]) -> None:
+            if numbers[0]:
+                self._recorder.emit(MaskOverflowed(source=source, dtype=dtype, rows=int(numbers[1])))
+
+        self._pending.append(_Pending(torch.stack([known[1].float(), rows.float()]), judge))
+
+    # ---- integers --------------------------------------------------------------------------
+
+    def _cast(self, call: Call, x: Tensor) -> None:
+        out = call.out
+        self._pass_on(call, x)
+        if out.dtype not in HALF or x.dtype in HALF or x.dtype == torch.bool or self._is_parameter(x):
+            return
+        if x.numel() < 2 ** (8 if out.dtype == torch.bfloat16 else 11) or not self._counts(call):
+            return
+        flat = x.detach().reshape(-1)
+        values = torch.cat([flat[:RUN], flat[-RUN:]]).double() if flat.numel() > 2 * RUN else flat.double()
+        ordered = values.sort().values
+        cast = ordered.to(out.dtype).double()
+        steps = values.diff()
+        numbers = torch.stack(
+            [
+                (values == values.floor()).all().double(),
+                (steps > 0).all().double() + (steps < 0).all().double(),
+                values.abs().max(),
+                (ordered.diff() > 0).sum().double() + 1,
+                (cast.diff() > 0).sum().double() + 1,
+            ]
+        )
+        images = x.ndim >= 4 or (x.ndim == 3 and x.shape[0] in (1, 3, 4))
+        source, module, dtype = call.source, call.module, name_of(out.dtype)
+
+        def judge(numbers: list[float]) -> None:
+            integral, monotone, largest, before, after = numbers
+            if after < before and (integral or monotone):
+                self._recorder.emit(
+                    IntegersMerged(
+                        source=source,
+                        module=module,
+                        dtype=dtype,
+                        integral=bool(integral),
+                        largest=largest,
+                        before=int(before),
+                        after=int(after),
+                        likely_data=images,
+                    )
+                )
+
+        self._pending.append(_Pending(numbers.float(), judge))
+
+    def _counts(self, call: Call) -> bool:
+        """Whether this call is among the first few of its kind on its line."""
+        key = call.name, call.source
+        self._calls[key] = self._calls.get(key, 0) + 1
+        return self._calls[key] <= CALLS
+
+
+_HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
+    "_to_copy": Shadows._cast,
+    "add": Shadows._sum,
+    "add_": Shadows._sum,
+    "sub": Shadows._sum,
+    "sub_": Shadows._sum,
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "expand", "unsqueeze", "slice", "select", "clone", "permute", "transpose"),
+        Shadows._pass_on,
+    ),
+}
+
+
+def _strided(x: Tensor) -> Tensor:
+    """At most :data:`SAMPLE` elements, evenly spread."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def _rows(call: Call, x: Tensor, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Whole rows of a reduction's input and what belongs to them of its output, few enough to repeat."""
+    if out.ndim == 0 or x.ndim == 0 or x.ndim == 1:
+        return x, out
+    dims = call.args[1] if len(call.args) > 1 else None
+    if call.name in ("linalg_vector_norm", "norm"):
+        dims = call.args[2] if len(call.args) > 2 else None
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
+        return (x, out) if x.numel() <= SAMPLE else (None, None)
+    if any(dim % x.ndim == 0 for dim in dims):
+        return (x, out) if x.numel() <= 16 * SAMPLE else (None, None)
+    keep = max(1, x.shape[0] * SAMPLE // x.numel())
+    return x[:keep], out[:keep]

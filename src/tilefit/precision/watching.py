@@ -1,0 +1,381 @@
+"""Watching a training loop."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tilefit import __version__
+from tilefit.errors import UsageError
+from tilefit.precision import graph
+from tilefit.precision.accumulation import Losses
+from tilefit.precision.checkpoints import Checkpoints, Schedules
+from tilefit.precision.dtypes import LostGradients, Products, Statistics
+from tilefit.precision.exponents import Exponents, scale_interval
+from tilefit.precision.ledger import Ledger, Stepped
+from tilefit.precision.look import Look, Observer
+from tilefit.precision.movement import Accumulators, OptimizerStates, Weights
+from tilefit.precision.non_finite import Origin
+from tilefit.precision.patches import Patches
+from tilefit.precision.ranks import Ranks
+from tilefit.precision.recorder import Recorder
+from tilefit.precision.regions import Regions, is_compiled, name_of
+from tilefit.precision.rules import all_rules
+from tilefit.precision.shadow import Shadows
+from tilefit.precision.statistics import table_of
+from tilefit.precision.window import Window
+from tilefit.report.watched import Table, Watched
+from tilefit.rules.finding import Alarm
+from tilefit.rules.registry import choose
+
+if TYPE_CHECKING:
+    from typing import Self
+
+#: The first steps are looked at closely, then one in so many.
+FIRST_STEPS = 4
+EVERY = 100
+
+_active: Watch | None = None
+
+
+class Watch:
+    """Watches mixed-precision training, without changing it.
+
+    Between :meth:`start` and :meth:`stop` every step's bookkeeping is followed: which loss scale each
+    gradient carries, which autocast regions are open. It costs some microseconds per parameter and never
+    waits for the device. The first steps, and one in ``every`` after that, are looked at closely: every
+    operation passes by, and risky ones are repeated in fp32 on samples.
+
+    Args:
+        model: The model, or several; found by itself where it is not given, but then without parameter names
+            until it has run.
+        optimizer: The optimizer, or several. One made later, or not named, is found when it is made or steps.
+        scaler: The gradient scaler, or None. Named to learn that it is switched off; scalers in use are
+        found. every: A close look at one step in this many, after the first four. numerics: Look closely at
+        all; False leaves the bookkeeping alone. steps: Stop by itself after this many steps; None for never.
+        select, ignore: Codes of rules, or their beginnings, as for ``tilefit check``.
+
+    Raises:
+        UsageError: a number is out of range, or a code fits no rule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module] | None = None,
+        *,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        scaler: Any = None,
+        every: int = EVERY,
+        numerics: bool = True,
+        steps: int | None = None,
+        select: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"every={every} is not a number of steps", hint="Use 1 or more.")
+        if steps is not None and steps < 1:
+            raise UsageError(f"steps={steps} is not a number of steps", hint="Use 1 or more.")
+        self._models = [model] if isinstance(model, nn.Module) else list(model or ())
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        self._given_scaler = scaler
+        self._every = every
+        self._numerics = numerics
+        self._last = steps
+        self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
+        self._patches = patches = Patches()
+        self._ledger = ledger = Ledger(recorder, patches)
+        self._exponents = Exponents()
+        self._statistics = Statistics()
+        self._regions = Regions(recorder, ledger, patches, self._exponents.fp16)
+        self._checkpoints = Checkpoints(recorder, ledger, patches)
+        self._schedules = Schedules(recorder, ledger, patches)
+        self._losses = Losses(recorder, ledger, self._line_of, lambda: bool(self._regions.trained))
+        self._weights = Weights(recorder, ledger)
+        OptimizerStates(recorder, ledger)
+        self._window = Window(recorder, ledger)
+        ledger.before_observing = lambda: self._window.replaced(ledger.gradients)
+        self._shadows = Shadows(recorder, self._is_known)
+        self._accumulators = Accumulators(recorder, ledger, self._is_known)
+        self._products = Products(recorder)
+        self._lost = LostGradients(recorder, ledger, self._regions.cached_region)
+        self._ranks = Ranks(recorder, ledger)
+        self._module_names: dict[int, str] = {}
+        self._look: Look | None = None
+        self._seek_origin = False
+        self._loss_finite: Tensor | None = None
+        self._primary: weakref.ref[Optimizer] | None = None
+        self._running = False
+        self._compiled_seen = False
+        self._frames_before = 0
+        self._scale: float | None = None
+        self._stepped: dict[str, None] = {}
+        #: Called when the watch has stopped by itself.
+        self.on_end: Callable[[], None] = lambda: None
+        ledger.on_backward.append(self._on_backward)
+        ledger.on_stepped.append(self._on_stepped)
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Begin to watch.
+
+        Raises:
+            UsageError: a watch is running already.
+        """
+        global _active
+        if _active is not None:
+            raise UsageError("another watch is running", hint="Leave it first: one at a time.")
+        if self._running or not self._patches.active:
+            raise UsageError("this watch has ended", hint="Make a new one.")
+        _active = self
+        self._running = True
+        self._frames_before = _frames_compiled()
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                self._recorder.names[id(parameter)] = name
+                if parameter.requires_grad:
+                    self._ledger.follow(parameter)
+            for name, module in model.named_modules():
+                self._module_names.setdefault(id(module), name or type(module).__name__)
+        for optimizer in self._optimizers:
+            self._ledger.adopt(optimizer)
+        if self._given_scaler is not None and not self._given_scaler.is_enabled():
+            self._recorder.cannot_check("the gradient scaler: it is switched off")
+        for part in (self._ledger, self._regions, self._checkpoints, self._schedules):
+            part.start()
+        if torch.cuda.is_available():
+            self._patches.wrap(torch.cuda.CUDAGraph, "replay", self._around_replay)
+        self._recorder.looking = True
+        return self
+
+    def stop(self) -> None:
+        """End: everything is put back as it was. Does nothing where the watch has ended."""
+        global _active
+        if not self._running:
+            return
+        self._running = False
+        _active = None
+        self._finish_look()
+        self._checkpoints.judge()
+        self._losses.finish()
+        self._weights.finish()
+        self._regions.stop()
+        self._ledger.stop()
+        self._patches.undo()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ---- results ---------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self._recorder.step
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """What was found so far, the most severe first."""
+        return self._recorder.alarms
+
+    def report(self, title: str = "") -> Watched:
+        """The report of the run so far.
+
+        Args:
+            title: What was watched; by default the model's class.
+        """
+        names = [type(model).__name__ for model in self._models]
+        return Watched(
+            title=title or ", ".join(names) or "training",
+            setup=tuple(self._setup()),
+            steps=self.steps,
+            findings=self.alarms,
+            tables=tuple(self._tables()),
+            unchecked=self._recorder.unchecked,
+            version=__version__,
+        )
+
+    def _setup(self) -> list[str]:
+        trained = sorted(map(name_of, self._regions.trained))
+        return [
+            f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
+            "no loss scale" if self._scale is None else f"loss scale {self._scale:g}",
+            *self._stepped,
+        ]
+
+    def _tables(self) -> list[Table]:
+        tables = []
+        for dtype in self._exponents.counts:
+            counts = self._exponents.read(dtype)
+            allowed = scale_interval(counts, self._scale or 1.0)
+            if allowed is None:
+                continue
+            total = sum(counts)
+            lowest, highest = allowed
+            advice = (
+                f"scales from 2^{lowest} to 2^{highest} keep 99 % of the gradients above zero and all of "
+                "them "
+                "below 65504"
+                if lowest <= highest
+                else "no scale keeps 99 % of the gradients above zero and all of them below 65504: use bf16"
+            )
+            if lowest <= 0 <= highest:
+                advice += "; 1 is among them: these gradients need no scale"
+            tables.append(
+                Table(
+                    "Half-precision gradients",
+                    ("type", "values", "zero", "as fp16"),
+                    ((name_of(dtype), f"{total:.0f}", f"{counts[0] / total:.1%}", advice),),
+                )
+            )
+        if self._statistics.counts:
+            tables.append(table_of(self._statistics.counts))
+        return tables
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def _on_backward(self, roots: Any) -> None:
+        if roots is None or not self._recorder.looking:
+            return
+        self._compiled_seen |= graph.scan(roots).compiled
+        finite = [torch.isfinite(root.detach()).all() for root in roots if isinstance(root, Tensor)]
+        if finite and self._ledger.depth == 0:
+            flag = torch.stack(finite).all()
+            self._loss_finite = flag if self._loss_finite is None else self._loss_finite & flag
+
+    def _on_stepped(self, stepped: Stepped) -> None:
+        self._stepped[type(stepped.optimizer).__name__] = None
+        primary = self._primary() if self._primary is not None else None
+        if primary is None:
+            self._primary = weakref.ref(stepped.optimizer)
+        elif primary is not stepped.optimizer:
+            return
+        self._ranks.compare(stepped, self._models, due=self._is_due())
+        self._end_step(stepped)
+
+    def _end_step(self, stepped: Stepped) -> None:
+        recorder = self._recorder
+        if recorder.looking and stepped.scaler is not None:
+            self._scale = float(stepped.scaler.get_scale())
+        scaled = stepped.scaler is not None
+        # Under a scale an overflow is normal once; the scaler's history says when it is not.
+        if self._loss_finite is not None and not bool(self._loss_finite):
+            collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
+            self._seek_origin |= collapsed if scaled else True
+            recorder.look_soon |= self._seek_origin
+        self._loss_finite = None
+        self._finish_look()
+        recorder.step += 1
+        if self._last is not None and recorder.step >= self._last:
+            self.stop()
+            self.on_end()
+            return
+        recorder.looking = self._is_due() or recorder.look_soon
+        recorder.look_soon = False
+        if recorder.looking and self._numerics:
+            self._begin_look(scaled)
+
+    def _is_due(self) -> bool:
+        """Whether this step is looked at closely on every rank."""
+        return self._recorder.step < FIRST_STEPS or self._recorder.step % self._every == 0
+
+    def _begin_look(self, scaled: bool) -> None:
+        if self._look is not None:
+            return
+        if self._compiled():
+            self._recorder.cannot_check(
+                "numerics and writes to gradients: a compiled graph shows none of its operations"
+            )
+            return
+        if not Look.possible():
+            self._recorder.cannot_check(
+                "numerics and writes to gradients: a dispatch mode of your own is active"
+            )
+            return
+        observers: list[Observer] = [
+            self._window,
+            self._shadows,
+            self._accumulators,
+            self._products,
+            self._exponents,
+            self._statistics,
+        ]
+        if self._seek_origin:
+            weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
+            observers.append(Origin(self._recorder, weights, backward=not scaled))
+        self._look = Look(self._ledger, observers, self._module_names, all_lines=self._seek_origin)
+        self._lost.follow(self._look)
+        self._seek_origin = False
+        self._look.begin()
+
+    def _finish_look(self) -> None:
+        if self._look is not None and self._look.finish():
+            self._look = None
+
+    def _compiled(self) -> bool:
+        """Whether torch.compile is at work: a frame compiled under a dispatch mode would run uncompiled."""
+        if any(is_compiled(module) for model in self._models for module in model.modules()):
+            return True
+        return self._compiled_seen or _frames_compiled() != self._frames_before
+
+    def _line_of(self, sequence: int) -> str:
+        return self._look.line_of(sequence) if self._look is not None else ""
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a gradient."""
+        return self._ledger.knows(tensor)
+
+    def _around_replay(self, original: Any) -> Any:
+        def replay(graph: Any) -> None:
+            self._recorder.cannot_check("what runs inside CUDA graphs")
+            original(graph)
+            self._ledger.replay_ran()
+
+        return replay
+
+
+def _frames_compiled() -> int:
+    """How many frames torch.compile has looked at in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else sum(dynamo.counters["frames"].values())
+
+
+def watch(
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    scaler: Any = None,
+    every: int = EVERY,
+    numerics: bool = True,
+    steps: int | None = None,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+) -> Watch:
+    """Watch the training loop in a ``with`` block; see :class:`Watch` for the arguments.
+
+    >>> with watch(model, optimizer=optimizer, scaler=scaler) as w:  # doctest: +SKIP
+    ...     for batch in data: ...
+    >>> print(w.report())  # doctest: +SKIP
+    """
+    return Watch(
+        model,
+        optimizer=optimizer,
+        scaler=scaler,
+        every=every,
+        numerics=numerics,
+        steps=steps,
+        select=select,
+        ignore=ignore,
+    )

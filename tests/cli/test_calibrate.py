@@ -1,0 +1,120 @@
+"""``tilefit calibrate`` on a made-up GPU, and ``--profile`` with what it writes."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from small_profile import made
+from tilefit import gpus
+from tilefit.cost.analytic import analytic
+from tilefit.cost.calibrated import read, write
+from tilefit.cost.profiles import GENERAL
+from tilefit.measure import calibration, run
+from tilefit.measure.environment import Environment
+from tilefit.measure.timer import HostDevice, Timing
+
+A100 = gpus.get("a100")
+
+
+@pytest.fixture
+def _a100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This machine has an A100 whose products follow the first stage with other constants."""
+    from tilefit.cli import local_gpu
+
+    here = local_gpu.LocalGpu(
+        HostDevice(),
+        torch.device("cpu"),
+        Environment("NVIDIA A100-SXM4-80GB", "580", "2.11", "13.0", "91900"),
+    )
+    monkeypatch.setattr(local_gpu, "local_gpu", lambda: here)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    few = {"gemm": islice(calibration.candidates()["gemm"], 200)}
+    monkeypatch.setattr(calibration, "SHARES", {"gemm": 1.0})
+    monkeypatch.setattr(calibration, "candidates", lambda: few)
+
+    def time_call(op, factory, device, *, cold=True, replays=9) -> Timing:  # type: ignore[no-untyped-def]
+        time_s = 1.5 * analytic(op, A100, GENERAL).time_s
+        return Timing(time_s, time_s, time_s, replays, 1, cold)
+
+    monkeypatch.setattr(run, "time_call", time_call)
+
+
+@pytest.mark.usefixtures("_a100")
+def test_it_writes_the_profile_that_other_commands_then_use(tilefit, tmp_path: Path) -> None:
+    before = tilefit("gemm", "4096", "4096", "4096", "--gpu", "a100").out
+    assert "calibrated" not in before
+    ran = tilefit("calibrate")
+    assert ran.code == 0, ran.err
+    path = tmp_path / "data" / "tilefit" / "profiles" / f"{A100.name}.npz"
+    assert f"Profile written to {path}" in ran.err
+    assert "gemm" in ran.out
+    facts = read(path).about["networks"]["gemm"]
+    assert facts["errors"]["calibrated"] < facts["errors"]["datasheet"]
+    assert read(path).about["versions"]["torch"] == "2.11"
+    after = tilefit("gemm", "4096", "4096", "4096", "--gpu", "a100").out
+    assert "fitted to measurements of this GPU (calibrated on 20" in " ".join(after.split())
+
+
+@pytest.mark.usefixtures("_a100")
+def test_a_damaged_profile_is_never_overwritten(
+    tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "calibrate", lambda gpu, measure, **how: made(gpu))
+    out = tmp_path / "mine.npz"
+    out.write_bytes(b"precious")
+    ran = tilefit("calibrate", "--output", str(out))
+    assert ran.code == 0, ran.err
+    assert read(out).about["gpu"] == A100.name
+    (aside,) = tmp_path.glob("mine.npz.corrupt-*")
+    assert aside.read_bytes() == b"precious"
+    assert str(aside) in ran.err
+
+
+def test_without_a_gpu_it_says_so(tilefit) -> None:
+    ran = tilefit("calibrate")
+    assert ran.code == 2
+    assert "no CUDA GPU" in ran.err
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    write(made(A100), tmp_path / "shared.npz")
+    return str(tmp_path / "shared.npz")
+
+
+@pytest.mark.parametrize(
+    "command", [("gemm", "4096", "4096", "4096"), ("curve", "gemm", "64:512:64", "4096", "4096")]
+)
+def test_a_named_profile_is_used_and_named_and_says_the_gpu(tilefit, file: str, command) -> None:
+    ran = tilefit(*command, "--profile", file)
+    assert ran.code == 0, ran.err
+    assert "A100" in ran.out
+    assert "(calibrated on 2026-01-02)" in " ".join(ran.out.split())
+    assert "calibrated on" not in tilefit(*command, "--gpu", "a100").out
+
+
+def test_check_takes_it(tilefit, file: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(4096, 4096), torch.empty(4096, 4096)\n"
+    )
+    ran = tilefit("check", "model.py:make", "--amp", "bf16", "--profile", file)
+    assert ran.code in (0, 1), ran.err
+    assert "calibrated on 2026-01-02" in " ".join(ran.out.split())
+
+
+def test_a_profile_of_another_gpu_is_an_error(tilefit, file: str) -> None:
+    ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--profile", file)
+    assert ran.code == 2
+    assert f"of the GPU {A100.name}, not of h100-sxm" in ran.err
+
+
+def test_a_profile_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for name in ("notes.txt", "missing.npz"):
+        ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--profile", str(tmp_path / name))
+        assert ran.code == 2
+        assert f"{name}: the profile cannot be read" in ran.err

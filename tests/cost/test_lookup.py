@@ -1,0 +1,204 @@
+"""Which profile estimates rest on: a named file, the user's own, the one that ships."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from small_profile import CONSTANTS, made
+from tilefit import gpus
+from tilefit.cost import estimate, estimate_step
+from tilefit.cost.analytic import analytic
+from tilefit.cost.calibrated import read, write
+from tilefit.cost.estimate import ESTIMATED
+from tilefit.cost.explain import explain
+from tilefit.cost.lookup import keep, profile, shipped, title, user_path, using
+from tilefit.errors import TilefitError
+from tilefit.ops import FORWARD, Attention, Gemm, Site, Step, StepOp
+
+A100, H200 = gpus.get("a100"), gpus.get("h200")
+PRODUCT = Gemm(4096, 4096, 4096)
+
+
+@pytest.fixture(autouse=True)
+def _data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "shared.npz"
+    write(made(A100), path)
+    return path
+
+
+def test_a_named_file_is_used_within_the_block_only(file: Path) -> None:
+    before = estimate(PRODUCT, A100)
+    with using(file):
+        within = estimate(PRODUCT, A100)
+        assert title(A100) == "calibrated on 2026-01-02"
+    assert within.time_s == pytest.approx(3 * analytic(PRODUCT, A100, CONSTANTS).time_s, rel=1e-2)
+    assert within.provenance == ESTIMATED
+    assert within.low_s < within.time_s < within.high_s
+    assert estimate(PRODUCT, A100) == before
+
+
+def test_what_the_networks_do_not_cover_has_the_fitted_constants(file: Path) -> None:
+    other = replace(PRODUCT, dtype="fp16")
+    with using(file):
+        assert estimate(other, A100) == analytic(other, A100, CONSTANTS)
+        assert estimate(other, H200).provenance == ESTIMATED
+        assert explain(other, A100).estimate == analytic(other, A100, CONSTANTS)
+    assert estimate(other, A100) != analytic(other, A100, CONSTANTS)
+
+
+def test_other_threads_do_not_see_it(file: Path) -> None:
+    before, seen = estimate(PRODUCT, A100), []
+    with using(file):
+        thread = threading.Thread(target=lambda: seen.append(estimate(PRODUCT, A100)))
+        thread.start()
+        thread.join()
+    assert seen == [before]
+
+
+def test_the_user_s_own_is_found_by_itself() -> None:
+    before = estimate(PRODUCT, A100)
+    write(made(A100), user_path(A100.name))
+    assert estimate(PRODUCT, A100).time_s > 2 * before.time_s
+    write(made(A100, factor=6.0), user_path(A100.name))  # calibrated again
+    assert estimate(PRODUCT, A100).time_s > 4 * before.time_s
+
+
+def test_launches_take_what_they_take_on_that_host(file: Path) -> None:
+    step = Step((StepOp(Gemm(16, 16, 16, "fp16"), FORWARD, Site("net", "model.py:1")),) * 50)
+    before = estimate_step(step, A100)
+    with using(file):
+        assert estimate_step(step, A100).host_time_s == pytest.approx(2 * before.host_time_s)
+
+
+@pytest.mark.parametrize(("shipped_error", "own_wins"), [(0.2, True), (0.05, False)])
+def test_of_the_shipped_and_the_own_the_better_is_used(shipped_error: float, own_wins: bool) -> None:
+    before = estimate(PRODUCT, H200)
+    attention = Attention(8, 16, 1024, 64)
+    same = estimate(attention, H200)
+    errors = {"datasheet": 0.2, "calibrated": 0.1, "shipped": shipped_error}
+    write(made(H200, errors=errors), user_path("h200"))
+    assert (estimate(PRODUCT, H200).time_s > 2 * before.time_s) == own_wins
+    assert estimate(attention, H200).time_s == same.time_s  # a kind that the own does not know
+    assert ("gemm calibrated on 2026-01-02; " in title(H200)) == own_wins
+    assert "tilefit's authors" in title(H200)
+
+
+def test_a_named_file_is_used_even_where_the_shipped_one_is_better(tmp_path: Path) -> None:
+    before = estimate(PRODUCT, H200)
+    write(made(H200, errors={"calibrated": 0.1, "shipped": 0.05}), tmp_path / "mine.npz")
+    with using(tmp_path / "mine.npz"):
+        assert estimate(PRODUCT, H200).time_s > 2 * before.time_s
+
+
+# --- files that are no good --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own() -> Path:
+    path = user_path(A100.name)
+    write(made(A100), path)
+    return path
+
+
+def refused() -> str:
+    with pytest.raises(TilefitError) as error:
+        estimate(PRODUCT, A100)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_cut_profile_is_reported_once_and_set_aside(own: Path, share: float) -> None:
+    damaged = own.read_bytes()[: int(share * own.stat().st_size)]
+    own.write_bytes(damaged)
+    message = refused()
+    assert str(own) in message
+    assert "tilefit calibrate" in message
+    assert estimate(PRODUCT, A100).provenance == "estimated"  # as if nothing was there
+    (aside,) = own.parent.iterdir()
+    assert aside.name in message
+    assert aside.read_bytes() == damaged
+
+
+def test_a_profile_of_another_version_is_reported_and_set_aside(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilefit.cost.calibrated.fingerprint", lambda kind, gpu: -1)
+    assert "another version of tilefit" in refused()
+    assert not own.exists()
+
+
+def test_a_profile_of_another_gpu_is_not_used(own: Path) -> None:
+    write(made(H200), own)
+    assert "GPU h200" in refused()
+
+
+def test_a_profile_that_cannot_be_read_stays(own: Path) -> None:
+    own.unlink()
+    own.mkdir()
+    assert "cannot be read" in refused()
+    assert own.is_dir()
+
+
+def test_a_named_file_that_is_damaged_stays_where_it_is(file: Path) -> None:
+    file.write_bytes(b"PK not really")
+    with pytest.raises(TilefitError, match="cannot be read"), using(file):
+        pass
+    assert file.read_bytes() == b"PK not really"
+
+
+def test_whatever_byte_is_wrong_nothing_but_a_clear_error_comes_out(file: Path) -> None:
+    whole, random = file.read_bytes(), Random(0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.choice([1, 8])):
+            damaged[random.randrange(len(whole))] = random.randrange(256)
+        file.write_bytes(damaged)
+        with suppress(TilefitError):  # any other exception fails
+            read(file)
+
+
+def test_an_about_that_makes_no_sense_is_damage(file: Path) -> None:
+    with np.load(file) as arrays:
+        rest = {key: arrays[key] for key in arrays.files if key != "about"}
+        about = json.loads(str(arrays["about"]))
+    for wrong in ([], {}, {"gpu": "h200"}, about | {"constants": {"speed": 1}}, about | {"networks": [1]}):
+        np.savez(file, about=np.array(json.dumps(wrong)), **rest)
+        with pytest.raises(TilefitError, match="cannot be read"):
+            read(file)
+
+
+def test_before_writing_only_what_is_damaged_is_moved(tmp_path: Path, file: Path) -> None:
+    assert keep(tmp_path / "none.npz") is None
+    assert keep(file) is None
+    assert file.exists()
+    file.write_bytes(b"precious")
+    aside = keep(file)
+    assert aside is not None
+    assert aside.read_bytes() == b"precious"
+    assert not file.exists()
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "folder.npz").mkdir()
+    with pytest.raises(TilefitError, match="cannot be written"):
+        write(made(A100), tmp_path / "folder.npz")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("folder")] == ["folder.npz"]
+
+
+def test_what_ships_is_what_is_used_without_any_other() -> None:
+    assert profile(H200) is shipped(H200) is not None
+    assert profile(A100) is None
+    assert title(A100) == ""

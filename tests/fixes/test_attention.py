@@ -1,0 +1,420 @@
+"""Attention written by hand, fused: the same function, whatever way it is written."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tilefit
+from tilefit.fixes.attention import Fusion
+from tilefit.fixes.run import Run
+
+WIDTH, HEADS = 24, 3
+Core = Callable[..., torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Projections around one way of writing attention: ``core(module, q, k, v, mask)``."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = nn.Dropout(0.2)
+        self.softmax = nn.Softmax(dim=-1)
+        self.position = nn.Parameter(torch.randn(HEADS, 9, 9))
+        self.register_buffer("causal", torch.ones(16, 16).tril().view(1, 1, 16, 16))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        return x + self.out(self.core(self, q, k, v, mask).transpose(1, 2).reshape(x.shape))
+
+
+def plain(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return F.softmax(torch.matmul(q, k.transpose(-2, -1)), dim=-1) @ v
+
+
+def min_gpt(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    size = q.size(2)
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(m.causal[:, :, :size, :size] == 0, float("-inf"))
+    return m.dropout(F.softmax(att, dim=-1)) @ v
+
+
+def annotated(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    if mask is not None:
+        scores = scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
+    return torch.matmul(m.dropout(m.softmax(scores)), v)
+
+
+def extended(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = torch.matmul(q, k.permute(0, 1, 3, 2)) / math.sqrt(q.size(-1))
+    if mask is not None:
+        scores = scores + (1.0 - mask[:, None, None, :].to(scores.dtype)) * torch.finfo(scores.dtype).min
+    return torch.matmul(m.dropout(scores.float().softmax(dim=-1).type_as(v)), v)
+
+
+def relative(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = torch.matmul(q, k.mT)
+    scores += m.position[:, : q.shape[2], : q.shape[2]]
+    scores *= 0.3
+    return F.dropout(scores.softmax(-1), 0.1, m.training) @ v
+
+
+def where(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    size = q.shape[-2]
+    scores = q @ k.mT / torch.full([], size**0.5, dtype=q.dtype, device=q.device)
+    keep = m.causal[..., :size, :size].bool()
+    lowest = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device)
+    scores = torch.where(keep, scores, lowest)
+    if mask is not None:
+        scores = scores.where(mask[:, None, None].bool().expand_as(scores), torch.finfo(scores.dtype).min)
+    return scores.softmax(-1) @ v
+
+
+def batched(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    batch, heads, size, width = q.shape
+    q, k, v = (t.reshape(batch * heads, size, width) for t in (q * width**-0.5, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2))
+    if mask is not None:
+        scores = scores.view(batch, heads, size, size).masked_fill(~mask[:, None, None].bool(), -math.inf)
+        scores = scores.view(batch * heads, size, size)
+    return torch.bmm(m.dropout(F.softmax(scores, dim=2)), v).view(batch, heads, size, width)
+
+
+def einsum(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = torch.einsum("bhid, bhjd -> bhij", q, k) / 2
+    scores.masked_fill_(
+        torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1), -math.inf
+    )
+    return torch.einsum("bhij,bhjd->bihd", m.softmax(scores), v).transpose(1, 2)
+
+
+def ellipsis(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+    return torch.einsum("...qk,...kd->...qd", weights, v.transpose(1, 2))
+
+
+def triangular(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    size = q.shape[2]
+    future = torch.triu(torch.full((size, size), float("-inf"), device=q.device), diagonal=1)
+    return (q @ k.mT * 0.25 + future).softmax(-1) @ v
+
+
+def windowed(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    size = q.shape[2]
+    distance = torch.arange(size, device=q.device)[:, None] - torch.arange(size, device=q.device)
+    return (q @ k.mT).masked_fill(distance.abs() > 2, -math.inf).softmax(-1) @ v
+
+
+WRITTEN = [
+    plain, min_gpt, annotated, extended, relative, where, batched, einsum, ellipsis, triangular, windowed,
+]  # fmt: skip
+
+
+def inputs(masked: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(2, 9, WIDTH, dtype=torch.double)
+    return {"x": x, "mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])} if masked else {"x": x}
+
+
+def fused(model: nn.Module, *paths: str) -> nn.Module:
+    run = Run(copy.deepcopy(model))
+    Fusion(paths or ("",)).apply(run)
+    return run.model
+
+
+def made(core: Core) -> nn.Module:
+    torch.manual_seed(0)
+    return Attention(core).double()
+
+
+def kernel_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
+    """The arguments of every call of the fused kernel."""
+    calls = []
+    kernel = F.scaled_dot_product_attention
+    with patch.object(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(k) or kernel(*a, **k)):
+        model(*args, **kwargs)
+    return calls
+
+
+@pytest.mark.parametrize("core", WRITTEN)
+@pytest.mark.parametrize("masked", [False, True])
+def test_same_function(core: Core, masked: bool) -> None:
+    original = made(core)
+    assert len(kernel_calls(fused(original), **inputs(masked))) == 1
+    # On the CPU even dropout draws the same numbers.
+    result = tilefit.verify(original, fused(original), inputs(masked))
+    assert result.ok, result
+    assert result.compared > 50
+
+
+@pytest.mark.parametrize("core", [min_gpt, einsum, triangular, where])
+def test_constant_causal_masks_become_a_flag(core: Core) -> None:
+    (call,) = kernel_calls(fused(made(core)), **inputs(masked=False))
+    assert call["is_causal"]
+    assert call["attn_mask"] is None
+
+
+@pytest.mark.parametrize("core", [windowed, annotated, where])
+def test_other_masks_stay_masks(core: Core) -> None:
+    (call,) = kernel_calls(fused(made(core)), **inputs(masked=True))
+    assert not call["is_causal"]
+    assert call["attn_mask"] is not None
+
+
+def test_a_buffer_that_changes_is_looked_at_again() -> None:
+    original = made(min_gpt).eval()
+    model, x = fused(original), inputs(masked=False)["x"]
+    assert kernel_calls(model, x)[0]["is_causal"]
+    for module in (original, model):
+        module.causal[..., 0, 1] = 1
+    assert not kernel_calls(model, x)[0]["is_causal"]
+    torch.testing.assert_close(model(x), original(x))
+
+
+def test_rows_without_any_key() -> None:
+    """A finite number in every place of a row makes all its weights equal."""
+    original, x = made(annotated), inputs(masked=True)
+    x["mask"][1] = 0
+    result = tilefit.verify(original, fused(original), x)
+    assert result.ok, result
+
+
+def test_dropout_and_scale_are_kept() -> None:
+    (call,) = kernel_calls(fused(made(min_gpt)), **inputs(masked=False))
+    assert call["dropout_p"] == 0.2
+    assert call["scale"] == pytest.approx(8**-0.5)
+    (call,) = kernel_calls(fused(made(min_gpt)).eval(), **inputs(masked=False))
+    assert call["dropout_p"] == 0
+
+
+@pytest.mark.parametrize("core", [min_gpt, annotated, extended, batched])
+def test_autocast(core: Core) -> None:
+    original, args = made(core).float().eval(), inputs(masked=True)
+    args["x"] = args["x"].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = original(**args), fused(original)(**args)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_half_precision() -> None:
+    original, args = made(extended).bfloat16().eval(), inputs(masked=True)
+    args["x"] = args["x"].bfloat16()
+    found = fused(original)(**args)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, original(**args), rtol=0.02, atol=0.02)
+
+
+def test_sizes_and_masks_may_change_from_call_to_call() -> None:
+    original = made(annotated).eval()
+    model = fused(original)
+    for length in (3, 9, 1):
+        x = torch.randn(2, length, WIDTH, dtype=torch.double)
+        mask = torch.ones(2, length)
+        mask[0, -1] = 0
+        for args in ((x,), (x, mask)):
+            torch.testing.assert_close(model(*args), original(*args))
+
+
+# ---- what is no attention ----------------------------------------------------------------------
+
+
+def squared(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return (q @ k.mT).square().softmax(-1) @ v
+
+
+def other_axis(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def tempered(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return (q @ k.mT * m.position[:, :1, :1].exp()).softmax(-1) @ v
+
+
+def stable(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = q @ k.mT
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    return (scores.exp() / scores.exp().sum(-1, keepdim=True)) @ v
+
+
+def pruned(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    weights = (q @ k.mT).softmax(-1).clone()
+    weights[..., 0] = 0
+    return weights @ v
+
+
+def overwritten(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = q.detach() @ k.mT
+    q.data.zero_()
+    return scores.softmax(-1) @ v
+
+
+def aliased(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = q @ k.mT
+    flat = scores.view(-1, *scores.shape[-2:])
+    scores.masked_fill_(m.causal[:, :, : q.shape[2], : q.shape[2]] == 0, -math.inf)
+    return flat.view(scores.shape).softmax(-1) @ v
+
+
+def half_detached(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT
+    return scores.softmax(-1) @ v
+
+
+def listed(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    one = q @ k.mT
+    return torch.stack([one, 2 * one]).mean(0).softmax(-1) @ v
+
+
+def mild(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return (q @ k.mT).masked_fill(m.causal[:, :, : q.shape[2], : q.shape[2]] == 0, -2.0).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "core",
+    [squared, other_axis, tempered, stable, pruned, overwritten, aliased, half_detached, listed, mild],
+)
+def test_whatever_else_is_done_is_done_as_before(core: Core) -> None:
+    original = made(core)
+    assert kernel_calls(fused(original), **inputs(masked=False)) == []
+    result = tilefit.verify(original, fused(original), inputs(masked=False))
+    assert result.ok, result
+
+
+class Returning(nn.Module):
+    """Gives its weights away, and keeps them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        self.weights = F.dropout((q @ k.mT).softmax(-1), self.dropout, self.training)
+        return self.weights @ v, self.weights
+
+
+def test_returned_weights_are_tensors() -> None:
+    original, x = Returning().double(), torch.randn(2, 5, 8, dtype=torch.double)
+    model = fused(original)
+    out, weights = model(x)
+    assert isinstance(weights, torch.Tensor)
+    torch.testing.assert_close((out, weights), original(x))
+    torch.testing.assert_close(model.weights.sum(-1), torch.ones(2, 5, dtype=torch.double))
+
+
+def test_dropped_weights_that_are_read_are_an_error_not_a_surprise() -> None:
+    with pytest.raises(RuntimeError, match="fuse-attention"):
+        fused(Returning(0.5))(torch.randn(2, 5, 8))
+
+
+# ---- as any module -----------------------------------------------------------------------------
+
+
+def test_copies_checkpoints_and_the_compiler() -> None:
+    original, args = made(min_gpt).eval(), inputs(masked=False)
+    model = fused(original)
+    expected = original(**args)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded(model)):
+        assert len(kernel_calls(other, **args)) == 1
+        torch.testing.assert_close(other(**args), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**args), expected)
+    assert model.state_dict().keys() == original.state_dict().keys()
+    original.load_state_dict(model.state_dict())
+    model.load_state_dict(original.state_dict())
+
+
+def test_two_changes_of_one_module_are_kept() -> None:
+    model, args = fused(fused(made(min_gpt).eval())), inputs(masked=False)
+    other = pickle.loads(pickle.dumps(model))
+    assert type(other) is type(model)
+    torch.testing.assert_close(other(**args), model(**args))
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_undo() -> None:
+    model = made(min_gpt)
+    run = Run(model)
+    undo = Fusion(("",)).apply(run)
+    assert isinstance(model, Attention)
+    undo()
+    assert type(model) is Attention
+    assert kernel_calls(model, **inputs(masked=False)) == []
+
+
+# ---- the plan ----------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(core) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def plan(model: nn.Module, x: torch.Tensor, **options: Any) -> tilefit.Plan:
+    return tilefit.optimize(model, x, gpu="h200", select=["fuse-attention"], amp="bf16", **options)
+
+
+def test_the_plan_finds_proves_and_applies_it() -> None:
+    model = Stack(min_gpt)
+    for layer in model.layers:
+        layer.causal = torch.ones(512, 512).tril().view(1, 1, 512, 512)
+    found = plan(model, torch.empty(64, 512, WIDTH))
+    (fix,) = found.fixes
+    assert fix.modules == ("layers.0", "layers.1")
+    assert found.speedup > 1.5
+    assert found.after_bytes < found.before_bytes
+    assert found.verification is not None
+    assert found.verification.ok
+    x = inputs(masked=False)["x"].float()
+    assert [call["is_causal"] for call in kernel_calls(model, x)] == [True, True]
+    found.undo()
+    assert kernel_calls(model, x) == []
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    model = Stack(plain)
+    model.layers[0].forward = model.layers[0].forward
+    found = plan(model, torch.empty(64, 512, WIDTH))
+    assert not found.fixes
+    assert any("forward" in refused.reason for refused in found.refused)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_returned_weights_leave_no_gain(train: bool) -> None:
+    assert not plan(Returning(), torch.empty(64, 512, 8), train=train).fixes
+
+
+def test_fused_attention_is_left_alone() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    assert not plan(layer, torch.empty(64, 512, 64)).fixes

@@ -1,0 +1,296 @@
+"""Padded linear layers do what the layers did."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tilefit
+from fixing import fixed
+from tilefit.fixes import Plan
+from tilefit.fixes.linear import PaddedLinear
+
+LARGE = torch.empty(8192, 13, device="meta")
+
+
+def odd() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(13, 21), nn.Tanh(), nn.Linear(21, 7, bias=False))
+
+
+def padded(model: nn.Module, inputs: Any = LARGE) -> nn.Module:
+    """A copy of the model with padded layers, planned in fp32 under autocast."""
+    dtype = next(model.parameters()).dtype
+    changed = fixed(copy.deepcopy(model).float(), inputs, select=["pad-linear"]).model
+    assert any(isinstance(module, PaddedLinear) for module in changed.modules())
+    return changed.to(dtype)
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def outcome(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output, and gradients of the input and all parameters."""
+    x = x.detach().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(p.grad for p in model.parameters())]
+
+
+def test_parameters_keep_names_shapes_and_values() -> None:
+    model = odd()
+    changed = padded(model)
+    assert {n: p.shape for n, p in changed.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    changed.load_state_dict(model.state_dict(), strict=True)
+    model.load_state_dict(changed.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 13), (3, 4, 13), (13,), (0, 13)])
+def test_any_leading_shape(shape: tuple[int, ...]) -> None:
+    model = odd().double()
+    x = torch.randn(shape, dtype=torch.double)
+    for a, b in zip(outcome(model, x), outcome(padded(model), x), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_under_autocast_the_result_is_the_same_to_the_bit() -> None:
+    model, x = odd(), torch.randn(64, 13)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a, b = model(x), padded(model)(x)
+    assert b.dtype == a.dtype == torch.bfloat16
+    assert torch.equal(a, b)
+
+
+def test_in_half_precision_without_autocast() -> None:
+    model, x = odd().bfloat16(), torch.randn(64, 13, dtype=torch.bfloat16)
+    for a, b in zip(outcome(model, x), outcome(padded(model), x), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(b, a)
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    model = nn.Sequential(
+        nn.Linear(13, 21), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(21, 8)
+    ).double()
+    x = torch.randn(5, 13, dtype=torch.double)
+    for a, b in zip(outcome(model, x), outcome(padded(model), x), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_second_derivatives() -> None:
+    changed = padded(odd().double())
+    x = torch.randn(3, 13, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradgradcheck(changed, (x,))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    model, x = odd().double(), torch.randn(5, 13, dtype=torch.double)
+
+    def loss(of: nn.Module) -> torch.Tensor:
+        inputs = x.clone().requires_grad_()
+        checkpoint(of, inputs, use_reentrant=reentrant).square().sum().backward()
+        return inputs.grad
+
+    torch.testing.assert_close(loss(padded(model)), loss(model), rtol=1e-12, atol=1e-12)
+
+
+def test_deep_copies_and_pickles_stay_padded() -> None:
+    changed = padded(odd())
+    x = torch.randn(5, 13)
+    file = io.BytesIO()
+    torch.save(changed, file)
+    file.seek(0)
+    for other in (copy.deepcopy(changed), torch.load(file, weights_only=False)):
+        assert isinstance(other[0], PaddedLinear)
+        assert torch.equal(other(x), changed(x))
+
+
+def test_the_compiler_sees_one_graph() -> None:
+    model, x = odd(), torch.randn(5, 13)
+    compiled = torch.compile(padded(model), backend="aot_eager", fullgraph=True)
+    for a, b in zip(outcome(model, x), outcome(compiled, x), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_frozen_parameters_stay_without_gradients() -> None:
+    model = odd()
+    model[0].weight.requires_grad_(False)
+    changed = padded(model)
+    changed(torch.randn(5, 13)).sum().backward()
+    assert changed[0].weight.grad is None
+    assert changed[0].bias.grad is not None
+
+
+def test_hooks_see_the_layer_as_it_was() -> None:
+    model = odd()
+    seen: list[tuple[torch.Size, torch.Size]] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append((args[0].shape, output.shape)))
+    changed = padded(model)
+    changed(torch.randn(5, 13))
+    assert seen[-1] == ((5, 13), (5, 21))
+
+
+def test_few_rows_run_as_they_did() -> None:
+    plan = tilefit.optimize(
+        nn.Linear(4095, 4095), torch.empty(8192, 4095, device="meta"), gpu="h200", amp="bf16"
+    )
+    layer = plan.model
+    assert isinstance(layer, PaddedLinear)
+    assert 1 < layer.least_rows < 8192
+    few, many = torch.randn(1, 4095), torch.randn(layer.least_rows, 4095)
+    assert layer(few).is_contiguous()
+    assert layer(many).stride(0) == 4096
+
+
+def test_undo_leaves_no_trace() -> None:
+    model = odd()
+    before = [(type(m), dict(vars(m))) for m in model.modules()]
+    plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", min_gain=-1e9)
+    assert plan.model is model
+    assert plan.fixes
+    assert isinstance(model[0], PaddedLinear)
+    plan.undo()
+    assert [(type(m), dict(vars(m))) for m in model.modules()] == before
+    assert plan.speedup == 1.0
+
+
+# ---- chains ------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A SwiGLU layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 21), nn.Linear(16, 21), nn.Linear(21, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Leaking(Gated):
+    """What is between the layers is also seen by a reduction."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sigmoid(self.gate(x))
+        return self.down(h) + h.mean()
+
+
+class InEvaluation(Gated):
+    """In evaluation mode alone, what is between the layers is seen by a reduction."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sigmoid(self.gate(x))
+        return self.down(h) if self.training else self.down(h) + h.mean()
+
+
+class Optional(Gated):
+    """An argument with a default decides."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        h = torch.sigmoid(self.gate(x))
+        return self.down(h if scale is None else h * scale)
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Dropout(0.5), nn.Linear(21, 16))
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Linear(21, 16))
+    model[1].register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "chained"),
+    [
+        (Gated, True),
+        (Leaking, False),
+        (InEvaluation, False),
+        (Optional, False),
+        (dropped, False),
+        (hooked, False),
+    ],
+)
+def test_columns_stay_where_nothing_else_sees_them(build: Callable[[], nn.Module], chained: bool) -> None:
+    model = build().double()
+    changed = padded(model, torch.empty(8192, 16, device="meta"))
+    assert any(getattr(module, "keeps_padding", False) for module in changed.modules()) == chained
+    x = torch.randn(5, 16, dtype=torch.double)
+    result = tilefit.verify(model, changed, x)
+    assert result.ok, result
+
+
+def test_columns_that_are_no_zeros_on_the_way_do_no_harm() -> None:
+    model = nn.Sequential(nn.Linear(16, 21), nn.Sigmoid(), nn.Softplus(), nn.Linear(21, 16)).double()
+    changed = padded(model, torch.empty(8192, 16, device="meta"))
+    assert changed[0].keeps_padding
+    assert tilefit.verify(model, changed, torch.randn(5, 16, dtype=torch.double)).ok
+
+
+def test_a_layer_that_is_also_called_from_elsewhere_gives_real_columns() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Linear(21, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(x) + self.mlp[0](x).softmax(-1).sum()
+
+    model = Both().double()
+    changed = padded(model, torch.empty(8192, 16, device="meta"))
+    assert not changed.mlp[0].keeps_padding
+    assert tilefit.verify(model, changed, torch.randn(5, 16, dtype=torch.double)).ok
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+class ByHand(nn.Module):
+    """Multiplies with a layer's weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(13, 21)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.layer.weight)
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(13, 21)
+    layer.forward = MethodType(nn.Linear.forward, layer)  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: OwnLinear(13, 21), "is a .*OwnLinear"),
+        (ByHand, "is a .*ByHand"),
+        (patched, "forward method of .* was replaced"),
+    ],
+)
+def test_refusals_say_why(build: Callable[[], nn.Module], reason: str) -> None:
+    model = nn.Sequential(build())
+    plan: Plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", min_gain=-1e9)
+    assert not plan.fixes
+    assert any(re.search(reason, refused.reason) for refused in plan.refused)

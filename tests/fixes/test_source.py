@@ -1,0 +1,603 @@
+"""Source patches: the right literal, nothing else, and nothing where it is not clear."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tilefit import gpus, rules
+from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.targets import InputOptions
+from tilefit.cost import estimate_step
+from tilefit.errors import TilefitError, UsageError
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source import patches as patches_module
+from tilefit.fixes.source.file import Edit, SourceFile
+from tilefit.fixes.source.patches import ByHand, Patches, propose
+from tilefit.fixes.source.program import Program
+from tilefit.fixes.source.syntax import Syntax
+from tilefit.ops import Step
+from tilefit.rules.base import Context
+
+Proposed = Callable[..., Patches]
+
+
+@pytest.fixture
+def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
+    """Writes a program and proposes patches for it; changed programs are tried in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def captured(
+        target: str, options: Sequence[CaptureOptions], timeout_s: float
+    ) -> Iterator[Step | TilefitError]:
+        for each in options:
+            try:
+                yield capture_target(target, each)
+            except TilefitError as error:
+                yield error
+
+    monkeypatch.setattr(patches_module, "captures_in_child", captured)
+
+    def run(
+        text: str | None,
+        factory: str = "build",
+        *,
+        select: Sequence[str] = (),
+        safe: bool = False,
+        **how: object,
+    ) -> Patches:
+        path = tmp_path / "script.py"
+        if text is not None:
+            path.write_bytes(text.encode())
+        target = f"{path}:{factory}"
+        options = CaptureOptions(**{"amp": "bf16", **how})  # type: ignore[arg-type]
+        step, gpu = capture_target(target, options), gpus.get("h200")
+        estimate = estimate_step(step, gpu)
+        findings = rules.run(step, gpu, estimate, select=select, min_gain=0.001)
+        program = Program(target, InputOptions())
+        levels = ("safe",) if safe else ("safe", "unsafe")
+        return propose(findings, Context(step, gpu, estimate), program, options, levels, 60)
+
+    return run
+
+
+def _changed(patches: Patches) -> list[str]:
+    """The lines a diff removes and adds."""
+    return [
+        line
+        for line in patches.diff().decode().splitlines()
+        if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+
+
+def _only(patches: Patches) -> ByHand:
+    assert not patches.made
+    (by_hand,) = patches.by_hand
+    return by_hand
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+_FILES = {
+    "unix": b"import torch\nx = f(1023)  # odd\n",
+    "windows": b"import torch\r\nx = f(1023)  # odd\r\n",
+    "mixed line ends": b"import torch\r\nx = f(1023)  # odd\ny = 2\r\n",
+    "no last newline": b"x = f(1023)",
+    "tabs and trailing space": b"def g():\n\tif 1:\n\t\treturn f( 1023 , )  \t \n\t# end\n",
+    "byte order mark": b"\xef\xbb\xbfx = f(1023)\n",
+    "latin-1": b"# -*- coding: latin-1 -*-\nn = '\xe9\xe8'; x = f('\xe9', 1023)\n",
+    "form feed": b"import torch\n\x0c\nx = f(1023)\n",
+    "wide characters": "s = '😀é'; x = f('日本', 1023)  # ﬀ\n".encode(),
+    "line separator in a string": "s = 'a\u2028b\x0bc'\nx = f(1023)\n".encode(),
+    "continued": b"x = g(0) \\\n  .f(\\\n 1023)\n",
+}
+
+
+@pytest.mark.parametrize("data", _FILES.values(), ids=_FILES)
+def test_a_literal_is_replaced_and_every_other_byte_stays(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_bytes(data)
+    syntax = Syntax(SourceFile.read(path))
+    (edit,) = [syntax.replaced(node, "1024") for node in _integers(syntax) if node.value == "1023"]
+    syntax.file.write(syntax.file.with_edits([edit]))
+    assert path.read_bytes() == data.replace(b"1023", b"1024")
+
+
+@pytest.mark.parametrize("data", _FILES.values(), ids=_FILES)
+def test_the_diff_is_a_patch_that_git_applies_and_takes_back(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file.py"
+    path.write_bytes(data)
+    file = SourceFile.read(path)
+    diff = b"# words before it\n" + file.diff(file.text.replace("1023", "1024"))
+    _git_apply(diff)
+    assert path.read_bytes() == data.replace(b"1023", b"1024")
+    _git_apply(diff, "--reverse")
+    assert path.read_bytes() == data
+
+
+def _git_apply(diff: bytes, *options: str) -> None:
+    command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
+    subprocess.run(command, input=diff, check=True)
+
+
+def _integers(syntax: Syntax) -> Iterator:
+    import libcst as cst
+
+    return syntax.all(cst.Integer)
+
+
+_LINES = st.sampled_from(
+    [
+        "x = f(1023)",
+        "x = f( 1023,)  # 1023 in words",
+        "\tz = 1  ",
+        "if True:",
+        "    y = (1023, 'é😀',",
+        "      2)",
+        '    s = """',
+        "  1023  ",
+        '"""',
+        "# comment \t",
+        "",
+        "   ",
+        "class A:\n\tn = 1023",
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(_LINES, max_size=8),
+    ends=st.lists(st.sampled_from(["\n", "\r\n"]), min_size=9, max_size=9),
+    mark=st.booleans(),
+    last=st.booleans(),
+)
+@example(lines=["x = f(1023)"], ends=["\r\n"] * 9, mark=True, last=False)
+def test_whatever_the_file_looks_like_edits_can_be_taken_back(
+    tmp_path: Path, lines: list[str], ends: list[str], mark: bool, last: bool
+) -> None:
+    text = "".join(line + end for line, end in zip(lines, ends, strict=False))
+    text = text if last else text.rstrip("\r\n")
+    data = text.encode("utf-8-sig" if mark else "utf-8")
+    path = tmp_path / "file.py"
+    path.write_bytes(data)
+    try:
+        syntax = Syntax(SourceFile.read(path))
+    except RefusedError:
+        with pytest.raises(SyntaxError):
+            compile(data, "file.py", "exec")
+        return
+    edits = [syntax.replaced(node, "16384") for node in _integers(syntax) if node.value == "1023"]
+    changed = syntax.file.with_edits(edits)
+    assert changed.count("16384") == len(edits)
+    syntax.file.write(changed)
+    after = SourceFile.read(path)
+    moved = [Edit(e.start + i, e.stop + i + 1, "1023") for i, e in enumerate(sorted(edits))]
+    after.write(after.with_edits(moved))
+    assert path.read_bytes() == data
+
+
+def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_text("x = 1023\n")
+    file = SourceFile.read(path)
+    path.write_text("x = 1023  # mine\n")
+    with pytest.raises(UsageError, match="changed while"):
+        file.write("x = 1024\n")
+    assert path.read_text() == "x = 1023  # mine\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link_and_permissions_stay(tmp_path: Path) -> None:
+    path, link = tmp_path / "file.py", tmp_path / "link.py"
+    path.write_text("x = 1\n")
+    path.chmod(0o754)
+    link.symlink_to(path)
+    SourceFile.read(link).write("x = 2\n")
+    assert link.is_symlink()
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("x = 2\n", 0o754)
+
+
+def test_a_file_python_cannot_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_bytes(b"x = '\xff'\n")
+    with pytest.raises(RefusedError, match="cannot be read"):
+        SourceFile.read(path)
+
+
+# ---- sizes -------------------------------------------------------------------------------------
+
+_HEAD = "import argparse\nfrom dataclasses import dataclass\nimport torch\nfrom torch import nn\n"
+_NET = """
+class Net(nn.Module):
+    def __init__(self, hidden=512):
+        super().__init__()
+        self.hidden = hidden
+        self.up = nn.Linear(512, self.hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, 512)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+"""
+_X = "torch.empty(16384, 512)"
+
+_SIZES = {
+    "in the call": (
+        f"def build():\n    return nn.Sequential(nn.Linear(512, 1023), nn.ReLU(), nn.Linear(1_023, 512)), {_X}\n",
+        [
+            f"-    return nn.Sequential(nn.Linear(512, 1023), nn.ReLU(), nn.Linear(1_023, 512)), {_X}",
+            f"+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1_024, 512)), {_X}",
+        ],
+    ),
+    "an argument, through a parameter and self": (
+        f"{_NET}\ndef build():\n    return Net(1023), {_X}\n",
+        [f"-    return Net(1023), {_X}", f"+    return Net(1024), {_X}"],
+    ),
+    "a keyword, two functions up": (
+        f"{_NET}\ndef make(hidden):\n    return Net(hidden)\n\ndef build():\n    return make(hidden=1023), {_X}\n",
+        [f"-    return make(hidden=1023), {_X}", f"+    return make(hidden=1024), {_X}"],
+    ),
+    "a default": (
+        _NET.replace("hidden=512", "hidden=1023") + f"\ndef build():\n    return Net(), {_X}\n",
+        ["-    def __init__(self, hidden=1023):", "+    def __init__(self, hidden=1024):"],
+    ),
+    "a constant": (
+        f"{_NET}\nHIDDEN = 1023  # 1023\n\ndef build():\n    return Net(HIDDEN), {_X}\n",
+        ["-HIDDEN = 1023  # 1023", "+HIDDEN = 1024  # 1023"],
+    ),
+    "a configuration's default": (
+        f"{_NET}\n@dataclass\nclass Config:\n    width: int = 1023\n    depth: int = 2\n\n"
+        f"def build():\n    config = Config()\n    return Net(config.width), {_X}\n",
+        ["-    width: int = 1023", "+    width: int = 1024"],
+    ),
+    "a configuration's argument, not its default": (
+        f"{_NET}\n@dataclass\nclass Config:\n    width: int = 1023\n\n"
+        f"def build():\n    config = Config(width=1023)\n    return Net(config.width), {_X}\n",
+        ["-    config = Config(width=1023)", "+    config = Config(width=1024)"],
+    ),
+    "a dictionary": (
+        f"{_NET}\ncfg = dict(width=1023)\n\ndef build():\n    return Net(cfg['width']), {_X}\n",
+        ["-cfg = dict(width=1023)", "+cfg = dict(width=1024)"],
+    ),
+    "a command line's default": (
+        f"{_NET}\nparser = argparse.ArgumentParser()\n"
+        f"parser.add_argument('--hidden-size', type=int, default=1023)\nargs = parser.parse_args([])\n\n"
+        f"def build():\n    return Net(args.hidden_size), {_X}\n",
+        [
+            "-parser.add_argument('--hidden-size', type=int, default=1023)",
+            "+parser.add_argument('--hidden-size', type=int, default=1024)",
+        ],
+    ),
+    "a base class's call": (
+        f"{_NET}\nclass Wide(Net):\n    def __init__(self):\n        super().__init__(1023)\n\n"
+        f"def build():\n    return Wide(), {_X}\n",
+        ["-        super().__init__(1023)", "+        super().__init__(1024)"],
+    ),
+    "inside a library's module": (
+        "def build():\n    layer = nn.TransformerEncoderLayer(512, 8, 1023, batch_first=True)\n"
+        "    return layer, torch.empty(32, 512, 512)\n",
+        [
+            "-    layer = nn.TransformerEncoderLayer(512, 8, 1023, batch_first=True)",
+            "+    layer = nn.TransformerEncoderLayer(512, 8, 1024, batch_first=True)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "lines"), _SIZES.values(), ids=_SIZES)
+def test_a_size_is_changed_where_it_is_written(proposed: Proposed, text: str, lines: list[str]) -> None:
+    patches = proposed(_HEAD + text, select=["ALN001"])
+    assert _changed(patches) == lines
+    (patch,) = patches.made
+    assert patch.level == "unsafe"
+    assert patch.gain_s > 0
+    assert b"state_dict" in patches.diff()
+
+
+_BY_HAND = {
+    "computed": (
+        f"{_NET}\ndef build():\n    return Net(2 * 511 + 1), {_X}\n",
+        "2 * 511 + 1 is not a plain number",
+    ),
+    "set twice": (
+        f"{_NET}\nif True:\n    N = 1023\nelse:\n    N = 1024\n\ndef build():\n    return Net(N), {_X}\n",
+        "N is set in 2 places",
+    ),
+    "hidden in arguments": (
+        f"{_NET}\ndef build():\n    return Net(*[1023]), {_X}\n",
+        "hides its arguments",
+    ),
+    "written in two places": (
+        f"{_NET}\nclass A:\n    width = 1023\nclass B:\n    width = 1023\n\n"
+        f"def build():\n    return Net(A().width), {_X}\n",
+        "stands in several places (script.py:18, script.py:20)",
+    ),
+    "not written": (
+        f"{_NET}\nclass A:\n    def __getattr__(self, name):\n        return 1023\n\n"
+        f"def build():\n    return Net(A().width), {_X}\n",
+        "width=1023 is not written in your files",
+    ),
+    "the data's width": (
+        "def build():\n    return nn.Linear(1023, 512), torch.empty(16384, 1023)\n",
+        "1023 is the width of the data",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), _BY_HAND.values(), ids=_BY_HAND)
+def test_where_it_is_not_clear_the_user_is_told_what_to_do(
+    proposed: Proposed, text: str, reason: str
+) -> None:
+    by_hand = _only(proposed(_HEAD + text, select=["ALN001"]))
+    assert reason in by_hand.reason
+    assert by_hand.advice.startswith("Change ")
+
+
+def test_a_change_that_breaks_the_program_is_not_made(proposed: Proposed) -> None:
+    text = f"{_NET.replace('self.norm(self.up(x))', 'self.norm(self.up(x)).view(-1, 1023)')}"
+    by_hand = _only(
+        proposed(f"{_HEAD}{text}\ndef build():\n    return Net(hidden=1023), {_X}\n", select=["ALN001"])
+    )
+    assert "does not run with hidden=1023 -> 1024" in by_hand.reason
+
+
+def test_a_vocabulary_is_padded_where_it_is_declared(proposed: Proposed) -> None:
+    patches = proposed(
+        _HEAD
+        + """
+class LM(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 256)
+        self.head = nn.Linear(256, vocab_size, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+def build():
+    return LM(vocab_size=50257), torch.zeros(8, 512, dtype=torch.int64)
+""",
+        select=["ALN002"],
+    )
+    assert [line[0] + line.split("vocab_size=")[1][:5] for line in _changed(patches)] == ["-50257", "+50304"]
+
+
+def test_a_file_outside_the_project_is_left_alone(
+    proposed: Proposed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "site-packages"
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    for folder, name in ((library, "a_library"), (elsewhere, "a_neighbour")):
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(
+            "from torch import nn\n\ndef layer():\n    return nn.Linear(512, 1023)\n"
+        )
+        monkeypatch.syspath_prepend(folder)
+    for name, reason in (
+        ("a_library", "a_library.py, a library's file, makes it"),
+        ("a_neighbour", "lies outside the project"),
+    ):
+        text = f"import torch\nfrom {name} import layer\n\ndef build():\n    return layer(), {_X}\n"
+        assert reason in _only(proposed(text, select=["ALN001"])).reason
+
+
+# ---- settings ----------------------------------------------------------------------------------
+
+_CONV = "nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3))"
+_IMAGES = "torch.empty(256, 64, 112, 112)"
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [("import torch\nfrom torch import nn\n", "torch"), ("import torch as th\nfrom torch import nn\n", "th")],
+    ids=["torch", "th"],
+)
+def test_channels_last_follows_the_constructor(proposed: Proposed, head: str, name: str) -> None:
+    images = _IMAGES.replace("torch", name)
+    text = f"{head}\ndef build():\n    net = {_CONV}  # net\n    return net, {images}\n"
+    patches = proposed(text, select=["LAY001"], safe=True)
+    assert _changed(patches) == [
+        f"-    net = {_CONV}  # net",
+        f"+    net = {_CONV}.to(memory_format={name}.channels_last)  # net",
+    ]
+
+
+def test_torch_is_imported_where_it_is_not(proposed: Proposed) -> None:
+    text = (
+        '"""Words."""\n\nfrom __future__ import annotations\n\nfrom torch import empty, nn\n\n'
+        f"def build():\n    return {_CONV}, empty(256, 64, 112, 112)\n"
+    )
+    lines = _changed(proposed(text, select=["LAY001"]))
+    assert lines[0] == "+import torch"
+    assert lines[2].endswith(
+        "}, empty(256, 64, 112, 112)".replace("}", ".to(memory_format=torch.channels_last)")
+    )
+
+
+_LOOP = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def build():
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def step():
+        x = torch.zeros(8192, 2048)
+        y = net(x)
+        # the loss
+        loss = y.square(
+        ).mean()
+        text = '''
+    kept
+'''
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+"""
+
+
+def test_autocast_surrounds_forward_and_loss(proposed: Proposed) -> None:
+    patches = proposed(_HEAD + _LOOP, select=["PRC002"], amp="")
+    assert _changed(patches) == [
+        "-        y = net(x)",
+        "-        # the loss",
+        "-        loss = y.square(",
+        "-        ).mean()",
+        "-        text = '''",
+        '+        with torch.autocast("cuda", dtype=torch.bfloat16):',
+        "+            y = net(x)",
+        "+            # the loss",
+        "+            loss = y.square(",
+        "+            ).mean()",
+        "+            text = '''",
+    ]
+
+
+def test_the_optimizer_is_fused_where_it_is_made(proposed: Proposed) -> None:
+    patches = proposed(_HEAD + _LOOP, select=["NTC003"], amp="")
+    assert _changed(patches) == [
+        "-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)",
+        "+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)",
+    ]
+
+
+def test_tf32_is_allowed_behind_the_imports(proposed: Proposed, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    patches = proposed(_HEAD + _LOOP, select=["PRC001"], amp="")
+    torch.set_float32_matmul_precision("highest")  # trying it in this process set it
+    assert _changed(patches) == ["+", '+torch.set_float32_matmul_precision("high")']
+    assert patches.diff().index(b"from torch import nn") < patches.diff().index(b"+torch.set_float32")
+
+
+_SCRIPT = (
+    _HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def build():
+    return Net(), torch.empty(8192, 2048)
+
+def train(net, optimizer):
+    for _ in range(3):
+        loss = net(torch.randn(8192, 2048)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+def main():
+    model, _ = build()
+    model = model.cuda()
+    train(model, torch.optim.AdamW(model.parameters()))
+"""
+)
+
+
+def test_a_loop_that_the_target_does_not_run_is_found_by_what_holds_the_model(proposed: Proposed) -> None:
+    patches = proposed(_SCRIPT, select=["PRC002", "NTC003"], amp="")
+    assert _changed(patches) == [
+        "-        loss = net(torch.randn(8192, 2048)).square().mean()",
+        '+        with torch.autocast("cuda", dtype=torch.bfloat16):',
+        "+            loss = net(torch.randn(8192, 2048)).square().mean()",
+        "-    train(model, torch.optim.AdamW(model.parameters()))",
+        "+    train(model, torch.optim.AdamW(model.parameters(), fused=True))",
+    ]
+
+
+def test_what_the_script_does_already_is_not_done_again(proposed: Proposed) -> None:
+    proposed(_SCRIPT, select=["PRC002", "NTC003"], amp="").write()
+    again = proposed(None, select=["PRC002", "NTC003"], amp="")
+    assert not again.made
+    assert {b.code: b.reason.partition(": ")[2] for b in again.by_hand} == {
+        "PRC002": "tell with --amp bf16",
+        "NTC003": "tell with --fused-optimizer",
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("loss.backward()", "pass", "no backward() in the same block"),
+        (
+            "y = net(x)\n        # the loss\n        loss = y.square(\n        ).mean()",
+            "loss = net(x).mean(); loss.backward()",
+            "share",
+        ),
+        ("y = net(x)\n", "y = net(x); z = y\n", None),
+    ],
+)
+def test_autocast_needs_a_block_of_its_own(
+    proposed: Proposed, old: str, new: str, reason: str | None
+) -> None:
+    text = _LOOP.replace("loss.backward()", "pass") if "share" in str(reason) else _LOOP
+    assert old in text
+    patches = proposed(_HEAD + text.replace(old, new), select=["PRC002"], amp="")
+    if reason is None:
+        assert patches.made
+    else:
+        assert reason in _only(patches).reason
+
+
+def test_foreach_is_the_users_word(proposed: Proposed) -> None:
+    text = _LOOP.replace("lr=1e-3", "lr=1e-3, foreach=True")
+    assert "foreach=True" in _only(proposed(_HEAD + text, select=["NTC003"], amp="")).reason
+
+
+def test_unsafe_changes_are_only_named_unless_asked_for(proposed: Proposed) -> None:
+    patches = proposed(
+        f"{_HEAD}{_NET}\ndef build():\n    return Net(1023), {_X}\n", select=["ALN001"], safe=True
+    )
+    assert _only(patches).reason == "hidden=1023 -> 1024 in script.py:18 is unsafe: --level unsafe"
+
+
+# ---- all together ------------------------------------------------------------------------------
+
+
+def test_a_second_write_finds_nothing(proposed: Proposed, tmp_path: Path) -> None:
+    text = (_HEAD + _LOOP).replace("8192, 2048))", "8191, 2048))").replace("2048, 8192)", "2048, 8191)")
+    first = proposed(text, amp="")
+    assert {patch.code for patch in first.made} >= {"PRC001", "NTC003"}
+    assert first.write() == ["script.py"]
+    written = (tmp_path / "script.py").read_bytes()
+    again = proposed(None, amp="")
+    while again.made:  # with TF32 the odd sizes become worth changing
+        assert not {p.code for p in again.made} & {p.code for p in first.made}
+        again.write()
+        written = (tmp_path / "script.py").read_bytes()
+        first, again = again, proposed(None, amp="")
+    assert again.write() == []
+    assert (tmp_path / "script.py").read_bytes() == written
+
+
+def test_predicted_savings_are_those_of_the_changed_program(proposed: Proposed, tmp_path: Path) -> None:
+    text = f"{_HEAD}{_NET}\ndef build():\n    return Net(1023), {_X}\n"
+    patches = proposed(text, select=["ALN001"])
+    gpu, options = gpus.get("h200"), CaptureOptions(amp="bf16")
+    target = f"{tmp_path / 'script.py'}:build"
+    before = estimate_step(capture_target(target, options), gpu).time_s
+    patches.write()
+    after = estimate_step(capture_target(target, options), gpu).time_s
+    assert patches.made[0].gain_s == pytest.approx(before - after)

@@ -1,0 +1,30 @@
+"""What the loops are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def net(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def batch(size: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 8), torch.randn(size, 4)
+
+
+def autocast(dtype: torch.dtype = FP16, **kw: object) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype, **kw)  # type: ignore[arg-type]
+
+
+def scaler(**kw: object) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **kw)  # type: ignore[arg-type]
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype = FP16) -> Tensor:
+    with autocast(dtype):
+        return nn.functional.mse_loss(model(x).float(), y)

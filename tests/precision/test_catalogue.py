@@ -1,0 +1,61 @@
+"""Every wrong loop is found, at its line; no healthy one is accused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from precision import loops
+from precision.loops import computation, protocol, storage
+from tilefit.precision import watch
+from tilefit.precision.rules import all_rules
+from tilefit.rules.finding import NOTE
+
+_FILLED_BY = (computation, protocol, storage)
+
+
+@pytest.mark.parametrize("case", loops.WRONG, ids=lambda case: f"{case.code}-{case.name}")
+def test_a_wrong_loop_is_found_at_its_line(case: loops.Wrong) -> None:
+    torch.manual_seed(0)
+    with watch() as w:
+        case.run()
+    found = [
+        (alarm.source.rpartition("/")[2].partition(":")[0], int(alarm.source.rpartition(":")[2]))
+        for alarm in w.alarms
+        if alarm.code == case.code
+    ]
+    module = case.run.__module__.rpartition(".")[2]
+    assert found, f"only {[alarm.code for alarm in w.alarms]}"
+    assert all(file == f"{module}.py" and line in case.lines for file, line in found)
+
+
+@pytest.mark.parametrize("case", loops.RIGHT, ids=lambda case: case.name)
+def test_a_healthy_loop_is_not_accused(case: loops.Right) -> None:
+    torch.manual_seed(0)
+    with watch() as w:
+        case.run()
+    assert [alarm for alarm in w.alarms if alarm.severity != NOTE] == []
+    assert not [alarm for alarm in w.alarms if alarm.code == f"AMP{case.number:03}"]
+
+
+def test_every_class_has_a_wrong_loop_and_a_twin() -> None:
+    elsewhere = {23, 27, 28}  # ranks, compare and divergence have tests of their own
+    numbers = {int(rule.code[3:]) for rule in all_rules()} - elsewhere
+    assert {case.number for case in loops.WRONG} == numbers
+    assert {case.number for case in loops.RIGHT} >= numbers - {26}
+
+
+def test_a_mistake_is_found_within_three_steps() -> None:
+    # What needs a history, such as updates lost over many steps, takes as long as its definition says.
+    slow = {13, 24, 21, 26, 29}
+    late = []
+    for case in loops.WRONG:
+        if case.number in slow:
+            continue
+        torch.manual_seed(0)
+        with watch() as w:
+            case.run()
+        first = min(alarm.first_step for alarm in w.alarms if alarm.code == case.code)
+        if first > 2:
+            late.append((case.name, first))
+    assert late == []

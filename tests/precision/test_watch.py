@@ -1,0 +1,415 @@
+"""What a watch promises: it changes nothing, leaves nothing behind, and says what it cannot see."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from precision.loops.parts import BF16, FP16, autocast, batch, mse, net, scaler
+from tilefit.capture.torchvision_import import import_transformers, tolerated
+from tilefit.errors import UsageError
+from tilefit.precision import Watch, watch
+
+Step = Callable[[], Tensor]
+
+
+def _convolutions() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(288, 4)
+    )
+    return model, lambda: model(torch.randn(4, 3, 8, 8)).float().pow(2).mean()
+
+
+def _recurrent() -> tuple[nn.Module, Step]:
+    model = nn.LSTM(8, 16, num_layers=2, dropout=0.1)
+    return model, lambda: model(torch.randn(5, 4, 8))[0].float().pow(2).mean()
+
+
+def _transformer() -> tuple[nn.Module, Step]:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    model = nn.Sequential(nn.Embedding(32, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 32))
+    loss = nn.CrossEntropyLoss()
+
+    def step() -> Tensor:
+        tokens = torch.randint(0, 32, (2, 8))
+        return loss(model(tokens).flatten(0, 1), tokens.flatten())
+
+    return model, step
+
+
+def _gpt2() -> tuple[nn.Module, Step]:
+    transformers = import_transformers()
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+    with tolerated():
+        model = transformers.GPT2LMHeadModel(config)
+
+    def step() -> Tensor:
+        tokens = torch.randint(0, 64, (2, 16))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        assert isinstance(loss, Tensor)
+        return loss
+
+    return model, step
+
+
+MODELS = {"conv": _convolutions, "lstm": _recurrent, "transformer": _transformer, "gpt2": _gpt2}
+
+
+def _train(
+    make: Callable[[], tuple[nn.Module, Step]], dtype: torch.dtype, watched: bool, device: str = "cpu"
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    """Losses and final weights of a few steps of AMP with clipping and accumulation."""
+    torch.manual_seed(0)
+    torch.set_default_device(device)
+    try:
+        model, step = make()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        s = torch.amp.GradScaler(device, enabled=dtype == FP16, growth_interval=3)
+        w = Watch(model, optimizer=optimizer, scaler=s, every=1)
+        if watched:
+            w.start()
+        losses = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast(device, dtype=dtype):
+                    loss = step()
+                s.scale(loss / 2).backward()
+                losses.append(loss.detach().clone())
+            s.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            s.step(optimizer)
+            s.update()
+        w.stop()
+        return losses, [p.detach().clone() for p in model.state_dict().values()], w
+    finally:
+        torch.set_default_device("cpu")
+
+
+def _assert_bit_identical(name: str, dtype: torch.dtype, device: str) -> None:
+    losses, weights, _ = _train(MODELS[name], dtype, watched=False, device=device)
+    watched_losses, watched_weights, w = _train(MODELS[name], dtype, watched=True, device=device)
+    assert w.steps == 6
+    assert w.report().tables  # it did look closely
+    for before, after in zip(losses + weights, watched_losses + watched_weights, strict=True):
+        assert torch.equal(before, after)
+    assert [alarm for alarm in w.alarms if alarm.severity != "note"] == []
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_bit_identical_under_a_watch(name: str, dtype: torch.dtype) -> None:
+    _assert_bit_identical(name, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_bit_identical_under_a_watch_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    _assert_bit_identical(name, dtype, "cuda")
+
+
+def _surroundings() -> dict[str, Any]:
+    """Everything a watch touches."""
+    classes: list[Any] = [
+        torch,
+        torch.autograd,
+        torch.amp.GradScaler,
+        torch.amp.autocast_mode.autocast,
+        torch.nn.utils.clip_grad,
+        nn.Module,
+        Optimizer,
+        torch.optim.lr_scheduler.LRScheduler,
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+    ]
+    found = {f"{owner}.{name}": value for owner in classes for name, value in vars(owner).items()}
+    found["hooks"] = tuple(
+        len(hooks)
+        for hooks in (
+            nn_module._global_forward_hooks,
+            nn_module._global_forward_pre_hooks,
+            optimizers._global_optimizer_pre_hooks,
+            optimizers._global_optimizer_post_hooks,
+        )
+    )
+    found["modes"] = len(_get_current_dispatch_mode_stack())
+    return found
+
+
+def _amp_step(model: nn.Module, optimizer: Optimizer, s: torch.amp.GradScaler) -> None:
+    optimizer.zero_grad()
+    s.scale(mse(model, *batch())).backward()
+    s.step(optimizer)
+    s.update()
+
+
+def test_everything_is_removed_on_exit() -> None:
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    _amp_step(model, optimizer, s)  # whatever PyTorch sets up lazily
+    before, attributes = _surroundings(), [set(vars(m)) for m in (model, optimizer, s)]
+    with watch(model, optimizer=optimizer, scaler=s):
+        for _ in range(3):
+            _amp_step(model, optimizer, s)
+        model.eval()
+        assert _surroundings() != before
+    assert _surroundings() == before
+    assert attributes == [set(vars(m)) for m in (model, optimizer, s)]
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not any(p._backward_hooks for p in model.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_everything_is_removed_when_the_loop_raises() -> None:
+    before = _surroundings()
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+
+    def loop() -> None:
+        with watch(model, optimizer=optimizer):
+            _amp_step(model, optimizer, s)
+            _amp_step(model, optimizer, s)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert _surroundings() == before
+
+
+def test_it_stops_by_itself_after_some_steps() -> None:
+    before = _surroundings()
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer, steps=2) as w:
+        _amp_step(model, optimizer, s)
+        _amp_step(model, optimizer, s)
+        assert _surroundings() == before
+        _amp_step(model, optimizer, s)
+    assert w.steps == 2
+
+
+def test_what_others_patched_in_the_meantime_stays() -> None:
+    seen = []
+    with watch():
+        ours = torch.amp.GradScaler.scale
+
+        def theirs(self: Any, outputs: Any) -> Any:
+            seen.append(outputs)
+            return ours(self, outputs)
+
+        torch.amp.GradScaler.scale = theirs  # type: ignore[method-assign,assignment]
+    try:
+        assert torch.amp.GradScaler.scale is theirs
+        assert scaler(init_scale=2.0).scale(torch.ones(())) == 2
+        assert len(seen) == 1
+    finally:
+        torch.amp.GradScaler.scale = ours.__wrapped__  # type: ignore[method-assign,attr-defined]
+
+
+def test_one_watch_at_a_time_and_each_once() -> None:
+    with watch() as w, pytest.raises(UsageError, match="another watch is running"):
+        Watch().start()
+    with pytest.raises(UsageError, match="has ended"):
+        w.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"every": 0}, "every=0"), ({"steps": 0}, "steps=0"), ({"select": ["AMP9"]}, "'AMP9'")],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Watch(**options)
+
+
+def test_rules_can_be_selected_and_ignored() -> None:
+    def alarms(**options: Any) -> list[str]:
+        model, s = net(), scaler()
+        optimizer = Adam(model.parameters())
+        with watch(model, optimizer=optimizer, **options) as w:
+            for _ in range(2):
+                optimizer.zero_grad()
+                s.scale(mse(model, *batch(), dtype=BF16)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                s.step(optimizer)
+                s.update()
+        return [alarm.code for alarm in w.alarms]
+
+    assert alarms() == ["AMP001", "AMP008"]
+    assert alarms(ignore=["AMP001"]) == ["AMP008"]
+    assert alarms(select=["AMP001"]) == ["AMP001"]
+
+
+def test_a_repeated_mistake_is_one_alarm_with_a_count() -> None:
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer) as w:
+        for step in range(10):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            if step >= 4:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            s.step(optimizer)
+            s.update()
+    (alarm,) = w.alarms
+    assert (alarm.first_step, alarm.steps) == (4, 6)
+
+
+def test_a_late_mistake_without_a_watched_function_is_looked_at_in_the_next_step() -> None:
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer) as w:
+        for step in range(12):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            if step >= 8:
+                for p in model.parameters():
+                    p.grad.clamp_(-1, 1)
+            s.step(optimizer)
+            s.update()
+    (alarm,) = w.alarms
+    assert (alarm.code, alarm.first_step) == ("AMP002", 9)
+
+
+def test_gradients_on_their_way_are_not_kept_alive() -> None:
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer):
+        for _ in range(3):
+            _amp_step(model, optimizer, s)
+        import weakref
+
+        gradient = weakref.ref(model[0].weight.grad)
+        optimizer.zero_grad()
+        assert gradient() is None
+
+
+def test_a_disabled_scaler_is_said_to_be_unchecked() -> None:
+    with watch(scaler=scaler(enabled=False)) as w:
+        pass
+    assert w.report().unchecked == ("the gradient scaler: it is switched off",)
+
+
+def test_a_dispatch_mode_of_the_user_s_is_left_alone() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    with Mode() as mode, watch(model, optimizer=optimizer) as w:
+        for _ in range(3):
+            _amp_step(model, optimizer, s)
+        assert _get_current_dispatch_mode_stack() == [mode]
+    assert "a dispatch mode of your own is active" in w.report().unchecked[0]
+
+
+def test_a_dispatch_mode_opened_during_a_close_look_survives() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer, every=1):
+        _amp_step(model, optimizer, s)
+        with Mode() as mode:
+            for _ in range(3):
+                _amp_step(model, optimizer, s)
+            assert _get_current_dispatch_mode_stack()[-1] is mode
+        _amp_step(model, optimizer, s)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_trains_alike_and_is_said_to_be_unchecked(in_place: bool) -> None:
+    def train(watched: bool) -> tuple[list[Tensor], Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        plain = net()
+        model: Any = plain
+        if in_place:
+            plain.compile(backend="aot_eager")
+        else:
+            model = torch.compile(plain, backend="aot_eager")
+        s = scaler()
+        optimizer = SGD(plain.parameters(), lr=0.1)
+        w = Watch(None if in_place else model, optimizer=optimizer)
+        if watched:
+            w.start()
+        for _ in range(5):
+            _amp_step(model, optimizer, s)
+        w.stop()
+        return [p.detach().clone() for p in plain.parameters()], w
+
+    alone, _ = train(watched=False)
+    watched, w = train(watched=True)
+    for before, after in zip(alone, watched, strict=True):
+        assert torch.equal(before, after)
+    assert any("compiled graph" in what for what in w.report().unchecked)
+    assert w.alarms == ()
+
+
+def test_a_mistake_around_a_compiled_model_is_found() -> None:
+    torch._dynamo.reset()
+    plain, s = net(), scaler()
+    model = torch.compile(plain, backend="aot_eager")
+    optimizer = Adam(plain.parameters())
+    with watch(model, optimizer=optimizer) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+    assert [alarm.code for alarm in w.alarms] == ["AMP001", "AMP003"]
+
+
+def test_the_scale_is_read_once_not_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Reading the scale waits for the device: outside of close looks, only a new mistake may.
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    reads = []
+    original = torch.amp.GradScaler.get_scale
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "get_scale", lambda self: reads.append(w.steps) or original(self)
+    )
+    with watch(model, optimizer=optimizer, numerics=False) as w:
+        for _ in range(20):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            s.step(optimizer)
+            s.update()
+    assert max(reads) < 4
+
+
+def test_an_optimizer_and_a_model_made_later_are_found() -> None:
+    with watch() as w:
+        model, s = copy.deepcopy(net()), scaler()
+        optimizer = Adam(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            optimizer.step()
+    assert [alarm.code for alarm in w.alarms] == ["AMP003"]
+
+
+def test_autocast_entered_before_the_watch_is_no_trouble() -> None:
+    model = net()
+    optimizer = Adam(model.parameters())
+    with autocast(BF16):
+        w = Watch(model, optimizer=optimizer).start()
+        mse(model, *batch(), dtype=BF16).backward()
+        optimizer.step()
+    w.stop()
+    assert w.alarms == ()
