@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/deepbench_page.py
 
 Every number on the page is computed here from ``results/deepbench_h200.json`` and, where it is there, from
-``results/gemm-choice-h200.json``, which ``gemm_choice.py`` records; the columns of other GPUs are those that
+``results/gemm_choice_h200.json``, which ``gemm_choice.py`` records; the columns of other GPUs are those that
 DeepBench published.
 """
 
@@ -23,7 +23,7 @@ from tilefit.measure.suites import deepbench_gemm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "deepbench_h200.json"
-CHOICE = ROOT / "benchmarks" / "results" / "gemm-choice-h200.json"
+CHOICE = ROOT / "benchmarks" / "results" / "gemm_choice_h200.json"
 PAGE = ROOT / "docs" / "gemm-on-h200.md"
 PLOT = ROOT / "docs" / "gemm-on-h200.svg"
 

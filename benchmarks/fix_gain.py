@@ -236,10 +236,10 @@ def load_model(model: Model, device: str, small: bool) -> Target:
         return load(model.target, InputOptions(device=device, arguments=model.arguments, **sizes))
 
 
-def planned(model: Model, gpu: str, level: str, small: bool) -> tuple[Plan, float]:
+def planned(model: Model, gpu: str, level: str) -> tuple[Plan, float]:
     """The plan, made without weights, and the seconds it took."""
     start = time.perf_counter()
-    loaded = load_model(model, "meta", small)
+    loaded = load_model(model, "meta", small=False)
     plan = tilefit.optimize(
         loaded.model,
         loaded.inputs,
@@ -255,7 +255,7 @@ def planned(model: Model, gpu: str, level: str, small: bool) -> tuple[Plan, floa
 
 
 def measured(name: str, model: Model, options: argparse.Namespace) -> dict[str, Any]:
-    plan, plan_s = planned(model, options.gpu, options.level, options.device == "cpu")
+    plan, plan_s = planned(model, options.gpu, options.level)
     row: dict[str, Any] = {
         "model": name,
         "healthy": model.healthy,
@@ -266,6 +266,8 @@ def measured(name: str, model: Model, options: argparse.Namespace) -> dict[str, 
         "fixes": [{"name": f.name, "summary": f.summary, "predicted_ms": 1e3 * f.gain_s} for f in plan.fixes],
         "refused": sorted({f"{r.name}: {r.reason}" for r in plan.refused})[:5],
     }
+    if options.plan_only:
+        return row
     candidates = list(plan.candidates)
     counts = range(len(candidates) + 1) if candidates else (0, 0)  # a healthy model against itself
     variants = [
@@ -365,11 +367,12 @@ def main() -> None:
     parser.add_argument("--level", default="safe", choices=("safe", "unsafe"))
     parser.add_argument("--models", default="", help="names, with commas between; all if empty")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--plan-only", action="store_true", help="predict, and measure nothing")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=0.3, help="about how long one variant's turn is")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no further model after this time")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not (options.plan_only or torch.cuda.is_available()):
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
     wanted = options.models.split(",") if options.models else list(MODELS)
     unknown = sorted(set(wanted) - set(MODELS))
@@ -397,7 +400,7 @@ def main() -> None:
             }
             options.out.write_text(json.dumps(result, indent=1) + "\n")
         gc.collect()
-        if options.device == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
     print(json.dumps(summary(rows)))
 

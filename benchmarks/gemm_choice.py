@@ -1,6 +1,6 @@
 """What PyTorch's default loses to the best way of computing a product, of all that can be tried here.
 
-    PYTHONPATH=src python benchmarks/gemm_choice.py --out benchmarks/results/gemm-choice-h200.json
+    PYTHONPATH=src python benchmarks/gemm_choice.py --out benchmarks/results/gemm_choice_h200.json
 
 The 160 products of DeepBench's training list, and products with few rows or odd sizes from language models'
 layers, in bf16. For each: ``torch.mm``, the same with cuBLAS and with cuBLASLt preferred, the algorithms that

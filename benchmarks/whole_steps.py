@@ -32,6 +32,7 @@ from tilefit.capture import capture
 from tilefit.capture.targets import InputOptions, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
+from tilefit.ops import Step, Streaming
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 
@@ -60,9 +61,20 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
 ]
 
 
+def launches(step: Step) -> dict[str, dict[str, int]]:
+    """By part of the step: operations of each kind, and the kernels beyond the first of each."""
+    counts: dict[str, dict[str, int]] = {}
+    for entry in step.ops:
+        part = counts.setdefault(entry.phase.partition("-")[0], {})
+        part[entry.op.kind] = part.get(entry.op.kind, 0) + 1
+        if isinstance(entry.op, Streaming):
+            part["kernels"] = part.get("kernels", 0) + entry.op.kernels - 1
+    return counts
+
+
 def predicted(
     target: str, sizes: dict[str, int], channels_last: bool, gpu: str, compiled: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     shapes = load(target, InputOptions(**sizes))
     step = capture(shapes.model, shapes.inputs, amp="bf16", loss=shapes.loss, channels_last=channels_last)
     estimate = estimate_step(fuse(step) if compiled else step, gpus.get(gpu))
@@ -72,6 +84,7 @@ def predicted(
         "predicted_host_ms": 1e3 * estimate.host_time_s,
         "predicted_gib": step.memory.peak_bytes / 2**30,
         "operations": len(step.ops),
+        "launches": launches(step),
     }
 
 

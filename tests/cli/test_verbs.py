@@ -12,9 +12,7 @@ from tilefit.rules import all_rules
 
 def test_rules_lists_every_rule(tilefit) -> None:
     lines = tilefit("rules").out.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        rule.code for rule in (*all_rules(), *precision_rules())
-    ]
+    assert [line.split()[0] for line in lines] == [rule.code for rule in (*all_rules(), *precision_rules())]
 
 
 def test_a_rule_s_page_is_its_documentation(tilefit) -> None:

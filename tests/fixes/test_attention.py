@@ -412,7 +412,11 @@ def test_a_replaced_forward_is_refused() -> None:
 
 @pytest.mark.parametrize("train", [True, False])
 def test_returned_weights_leave_no_gain(train: bool) -> None:
-    assert not plan(Returning(), torch.empty(64, 512, 8), train=train).fixes
+    assert plan(Returning(), torch.empty(64, 512, 8), train=train).speedup < 1.05
+
+
+def test_a_compiled_model_is_left_to_the_compiler() -> None:
+    assert not plan(Stack(plain), torch.empty(64, 512, WIDTH), compile=True).fixes
 
 
 def test_fused_attention_is_left_alone() -> None:

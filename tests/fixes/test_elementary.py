@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fixing import fixed
 from torch import nn
 
 import tilefit
+from fixing import fixed
 from tilefit.fixes.activations import function_of
 from tilefit.fixes.normalizations import epsilon_of
 

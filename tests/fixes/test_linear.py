@@ -157,7 +157,7 @@ def test_few_rows_run_as_they_did() -> None:
 def test_undo_leaves_no_trace() -> None:
     model = odd()
     before = [(type(m), dict(vars(m))) for m in model.modules()]
-    plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", min_gain=-1e9)
+    plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", select=["ALN"], min_gain=-1e9)
     assert plan.model is model
     assert plan.fixes
     assert isinstance(model[0], PaddedLinear)
@@ -291,6 +291,6 @@ def patched() -> nn.Module:
 )
 def test_refusals_say_why(build: Callable[[], nn.Module], reason: str) -> None:
     model = nn.Sequential(build())
-    plan: Plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", min_gain=-1e9)
+    plan: Plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", select=["ALN"], min_gain=-1e9)
     assert not plan.fixes
     assert any(re.search(reason, refused.reason) for refused in plan.refused)

@@ -71,7 +71,7 @@ def test_what_was_measured_counts(times: list[float], kept: int, monkeypatch: py
     monkeypatch.setattr(planner, "step_times_s", lambda run, candidates: times[: len(candidates) + 1])
     layer = nn.Linear(1024, 4095)
     plan = tilefit.optimize(
-        layer, torch.empty(16384, 1024, device="meta"), gpu="h200", amp="bf16", measure=True
+        layer, torch.empty(131072, 1024, device="meta"), gpu="h200", amp="bf16", select=["ALN"], measure=True
     )
     assert len(plan.fixes) == kept == isinstance(layer, PaddedLinear)
     assert plan.provenance == "measured"

@@ -6,10 +6,10 @@ import copy
 import io
 
 import torch
-from fixing import fixed
 from torch import nn
 
 import tilefit
+from fixing import fixed
 from tilefit.fixes import Plan
 
 
@@ -25,7 +25,7 @@ class Transposed(nn.Module):
         return {"y": (self.second @ torch.tanh(self.first @ x.t())).t(), "rows": 1}
 
 
-def plan_of(model: nn.Module, rows: int = 4091, **options: object) -> Plan:
+def plan_of(model: nn.Module, rows: int = 65531, **options: object) -> Plan:
     return fixed(model, torch.empty(rows, 1024, device="meta"), select=["pad-rows"], **options)
 
 
@@ -55,7 +55,7 @@ def test_a_plan_is_the_model() -> None:
 
 
 def test_an_aligned_batch_is_left_alone() -> None:
-    assert not plan_of(Transposed(), rows=4096).fixes
+    assert not plan_of(Transposed(), rows=65536).fixes
 
 
 class Normalized(Transposed):
@@ -80,7 +80,11 @@ class Dropping(Transposed):
 
 
 def test_where_rows_see_each_other_it_is_refused() -> None:
-    for model, where in ((Normalized(), "eval: output"), (WithLoss(), "eval: output"), (Dropping(), "random numbers")):
+    for model, where in (
+        (Normalized(), "eval: output"),
+        (WithLoss(), "eval: output"),
+        (Dropping(), "random numbers"),
+    ):
         plan = plan_of(model)
         assert not plan.fixes
         assert any(where in refused.reason for refused in plan.refused), plan.refused

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 import torch
 
-from tilefit.cost.launch import FORWARD_S
+from tilefit.cost.launch import CALL_S
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Attention, Conv, Gemm
 
@@ -14,5 +14,5 @@ def test_it_is_the_mean_of_what_calls_take_here_over_what_the_model_has() -> Non
     ticks = count()
     # Between two readings of this clock 2 ms pass: 100 calls of 20 us.
     scale = launch_scale(torch.device("cpu"), clock=lambda: 2e-3 * next(ticks))
-    known = FORWARD_S[Gemm] * FORWARD_S[Conv] * FORWARD_S[Attention]
+    known = CALL_S[Gemm] * CALL_S[Conv] * CALL_S[Attention]
     assert scale == pytest.approx(20e-6 / known ** (1 / 3))

@@ -17,10 +17,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from precision.loops.parts import BF16, FP16, autocast, scaler
-from tilefit.capture.torchvision_import import import_transformers, tolerated
+from tilefit.capture.torchvision_import import tolerated
 from tilefit.precision import Watch
 from tilefit.precision.script import run_script
 from tilefit.rules.finding import NOTE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torchvision() -> None:
+    """Loaded first, and without the operations its build may lack: the libraries below look for it."""
+    with tolerated():
+        pytest.importorskip("torchvision")
 
 
 @pytest.fixture
@@ -43,18 +50,17 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 def gpt2(**settings: Any) -> nn.Module:
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.GPT2Config(
         n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, **settings
     )
-    with tolerated():
-        model = transformers.GPT2LMHeadModel(config)
-    assert isinstance(model, nn.Module)
-    return model
+    return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.LlamaConfig(
         num_hidden_layers=2,
         hidden_size=32,
@@ -63,10 +69,7 @@ def llama() -> nn.Module:
         vocab_size=64,
         max_position_embeddings=64,
     )
-    with tolerated():
-        model = transformers.LlamaForCausalLM(config)
-    assert isinstance(model, nn.Module)
-    return model
+    return transformers.LlamaForCausalLM(config)
 
 
 def train_lm(model: nn.Module, dtype: torch.dtype, steps: int = 5) -> None:
@@ -135,16 +138,14 @@ def test_gradient_checkpointing_of_a_library(w: Watch) -> None:
     ("name", "dtype", "size"), [("resnet18", FP16, 32), ("vit_tiny_patch16_224", BF16, 224)]
 )
 def test_image_models(w: Watch, name: str, dtype: torch.dtype, size: int) -> None:
-    with tolerated():
-        timm = pytest.importorskip("timm")
-        model = timm.create_model(name, num_classes=10)
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, num_classes=10)
     train_images(model, dtype, size, steps=4)
 
 
 def test_normal_back_offs(w: Watch) -> None:
-    with tolerated():
-        timm = pytest.importorskip("timm")
-        model = timm.create_model("resnet18", num_classes=10)
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet18", num_classes=10)
     train_images(model, FP16, 32, steps=8, init_scale=2.0**26, growth_interval=2)
 
 
@@ -337,7 +338,8 @@ def test_sparse_embeddings(w: Watch) -> None:
 @pytest.mark.parametrize("settings", [{"bf16": True}, {}], ids=["bf16", "fp32"])
 def test_transformers_trainer(w: Watch, tmp_path: Path, settings: dict[str, Any]) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-    transformers = import_transformers()
+    import transformers
+
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -359,7 +361,8 @@ def test_transformers_trainer(w: Watch, tmp_path: Path, settings: dict[str, Any]
 @pytest.mark.parametrize("settings", [{"bf16": True}, {"fp16": True}], ids=["bf16", "fp16"])
 def test_transformers_trainer_on_a_gpu(w: Watch, tmp_path: Path, settings: dict[str, Any]) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-    transformers = import_transformers()
+    import transformers
+
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=8,

@@ -341,7 +341,7 @@ def call(function: Callable[..., Any], inputs: Any) -> Any:
 def loss_of_output(
     output: Any, loss_of: Callable[[Any], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, str]:
-    """The loss to differentiate, and what had to be assumed: ``loss_of`` of the output; its ``loss``; its mean.
+    """The loss to differentiate (``loss_of`` of the output, or its ``loss``, or its mean), and a note.
 
     Raises:
         CaptureError: nothing in the output has a gradient.

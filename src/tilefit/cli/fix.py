@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tilefit.cli import config, output, step_options
+from tilefit.cli.local_gpu import local_gpu, predicted_gpu
 from tilefit.cli.profile import ProfileFile
 from tilefit.cli.step_options import codes
 from tilefit.errors import UsageError
@@ -24,6 +25,8 @@ from tilefit.errors import UsageError
 if TYPE_CHECKING:
     from tilefit.capture.child import CaptureOptions
     from tilefit.cli.fix_output import Outcome
+    from tilefit.fixes import Plan
+    from tilefit.fixes.source.program import Program
     from tilefit.gpus import Gpu
 
 Format = Literal["text", "json", "markdown"]
@@ -67,6 +70,14 @@ def fix(
             rich_help_panel=_FIXES,
         ),
     ] = True,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure each fix on this machine's GPU, and leave out what is no gain there.",
+            rich_help_panel=_FIXES,
+        ),
+    ] = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,9 +126,12 @@ def fix(
     unwanted = (*settled.ignore, *codes(ignore))
     if diff and (write or output_format != "text"):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
-    devices = resolve(gpu or settled.gpu or None)
-    if len(devices) != 1:
-        raise UsageError("a plan is made for one GPU", hint=f"Name one: --gpu {devices[0].name}.")
+    if measure:
+        device = predicted_gpu(gpu, local_gpu())
+    else:
+        device, *others = resolve(gpu or settled.gpu or None)
+        if others:
+            raise UsageError("a plan is made for one GPU", hint=f"Name one: --gpu {device.name}.")
     if (diff or write) and target.partition(":")[0] in ("hf", "torchvision", "timm"):
         raise UsageError(
             f"{target} is a library's model: there is no source of yours to change",
@@ -141,9 +155,10 @@ def fix(
         on_cpu=on_cpu,
     )
     wishes = _Wishes(
-        gpu=devices[0],
+        gpu=device,
         level=level,
         verify=verify,
+        measure=measure,
         select=wanted,
         ignore=unwanted,
         per_module_ignores=settled.per_module_ignores,
@@ -167,6 +182,7 @@ class _Wishes:
     gpu: Gpu
     level: str
     verify: bool
+    measure: bool
     select: tuple[str, ...]
     ignore: tuple[str, ...]
     per_module_ignores: Mapping[str, Sequence[str]]
@@ -200,15 +216,13 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
     with output.progress(f"Capturing {target}"):
         step = capture_in_child(target, options, wishes.timeout_s)
 
-    from torch import nn
-
     from tilefit import rules
     from tilefit.capture.targets import InputOptions
     from tilefit.cli.fix_output import Outcome
     from tilefit.cost import estimate_step
     from tilefit.cost.fusion import fuse
     from tilefit.cost.lookup import title
-    from tilefit.fixes.planner import MIN_GAIN, optimize
+    from tilefit.fixes.planner import MIN_GAIN
     from tilefit.fixes.source.patches import Patches, propose
     from tilefit.fixes.source.program import Program, has_source
     from tilefit.report import build
@@ -228,30 +242,11 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
         per_module_ignores=wishes.per_module_ignores,
     )
     sizes = (options.batch, options.seq, options.image_size)
-    inputs = InputOptions(options.inputs, *sizes, options.train, "cpu" if options.on_cpu else "meta")
+    real = options.on_cpu or wishes.measure
+    inputs = InputOptions(options.inputs, *sizes, options.train, "cpu" if real else "meta")
     with output.progress("Choosing fixes"), redirect_stdout(sys.stderr):
         program = Program(target, inputs)
-        model = program.loaded.model
-        plan = None
-        if isinstance(model, nn.Module):
-            plan = optimize(
-                model,
-                program.loaded.inputs,
-                gpu=wishes.gpu,
-                level=wishes.level,
-                train=options.train,
-                amp=options.amp,
-                tf32=options.tf32,
-                optimizer=options.optimizer,
-                fused_optimizer=options.fused_optimizer,
-                channels_last=options.channels_last,
-                compile=options.compiled,
-                loss=program.loaded.loss,
-                select=wishes.select,
-                ignore=wishes.ignore,
-                min_gain=min_gain,
-                verify=wishes.verify,
-            )
+        plan = _plan(program, options, wishes, min_gain)
     patches = Patches()
     if has_source(target):
         with output.progress("Trying changes of your files"), redirect_stdout(sys.stderr):
@@ -263,6 +258,49 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
         patches=patches,
         call=_call(options, wishes),
         place=program.built_at,
+    )
+
+
+def _plan(program: Program, options: CaptureOptions, wishes: _Wishes, min_gain: float) -> Plan | None:
+    """What ``tilefit.optimize`` does; None for a target that is a function.
+
+    Raises:
+        TilefitError: it cannot be planned, or a function is to be measured.
+    """
+    from torch import Tensor, nn
+    from torch.utils._pytree import tree_map
+
+    from tilefit.fixes import optimize
+
+    model, inputs = program.loaded.model, program.loaded.inputs
+    if not isinstance(model, nn.Module):
+        if wishes.measure:
+            raise UsageError(
+                f"{program.target} is a function, and fixes at run time are a model's",
+                hint="Leave out --measure, or give a factory that returns (model, inputs).",
+            )
+        return None
+    if wishes.measure:
+        model = model.to("cuda")
+        inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
+    return optimize(
+        model,
+        inputs,
+        gpu=wishes.gpu,
+        level=wishes.level,
+        train=options.train,
+        amp=options.amp,
+        tf32=options.tf32,
+        optimizer=options.optimizer,
+        fused_optimizer=options.fused_optimizer,
+        channels_last=options.channels_last,
+        compile=options.compiled,
+        loss=program.loaded.loss,
+        select=wishes.select,
+        ignore=wishes.ignore,
+        min_gain=min_gain,
+        verify=wishes.verify,
+        measure=wishes.measure,
     )
 
 
@@ -309,7 +347,7 @@ def _print_diff(outcome: Outcome) -> None:
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
-    Console(stderr=True, highlight=False).print(beside_diff(outcome))
+    Console(stderr=True, highlight=False).print(beside_diff(outcome), crop=False)
 
 
 def _print(outcome: Outcome, output_format: Format, output_file: Path | None) -> None:
@@ -320,10 +358,12 @@ def _print(outcome: Outcome, output_format: Format, output_file: Path | None) ->
     console = output.stdout()
     if output_format == "text":
         if output_file is None:
-            console.print(fix_output.terminal(outcome))
+            console.print(fix_output.terminal(outcome), crop=False)
             return
         file = io.StringIO()
-        Console(file=file, width=console.width, color_system=None).print(fix_output.terminal(outcome))
+        Console(file=file, width=console.width, color_system=None).print(
+            fix_output.terminal(outcome), crop=False
+        )
         text = file.getvalue()
     else:
         render = fix_output.as_json if output_format == "json" else fix_output.as_markdown

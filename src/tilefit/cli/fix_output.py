@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 #: Version of the JSON form.
 FIX_SCHEMA = 1
+NOTHING = "Nothing to fix."
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ class Outcome:
         return [each for each in self.patches.by_hand if each.level or each.code not in covered]
 
     @property
-    def is_empty(self) -> bool:
-        """There is nothing to say."""
-        return not (self.exit_code or self.by_hand or (self.plan and self.plan.refused))
+    def others(self) -> Sequence[str]:
+        """Codes of the findings that no fix answers."""
+        answered = {
+            *(code for fix in (self.plan.fixes if self.plan else ()) for code in fix.rules),
+            *(patch.code for patch in self.patches.made),
+            *(each.code for each in self.patches.by_hand),
+        }
+        return list(dict.fromkeys(f.code for f in self.report.findings if f.code not in answered))
 
 
 # ---- for people --------------------------------------------------------------------------------
@@ -70,9 +76,11 @@ def terminal(outcome: Outcome) -> RenderableType:
     head = Group(
         Text(_heading(outcome), style="bold"), Text(" · ".join(text.setup(outcome.report)), style="dim")
     )
-    if outcome.is_empty:
-        return Group(head, Text(), Text(text.NOTHING, style="bold green"))
-    parts = [_at_run_time(outcome), _in_files(outcome), _left_alone(outcome), _by_hand(outcome)]
+    nothing = None if outcome.exit_code else Text(NOTHING, style="bold green")
+    parts = (
+        *(nothing, _at_run_time(outcome), _in_files(outcome)),
+        *(_left_alone(outcome), _by_hand(outcome), _others(outcome)),
+    )
     return _apart([head, *(part for part in parts if part is not None)])
 
 
@@ -94,7 +102,7 @@ def _at_run_time(outcome: Outcome) -> RenderableType | None:
     plan = outcome.plan
     if plan is None or not plan.fixes:
         return None
-    table = _table(["fix", ">saves", "", "level", "proof", "what"], _fix_rows(outcome, plan))
+    table = _table(["fix", ">saves", "", "level", "proof", "what"], _fix_rows(plan))
     return Group(Text(_speed(plan), style="bold"), table, *_how(outcome, plan))
 
 
@@ -125,6 +133,14 @@ def _by_hand(outcome: Outcome) -> RenderableType | None:
         return None
     items = ((f"{b.code}  {b.where}: {b.reason}", b.advice) for b in outcome.by_hand)
     return Group(Text("By hand", style="bold"), *_items(items))
+
+
+def _others(outcome: Outcome) -> RenderableType | None:
+    if not outcome.others:
+        return None
+    return Text(
+        f"Findings that need a decision of yours, see tilefit check: {', '.join(outcome.others)}", style="dim"
+    )
 
 
 def _items(pairs: Iterable[tuple[str, str]]) -> Iterator[RenderableType]:
@@ -175,31 +191,39 @@ def _notes(outcome: Outcome) -> Iterator[str]:
             yield f"{', '.join(shared)}: at run time or in your files, either is enough."
 
 
-def _fix_rows(outcome: Outcome, plan: Plan) -> Iterator[list[str]]:
+def _fix_rows(plan: Plan) -> Iterator[list[str]]:
     for fix in plan.fixes:
-        yield [fix.name, *_gain(outcome, fix.gain_s), fix.level, _proof(fix), fix.summary]
+        gain_s = fix.gain_s if fix.measured_s is None else fix.measured_s
+        yield [fix.name, *_gain(gain_s, plan.before_s), fix.level, _proof(fix), fix.summary]
     if len(plan.fixes) > 1:
-        yield ["total", *_gain(outcome, plan.before_s - plan.after_s), "", "", ""]
+        yield ["total", *_gain(plan.before_s - plan.after_s, plan.before_s), "", "", ""]
 
 
 def _patch_rows(outcome: Outcome) -> Iterator[list[str]]:
     for patch in outcome.patches.made:
-        yield [patch.code, *_gain(outcome, patch.gain_s), patch.level, patch.where, patch.summary]
+        yield [
+            patch.code,
+            *_gain(patch.gain_s, outcome.report.step.time_s),
+            patch.level,
+            patch.where,
+            patch.summary,
+        ]
 
 
-def _gain(outcome: Outcome, gain_s: float) -> tuple[str, str]:
-    return units.seconds(gain_s), units.share(gain_s / outcome.report.step.time_s)
+def _gain(gain_s: float, step_s: float) -> tuple[str, str]:
+    return units.seconds(gain_s), units.share(gain_s / step_s)
 
 
 def _proof(fix: AppliedFix) -> str:
-    """The largest relative error of the comparison."""
     if fix.verification is not None:
-        return f"{fix.verification.worst:.0e}"
-    return "" if fix.modules else "setting"
+        return "proven"
+    return "not run" if fix.modules else "setting"
 
 
 def _how(outcome: Outcome, plan: Plan) -> Iterator[RenderableType]:
-    """How the user gets the plan."""
+    """What the proof compared, and how the user gets the plan."""
+    if plan.verification is not None:
+        yield Padding(Text(f"Proof: {plan.verification}.", style="dim"), (0, 0, 0, 2))
     if any(fix.modules for fix in plan.fixes):
         place = f" ({outcome.place})" if outcome.place else ""
         yield Text(f"Where the model is built{place}:", style="dim")
@@ -247,11 +271,11 @@ def as_markdown(outcome: Outcome) -> str:
     """The outcome as GitHub-flavoured Markdown."""
     plan, patches = outcome.plan, outcome.patches
     lines = [f"# {escape(_heading(outcome))}", "", escape(" · ".join(text.setup(outcome.report)))]
-    if outcome.is_empty:
-        lines += ["", text.NOTHING]
+    if not outcome.exit_code:
+        lines += ["", NOTHING]
     if plan and plan.fixes:
         lines += ["", f"## {_speed(plan)}", ""]
-        lines += _markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(outcome, plan))
+        lines += _markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(plan))
         lines += ["", "```python", outcome.call, "```"]
     if plan and plan.refused:
         lines += ["", "## Left alone", ""]

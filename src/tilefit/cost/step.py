@@ -7,11 +7,11 @@ from math import hypot
 
 from tilefit import gpus
 from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
-from tilefit.cost.launch import kernels, launch_s
+from tilefit.cost.launch import FIXED_S, GRAPHED_S, kernels, launch_s
 from tilefit.cost.lookup import profile
 from tilefit.cost.model import estimate_all
 from tilefit.gpus import Gpu
-from tilefit.ops import Step
+from tilefit.ops import OPTIMIZER, Step
 
 #: Half-width of the 80 % interval of the time the GPU waits for the host: hosts differ by this much.
 _LAUNCH_SPREAD = 0.4
@@ -35,8 +35,17 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
     host_s = free_s = gpu_s = 0.0
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
+    begun: set[str] = set()
     for entry, predicted in zip(step.ops, estimates, strict=True):
-        launch = scale * launch_s(entry.op, entry.phase, device, step.settings)
+        part = entry.phase.partition("-")[0]
+        if part not in begun:
+            begun.add(part)
+            host_s += scale * FIXED_S.get(part, 0.0)
+        # The loss and the optimizer are outside of the graphs.
+        replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
+        launch = scale * (
+            GRAPHED_S if replayed else launch_s(entry.op, entry.phase, device, step.settings)
+        )
         count = max(1, kernels(entry.op, device))
         # The first kernel can start when it is launched, the last one when all are.
         start_s = max(free_s, host_s + launch / count)

@@ -18,7 +18,7 @@ from tilefit.fixes.swap import submodule, swap
 from tilefit.fixes.verification import in_double
 from tilefit.ops import FORWARD
 from tilefit.rules.flow import HALVES, Flow, is_cast
-from tilefit.rules.sites import pattern
+from tilefit.rules.sites import listed
 
 #: The functions of which PyTorch has a kernel that reads and writes once, and computes in fp32 in between.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,7 +50,7 @@ class FusedActivation(Candidate):
 
     @property
     def summary(self) -> str:
-        return f"Compute {pattern(self.modules)} by one kernel, F.{self.function}."
+        return f"Compute {listed(self.modules, 'activations')} by one kernel, F.{self.function}."
 
     def apply(self, run: Run) -> Undo:
         modules = [submodule(run.model, path) for path in self.modules]

@@ -6,7 +6,6 @@ the two names it was made of, so that a saved module needs nothing but this pack
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -22,9 +21,16 @@ def around_forward(base: type[nn.Module], around: Around) -> type[nn.Module]:
 
     ``around`` is a function of a module, found by its name when a module is loaded.
     """
+    own: Any
     own, arounds = getattr(base, "_made_of", (base, ()))
     made: type[nn.Module] = _made(own, *arounds, around)
     return made
+
+
+def arounds(module: nn.Module) -> tuple[Around, ...]:
+    """What a module's ``forward`` runs inside of."""
+    own_and_arounds: tuple[Any, tuple[Around, ...]] = getattr(module, "_made_of", (None, ()))
+    return own_and_arounds[1]
 
 
 @cache
@@ -39,8 +45,8 @@ def _made(own: Any, *arounds: Around) -> Any:
             return arounds[-1](self, super().forward, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            _, args, *state = object.__reduce_ex__(self, protocol)  # type: ignore[misc]
-            return (_new, (*self._made_of, *args[1:]), *state)
+            reduced: Any = object.__reduce_ex__(self, protocol)
+            return (_new, (*self._made_of, *reduced[1][1:]), *reduced[2:])
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Changed, name, getattr(own, name))

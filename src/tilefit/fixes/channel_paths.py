@@ -334,8 +334,8 @@ class _Paths:
     def _serves(self, image: fx.Node, user: fx.Node) -> bool:
         """Whether an image with padded channels does for a user, that is: is understood."""
         module = self._modules.get(user)
-        if isinstance(module, _ConvNd):
-            return user in self._images and module.in_channels == self._images[image][0]
+        if isinstance(module, _ConvNd) and module.in_channels != self._images[image][0]:
+            return False
         return user in self._images or self._asks_no_channels(user, self._images[image][1])
 
     def _asks_no_channels(self, user: fx.Node, dims: int) -> bool:

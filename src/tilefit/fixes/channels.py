@@ -16,10 +16,14 @@ from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Un
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule, swap
 from tilefit.ops import Conv
+from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule
 from tilefit.rules.alignment import first_convolution as first_rule
 from tilefit.rules.alignment.padding import Replacement, replaced_s
+from tilefit.rules.resize import pad
 
+#: What the channels of a pixel are padded to: an access, a half and a whole cache line.
+_MULTIPLES_BYTES = (16, 64, 128)
 #: Numbers of channels that save less than this share of the step, as the rule prices them, are not tried.
 _LEAST_GAIN = 0.002
 
@@ -42,7 +46,7 @@ class PaddedChannels(Candidate):
         pairs = f"{', '.join(many)} and {last}" if many else last
         count = len(self.modules)
         where = self.modules[0] if count == 1 else f"{count} modules"
-        return f"Pad {pairs} channels in {where}, and leave them padded between modules."
+        return f"Pad {pairs} channels in {where}."
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -104,26 +108,39 @@ class PadChannels(Fix):
     rules = ("ALN004", "ALN005")
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        model = context.run.model
-        sizes, inputs = _present(model)
-        found: dict[int, int] = {}
-        for (channels, dtype), indices in channels_rule.misaligned(context.step).items():
-            new, resized = channels_rule.padded(context, channels, dtype, indices)
-            if _promises(context, resized):
+        step, model = context.step, context.run.model
+        found: dict[int, str] = {}
+        for (channels, dtype), indices in channels_rule.misaligned(step).items():
+            if _promises(context, channels_rule.padded(context, channels, dtype, indices)[1]):
                 yield from _refusals(context, indices)
-                found[channels] = new
-        alternatives = [found, *({old: new} for old, new in found.items() if len(found) > 1)]
-        for chosen in alternatives:
+                found[channels] = dtype
+        first = {
+            conv.in_channels: indices
+            for indices in first_rule.few_channels(step).values()
+            if isinstance(conv := step.ops[indices[0]].op, Conv)
+        }
+        sizes, inputs = _present(model)
+        for chosen in _alternatives(found):
             # A first layer's few channels are another matter.
-            read = {old: new for old, new in chosen.items() if old not in _few(context)}
+            read = {old: new for old, new in chosen.items() if old not in first}
             yield from _candidate(model, chosen, sizes | chosen, inputs | read)
-        for indices in first_rule.few_channels(context.step).values():
-            for new, resized in first_rule.padded(context.step, indices).items():
+        for old, indices in first.items():
+            for new, resized in first_rule.padded(step, indices).items():
                 if _promises(context, resized):
-                    op = context.step.ops[indices[0]].op
-                    assert isinstance(op, Conv)
-                    chosen = {op.in_channels: new}
-                    yield from _candidate(model, chosen, sizes, inputs | chosen)
+                    yield from _candidate(model, {old: new}, sizes, inputs | {old: new})
+
+
+def _alternatives(found: Mapping[int, str]) -> Iterator[dict[int, int]]:
+    """What numbers of channels could be padded to: all to multiples of so many bytes; each by itself."""
+    seen = []
+    for multiple_bytes in _MULTIPLES_BYTES:
+        chosen = {old: pad(old, multiple_bytes // size_bytes(dtype)) for old, dtype in found.items()}
+        if chosen and chosen not in seen:
+            seen.append(chosen)
+            yield chosen
+    if len(found) > 1:
+        for old, dtype in found.items():
+            yield {old: pad(old, _MULTIPLES_BYTES[1] // size_bytes(dtype))}
 
 
 def _promises(context: Context, resized: Replacement) -> bool:
@@ -162,9 +179,3 @@ def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
             if module.wide_out is not None and len(module.wide_out) == 1:
                 sizes |= dict(module.wide_out)
     return sizes, inputs
-
-
-def _few(context: Context) -> set[int]:
-    """Numbers of channels of images with so few that they fit into 16 bytes."""
-    first = (context.step.ops[indices[0]].op for indices in first_rule.few_channels(context.step).values())
-    return {op.in_channels for op in first if isinstance(op, Conv)}

@@ -34,8 +34,10 @@ class InChannelsLast(Candidate):
 
     @property
     def summary(self) -> str:
-        converted = f"; convert images before {', '.join(self.entries)}" if self.entries else ""
-        return f"Lay out {len(self.modules)} convolutions in channels-last memory{converted}."
+        count = len(self.entries)
+        before = ", ".join(self.entries) if count < 4 else f"{count} of them"
+        images = f", and the images before {before}" if count else ""
+        return f"Lay out {len(self.modules)} convolutions in NHWC{images}."
 
     def apply(self, run: Run) -> Undo:
         modules = [submodule(run.model, path) for path in self.modules]
@@ -61,7 +63,7 @@ def _require_own_memory(path: str, module: nn.Module) -> None:
         RefusedError: they are no parameter of the module, or part of a larger memory.
     """
     if not isinstance(module, _ConvNd):
-        raise RefusedError(f"{path} is a {type(module).__qualname__}, no convolution with filters of its own")
+        raise RefusedError(f"{path or 'the model'} is no convolution, and computes one with filters it holds")
     if parametrize.is_parametrized(module):
         raise RefusedError(f"{path} has parametrisations: its weight is computed anew for every call")
     weight = vars(module)["_parameters"].get("weight")
@@ -152,9 +154,10 @@ def _entries(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
 def _watching(path: str, entries: dict[str, None]) -> Callable[[nn.Module, Any], None]:
     def watch(module: nn.Module, args: Any) -> None:
         image = args[0] if args else None
-        if isinstance(image, torch.Tensor) and image.dim() in NHWC:
-            # Where a size is 1 the memory of both formats is the same.
-            if not is_channels_last(image) and not image.is_contiguous(memory_format=NHWC[image.dim()]):
-                entries[path] = None
+        if not isinstance(image, torch.Tensor) or image.dim() not in NHWC or is_channels_last(image):
+            return
+        # Where a size is 1 the memory of both formats is the same.
+        if not image.is_contiguous(memory_format=NHWC[image.dim()]):
+            entries[path] = None
 
     return watch

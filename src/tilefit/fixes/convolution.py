@@ -18,14 +18,14 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from tilefit.capture.layouts import is_channels_last
 from tilefit.fixes.fix import Undo
-from tilefit.fixes.padding import crop, working_dtype
+from tilefit.fixes.padding import working_dtype
 from tilefit.fixes.swap import swap
 from tilefit.fixes.widening import (
     NHWC,
     Channels,
-    Places,
     narrow,
     real_size,
+    spread,
     wide_size,
     widen,
 )
@@ -33,12 +33,8 @@ from tilefit.fixes.widening import (
 
 def crop_channels(image: torch.Tensor, channels: Channels, dims: int) -> torch.Tensor:
     """The real channels of an image with ``dims`` spatial dimensions; itself if it is not padded."""
-    if image.shape[-dims - 1] == real_size(channels):
-        return image
-    if len(channels) == 1:
-        axis = image.dim() - dims - 1
-        return crop(image, (*image.shape[:axis], real_size(channels), *image.shape[axis + 1 :]))
-    return narrow(image, _places(image, channels, dims))
+    axis = image.dim() - dims - 1
+    return image if image.shape[axis] == real_size(channels) else narrow(image, axis, channels)
 
 
 def cropped(
@@ -54,11 +50,6 @@ def cropped(
 def is_cropped(module: nn.Module) -> bool:
     """Whether a module was changed to do that."""
     return "cropped_channels" in vars(module)
-
-
-def _places(image: torch.Tensor, channels: Channels, dims: int) -> Places:
-    axis = image.dim() - dims - 1
-    return tuple(channels if dim == axis else None for dim in range(image.dim()))
 
 
 class Fitted(_ConvNd):
@@ -85,28 +76,25 @@ class Fitted(_ConvNd):
         if not padded and (self.wide_out is None or depthwise):
             unpadded: torch.Tensor = super().forward(x, *output_size)
             return unpadded
-        out, in_ = self.wide_out, self.wide_in if padded and not depthwise else None
+        places = {0: self.wide_out, 1: None if depthwise or not padded else self.wide_in}
         if self.transposed:
-            out, in_ = (self.wide_in, None) if depthwise else (in_, out)
-        tensors, places = [self.weight], [(out, in_, *((None,) * dims))]
-        if self.bias is not None:
-            tensors.append(self.bias)
-            places.append((self.wide_out,))
-        nhwc = is_channels_last(x) or is_channels_last(self.weight)
-        weight, *bias = widen(tensors, places, working_dtype(x), nhwc)
+            places = {0: self.wide_in, 1: None} if depthwise else {0: places[1], 1: places[0]}
+        weight = _widened(self.weight, places, x)
+        bias = None if self.bias is None else _widened(self.bias, {0: self.wide_out}, x)
         groups = x.shape[-dims - 1] if depthwise else 1
-        y = self._convolved(x, weight, bias[0] if bias else None, groups, *output_size)
+        y = self._convolved(x, weight, bias, groups, *output_size)
         return crop_channels(y, self.wide_out, dims) if self.crops and self.wide_out else y
 
     def _fitted(self, x: torch.Tensor) -> torch.Tensor:
-        """The image with the channels and in the layout that are wanted; one copy at most."""
+        """The image with the channels and in the layout that are wanted."""
         dims = len(self.kernel_size)
-        nhwc = self.channels_last and x.dim() == dims + 2
-        if self.wide_in is not None and self.groups == 1 and x.shape[-dims - 1] == self.in_channels:
-            places = _places(x, self.wide_in, dims)
-            return widen([x], [places], working_dtype(x), nhwc or is_channels_last(x))[0]
-        if nhwc and not x.is_contiguous(memory_format=NHWC[x.dim()]):
-            return x.to(working_dtype(x), memory_format=NHWC[x.dim()])
+        if self.channels_last and x.dim() == dims + 2:
+            nhwc = NHWC[x.dim()]
+            if not x.is_contiguous(memory_format=nhwc):
+                x = x.to(working_dtype(x), memory_format=nhwc)
+        axis = x.dim() - dims - 1
+        if self.wide_in is not None and self.groups == 1 and x.shape[axis] == self.in_channels:
+            x = widen(x.to(working_dtype(x)), {axis: self.wide_in})
         return x
 
     def _convolved(
@@ -147,6 +135,13 @@ class _FittedTransposed(Fitted, _ConvTransposeNd):
             x, weight, bias, self.stride, self.padding, output_padding, groups, self.dilation
         )
         return y
+
+
+def _widened(parameter: torch.Tensor, places: dict[int, Channels | None], x: torch.Tensor) -> torch.Tensor:
+    """A parameter as it meets an image: in its element type and layout, cast before it grows."""
+    layout = NHWC[x.dim()] if parameter.dim() > 1 and is_channels_last(x) else torch.preserve_format
+    parameter = parameter.to(working_dtype(x), memory_format=layout)
+    return widen(parameter, {axis: channels for axis, channels in places.items() if channels is not None})
 
 
 class FittedConv1d(Fitted, nn.Conv1d):
@@ -205,15 +200,15 @@ class Wide(_BatchNorm):
         of_batch = self.training or not running
         if self.training and not self.track_running_stats:
             running = []
-        places: Places = (self.wide,)
-        tensors = learnt + running
-        wide = list(widen(tensors, [places] * len(tensors), tensors[0].dtype)) if tensors else []
-        weight, bias = wide[: len(learnt)] or (None, None)
-        mean, variance = wide[len(learnt) :] or (None, None)
+        dtype = next((tensor.dtype for tensor in learnt + running), input.dtype)
+        zeros = input.new_zeros(max(wide - real for real, wide in self.wide), dtype=dtype)
+        weight, bias = [spread([tensor], self.wide, zeros) for tensor in learnt] or (None, None)
+        mean, variance = spread(running, self.wide, zeros).chunk(2) if running else (None, None)
         y = F.batch_norm(input, mean, variance, weight, bias, of_batch, self._factor(), self.eps)
-        if self.training and running:
+        if self.training and mean is not None and variance is not None:
             with torch.no_grad():
-                torch._foreach_copy_(running, [narrow(tensor, places) for tensor in wide[len(learnt) :]])
+                new = [narrow(tensor, 0, self.wide) for tensor in (mean, variance)]
+                torch._foreach_copy_(running, new)
         return crop_channels(y, self.wide, y.dim() - 2) if self.crops else y
 
     def _factor(self) -> float:

@@ -20,7 +20,7 @@ from tilefit.ops.dtypes import size_bytes
 from tilefit.rules import resize
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.layers import Linear
-from tilefit.rules.sites import pattern
+from tilefit.rules.sites import listed
 
 #: With few rows a layer is padded only where it clearly pays: the times of small products are the least sure.
 _CLEAR = 0.2
@@ -91,7 +91,8 @@ class Padding(Candidate):
         }
         changes = " and ".join(f"{old} to {new}" for old, new in sizes.items())
         between = ", and what passes between them" if self.parents else ""
-        return f"Pad the product of {pattern(self.modules)}{between}, from {changes} features."
+        layers = listed(self.modules, "linear layers")
+        return f"Pad the product of {layers}{between}, from {changes} features."
 
     @property
     def scopes(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from tilefit.fixes.run import Run
 from tilefit.fixes.swap import submodule, swap
 from tilefit.fixes.verification import in_double
 from tilefit.ops import FORWARD
-from tilefit.rules.sites import pattern
+from tilefit.rules.sites import listed
 
 #: Largest difference in fp64 between two ways to write one function.
 _ROUNDING = 1e-12
@@ -44,7 +44,7 @@ class FusedNormalization(Candidate):
 
     @property
     def summary(self) -> str:
-        return f"Compute {pattern(self.modules)} by one kernel, F.rms_norm."
+        return f"Compute {listed(self.modules, 'normalizations')} by one kernel, F.rms_norm."
 
     def apply(self, run: Run) -> Undo:
         modules = [submodule(run.model, path) for path in self.modules]
@@ -128,6 +128,8 @@ def epsilon_of(module: nn.Module) -> float | None:
         return None
     for epsilon in epsilons:
         expected = sampled(lambda x, w, e=epsilon: F.rms_norm(x, (size,), w, e))  # type: ignore[misc]
-        if all(torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING) for a, b in zip(found, expected, strict=True)):
+        if all(
+            torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING) for a, b in zip(found, expected, strict=True)
+        ):
             return epsilon
     return None

@@ -135,7 +135,8 @@ class _Priced:
 class _Planner:
     """The search: greedy, and lazy in that a candidate is priced again only when it could be the best.
 
-    What a candidate saved on top of fewer fixes is taken for the most it can save on top of more.
+    What a candidate saved on top of fewer fixes is taken for what it will save on top of more, until nothing
+    else is left.
     """
 
     def __init__(self, run: Run, gpu: Gpu, fixes: Sequence[Fix], min_gain: float, verify: bool) -> None:
@@ -167,9 +168,8 @@ class _Planner:
                 waiting.append((fix, candidate))
                 waiting.sort(key=self._known_gain_s, reverse=True)
                 continue
-            if gain_s < self.min_gain * self.first.estimate.time_s:
-                return False
-            if self._apply(fix, candidate, gain_s):
+            worth = gain_s >= self.min_gain * self.first.estimate.time_s
+            if worth and self._apply(fix, candidate, gain_s):
                 self.now = after
                 return True
         return False

@@ -21,14 +21,11 @@ from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import is_misaligned
 from tilefit.rules.alignment.rows import contiguous_rows
 
-
 #: Operations whose names say that they draw random numbers.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "multinomial", "exponential_")
 
 
-def in_whole_multiples(
-    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def in_whole_multiples(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``forward`` with the one tensor among its arguments filled up with copies of its first row, to a
     multiple of ``module.multiple_of_rows``; of the result, the rows that were asked for.
 
@@ -37,7 +34,7 @@ def in_whole_multiples(
     """
     leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     rows = leaves[0].shape[0] if len(leaves) == 1 and leaves[0].dim() else 0
-    more = -rows % module.multiple_of_rows
+    more = -rows % int(module.multiple_of_rows)  # type: ignore[arg-type]
     if not rows or not more:
         return forward(*args, **kwargs)
 
@@ -85,8 +82,8 @@ class PadRows(Fix):
     function only where rows do not see each other; the proof finds out: it fails for batch normalization in
     training, and for a loss inside the model.
 
-    Refused: models with dropout, which would draw other random numbers from the same seed; models with several
-    tensors as inputs, where it is not plain which are batched.
+    Refused: models with dropout, which would draw other random numbers from the same seed; models with
+    several tensors as inputs, where it is not plain which are batched.
     """
 
     name = "pad-rows"
@@ -109,6 +106,8 @@ class PadRows(Fix):
             name = random[0].name.removeprefix("aten.")
             yield Refusal((random[0].site.module,), f"{name} draws other random numbers for another batch")
         elif len(inputs) != 1:
-            yield Refusal(("",), f"the model takes {len(inputs)} tensors, and not all of them need be batched")
+            yield Refusal(
+                ("",), f"the model takes {len(inputs)} tensors, and not all of them need be batched"
+            )
         else:
             yield RowPadding(("",), max(multiples))

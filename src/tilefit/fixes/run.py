@@ -22,6 +22,7 @@ class Run:
         inputs: A tensor, a tuple of positional arguments, a mapping of keyword arguments, or None.
         train: A training step (forward, loss, backward, optimizer); otherwise one inference call.
         amp, tf32, optimizer, fused_optimizer, channels_last, compiled: As in :func:`tilefit.check`.
+        cuda_graph: The model's kernels are replayed from CUDA graphs, not launched one by one.
         loss: Makes the loss of the model's output.
         live_optimizer: The user's optimizer, if there is one.
     """
@@ -35,6 +36,7 @@ class Run:
     fused_optimizer: bool = False
     channels_last: bool = False
     compiled: bool = False
+    cuda_graph: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
     live_optimizer: torch.optim.Optimizer | None = None
 
@@ -44,7 +46,7 @@ class Run:
         Raises:
             CaptureError: the step cannot be captured.
         """
-        return capture(
+        step = capture(
             self.model,
             self.inputs,
             train=self.train,
@@ -56,6 +58,7 @@ class Run:
             compiled=self.compiled,
             loss=self.loss,
         )
+        return replace(step, settings=replace(step.settings, cuda_graph=self.cuda_graph))
 
     def on_meta(self) -> Run:
         """A copy without weights, to try a fix on."""

@@ -107,7 +107,8 @@ def verify(
     Args:
         original, fixed: Two modules with the same parameters.
         inputs: As for :func:`tilefit.check`, with values; use few and small ones.
-        loss: Makes the loss of the output; without it the output's ``loss``, else a random weighted sum.
+        loss: Makes the loss of the output; without it the output's ``loss``, else the distance of
+            all outputs to random numbers.
         amp: Autocast element type, empty for none.
         dtype: Element type of parameters and floating-point inputs.
         device: Where to run.
@@ -275,12 +276,13 @@ class _Check:
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if self.loss is not None or isinstance(own, torch.Tensor):
             return loss_of_output(output, self.loss)[0]
-        # Every element with a weight of its own: a mean would not notice two that are exchanged.
+        # The distance to random numbers: a mean of the output would not notice elements that are exchanged.
         generator = torch.Generator(self.device).manual_seed(_SEED)
-        total = torch.zeros((), device=self.device, dtype=leaves[0].dtype)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        total = torch.zeros((), device=self.device, dtype=wide)
         for leaf in leaves:
-            weights = torch.randn(leaf.shape, generator=generator, device=self.device, dtype=torch.float64)
-            total = total + (leaf * weights.to(leaf.dtype)).sum()
+            aim = torch.randn(leaf.shape, generator=generator, device=self.device, dtype=wide)
+            total = total + (leaf.to(wide) - aim).square().mean()
         return total
 
     def _converted(self, leaf: Any) -> Any:

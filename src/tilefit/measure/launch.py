@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tilefit.cost.launch import FORWARD_S
+from tilefit.cost.launch import CALL_S
 from tilefit.ops import Attention, Conv, Gemm, Op
 
 #: Few enough calls that the launch queue (1,024 entries) never fills, and long enough for a host clock.
@@ -17,7 +17,7 @@ _CALLS, _REPEATS = 100, 9
 
 
 def launch_scale(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Host time of eager calls over what :data:`tilefit.cost.launch.FORWARD_S` states: their geometric mean.
+    """Host time of eager calls over what :data:`tilefit.cost.launch.CALL_S` states: their geometric mean.
 
     Args:
         device: Where the calls run; their tensors are so small that the host is slower than the device.
@@ -38,7 +38,7 @@ def launch_scale(device: torch.device, clock: Callable[[], float] = time.perf_co
     }
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     return statistics.geometric_mean(
-        _host_s(call, synchronize, clock) / FORWARD_S[kind] for kind, call in calls.items()
+        _host_s(call, synchronize, clock) / CALL_S[kind] for kind, call in calls.items()
     )
 
 

@@ -70,8 +70,8 @@ def time_call(
     """
     try:
         return timer.measure(factory, device, cold=cold, replays=replays)
-    except RuntimeError as error:
-        # Out of memory and unsupported shapes; the first line says which.
+    except (RuntimeError, ValueError) as error:
+        # Out of memory, unsupported shapes, too few values for a statistic; the first line says which.
         raise TilefitError(str(error).partition("\n")[0], where=f"{op.kind} {op.shape} {op.dtype}") from error
 
 

@@ -136,6 +136,7 @@ class Settings:
         channels_last: The model and its images are in NHWC.
         compiled: Fusion by ``torch.compile`` is modelled.
         cudnn_benchmark: cuDNN tries its algorithms and keeps the fastest.
+        cuda_graph: The kernels of the model's parts are replayed from CUDA graphs.
     """
 
     training: bool = True
@@ -146,6 +147,7 @@ class Settings:
     channels_last: bool = False
     compiled: bool = False
     cudnn_benchmark: bool = False
+    cuda_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ class Losses:
     """Looks at the losses of each step.
 
     Args:
-        recorder: Where events go.
-        ledger: Knows backward passes, scales and steps.
-        line_of: The line of the forward operation with a sequence number, or empty.
-        in_autocast: Whether an autocast region was entered since the last step.
+        recorder: Where events go. ledger: Knows backward passes, scales and steps. line_of: The line of the
+        forward operation with a sequence number, or empty. in_autocast: Whether an autocast region was
+        entered since the last step. sum_error: The relative error of this step's half-precision sums of
+        gradients, None where none was seen.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class Losses:
         ledger: Ledger,
         line_of: Callable[[int], str],
         in_autocast: Callable[[], bool],
+        sum_error: Callable[[], float | None],
     ) -> None:
         self._recorder = recorder
         self._ledger = ledger
         self._line_of = line_of
         self._in_autocast = in_autocast
+        self._sum_error = sum_error
         self._passes: list[_Pass] = []
         self._pending: LossInHalf | None = None
         ledger.on_backward.append(self._on_backward)
@@ -97,9 +99,12 @@ class Losses:
         }
         half = sorted(name_of(dtype) for dtype in dtypes if dtype.itemsize == 2)
         if half:
+            error = self._sum_error()
             self._recorder.emit_once(
-                ("half sum", one.source),
-                lambda: HalfSum(source=one.source, module=name, dtype=half[0], terms=len(passes)),
+                ("half sum", one.source, error is None),
+                lambda: HalfSum(
+                    source=one.source, module=name, dtype=half[0], terms=len(passes), error=error
+                ),
             )
 
     def finish(self) -> None:

@@ -107,22 +107,24 @@ class Products(Observer):
 
 
 class Statistics(Observer):
-    """Counts operations by element type and phase."""
+    """Counts operations by element type and phase.
+
+    Attributes:
+        counts: How often an operation had a result of an element type, forward (False) or backward (True).
+    """
 
     def __init__(self) -> None:
-        #: How often an operation (its name, ``forward`` or ``backward``) had results of an element type.
-        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.counts: Counter[tuple[str, bool, torch.dtype]] = Counter()
 
     def wants(self, func: Any, name: str) -> bool:
         return True
 
     def after(self, call: Call) -> None:
         out = call.out
-        if isinstance(out, list | tuple):
+        if type(out) is tuple or type(out) is list:
             out = next((item for item in out if isinstance(item, Tensor)), None)
         if isinstance(out, Tensor) and out.is_floating_point():
-            phase = "backward" if call.backward else "forward"
-            self.counts[call.name, phase, name_of(out.dtype)] += 1
+            self.counts[call.name, call.backward, out.dtype] += 1
 
 
 class LostGradients:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+from math import log2
 from typing import Any
 
 import torch
@@ -27,19 +30,57 @@ _BACKWARD = PRODUCTS | frozenset(
 )
 
 
+@dataclass(slots=True)
+class Histogram:
+    """How many gradient values have which size, the loss scale divided out.
+
+    Attributes:
+        zeros: Values that are exactly zero.
+        counts: The others, by the exponent of their size: 2^e <= |g| < 2^(e + 1).
+    """
+
+    zeros: int = 0
+    counts: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.zeros + self.counts.total()
+
+    def scale_interval(self) -> tuple[int, int] | None:
+        """The loss scales, as powers of two, that fp16 gradients of these sizes allow.
+
+        Returns:
+            Lowest and highest exponent of a scale: with the lowest, all but 1 % of the gradients that are not
+            zero stay above fp16's smallest number; with the highest, the largest one stays two bits below
+            65504. The interval is empty where the lowest exceeds the highest. None where nothing but zeros
+            was seen.
+        """
+        total = self.counts.total()
+        if not total:
+            return None
+        exponents = sorted(self.counts)
+        below = 0
+        for exponent in exponents:
+            below += self.counts[exponent]
+            if below > TAIL * total:
+                break
+        return SMALLEST - exponent, LARGEST - HEADROOM - exponents[-1]
+
+
 class Exponents(Observer):
     """Counts the exponents of the half-precision gradients of matrix products and normalisations.
 
     Attributes:
-        counts: Values by exponent, per element type: a tensor of ``BINS + 1`` numbers on the device, of which
-        the
-            first counts zeros.
+        scale: The loss scale the gradients of this step carry.
+        histograms: What was seen, by element type.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[torch.dtype, Tensor] = {}
-        self.step: dict[torch.dtype, list[float]] = {}
-        self._before: dict[torch.dtype, Tensor] = {}
+        self.scale = 1.0
+        self.histograms: dict[torch.dtype, Histogram] = {}
+        #: Of this step, on the device: zeros first, then values by exponent.
+        self._counts: dict[torch.dtype, Tensor] = {}
 
     def wants(self, func: Any, name: str) -> bool:
         return name in _BACKWARD
@@ -56,52 +97,31 @@ class Exponents(Observer):
         flat = gradient.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE)].float().abs()
         exponent = torch.frexp(sample).exponent - 1
-        place = (exponent - LOWEST).clamp(0, BINS - 1) + 1
-        place = torch.where(sample == 0, 0, place)
+        place = torch.where(sample == 0, 0, (exponent - LOWEST).clamp(0, BINS - 1) + 1)
         counts = torch.zeros(BINS + 1, device=gradient.device).scatter_add_(
             0, place.long(), torch.isfinite(sample).float()
         )
-        known = self.counts.get(gradient.dtype)
-        self.counts[gradient.dtype] = counts if known is None else known + counts
-
-    def read(self, dtype: torch.dtype) -> list[float]:
-        """The histogram of an element type so far; waits for the device."""
-        counts = self.counts.get(dtype)
-        return counts.tolist() if counts is not None else []
+        known = self._counts.get(gradient.dtype)
+        self._counts[gradient.dtype] = counts if known is None else known + counts
 
     def fp16(self) -> tuple[int, float, float]:
-        """Values seen in fp16, and the shares of them that are subnormal and zero; waits for the device."""
-        counts = self.read(torch.float16)
+        """This step's values in fp16, and the shares of them that are subnormal and zero; waits for the "
+        "device."""
+        known = self._counts.get(torch.float16)
+        counts = [] if known is None else known.tolist()
         total = sum(counts)
         if not total:
             return 0, 0.0, 0.0
         subnormal = sum(counts[1 : NORMAL - LOWEST + 1])
         return int(total), subnormal / total, counts[0] / total
 
-
-def scale_interval(counts: list[float], scale: float) -> tuple[int, int] | None:
-    """The loss scales, as powers of two, that fp16 gradients allow.
-
-    Args:
-        counts: A histogram of the gradients' exponents, zeros first.
-        scale: The loss scale they carry.
-
-    Returns:
-        Lowest and highest exponent of a scale: with the lowest, all but 1 % of the gradients that are not
-        zero stay above fp16's smallest number; with the highest, the largest one stays two bits below 65504.
-        The interval is empty where the lowest exceeds the highest. None where nothing was counted.
-    """
-    total = sum(counts[1:])
-    if not total:
-        return None
-    carried = torch.log2(torch.tensor(scale)).item()
-    present = [index for index, count in enumerate(counts[1:]) if count]
-    below, tail = 0.0, present[0]
-    for index in present:
-        below += counts[1 + index]
-        if below > TAIL * total:
-            tail = index
-            break
-    lowest = SMALLEST - (tail + LOWEST - carried)
-    highest = LARGEST - HEADROOM - (present[-1] + LOWEST - carried)
-    return round(lowest), round(highest)
+    def end(self) -> None:
+        carried = round(log2(self.scale)) if self.scale > 0 else 0
+        for dtype, known in self._counts.items():
+            zeros, *counts = known.tolist()
+            histogram = self.histograms.setdefault(dtype, Histogram())
+            histogram.zeros += int(zeros)
+            for index, number in enumerate(counts):
+                if number:
+                    histogram.counts[index + LOWEST - carried] += int(number)
+        self._counts.clear()

@@ -140,7 +140,8 @@ class Gradient:
         if gradient is None:
             self.clear()
             return
-        self.reference = weakref.ref(gradient)
+        if self.value is not gradient:
+            self.reference = weakref.ref(gradient)
         self.version = gradient._version
         self.marks = marks
 
@@ -274,10 +275,12 @@ class Ledger:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is followed, or the gradient of one."""
+        return self.is_parameter(tensor) or any(g.value is tensor for g in self._gradients.values())
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter that is followed."""
         known = self._gradients.get(id(tensor))
-        if known is not None and known.parameter() is tensor:
-            return True
-        return any(gradient.value is tensor for gradient in self._gradients.values())
+        return known is not None and known.parameter() is tensor
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Follow the parameters of an optimizer."""
@@ -373,13 +376,12 @@ class Ledger:
         marks = self._marks()
         for gradient in self._gradients.values():
             gradient.observe(marks)
-        self._note_open()
+        self.open |= bool(self._reached)
         for listener in self.on_backward:
             listener(None)
 
     def _note_open(self) -> None:
-        if self._recorder.looking:
-            self.open = any(gradient.scaled and not gradient.consumed for gradient in self.gradients)
+        self.open = self.open and any(g.scaled and not g.consumed for g in self._gradients.values())
 
     def _marks(self) -> Marks:
         return frozenset(self._reached) if self._reached else PLAIN
@@ -442,8 +444,7 @@ class Ledger:
             mark = self.scaler(scaler).mark
             for gradient in self.of(optimizer):
                 if gradient.reference is not None:
-                    gradient.accept(PLAIN)
-                    gradient.divided = mark
+                    gradient.marks, gradient.divided = PLAIN, mark
             self._note_open()
 
         return unscale_
@@ -632,21 +633,22 @@ class Ledger:
                 listener(optimizer)
 
     def _judge_marks(self, optimizer: Optimizer) -> None:
+        divides = getattr(optimizer, "grad_scale", None) is not None
         if self.depth:  # an optimizer that steps within the backward pass
             marks = self._marks()
             for gradient in self.of(optimizer):
                 gradient.observe(marks)
-        else:
+        elif self._scaler_step is None or divides:
             self.observe()
         if self._scaler_step is not None:
             scaler = self._scaler_step[0]
-            if getattr(optimizer, "grad_scale", None) is not None:
+            if divides:
                 self._judge_division(scaler, optimizer)
                 for gradient in self.of(optimizer):
                     if gradient.reference is not None:
                         gradient.marks, gradient.divided = PLAIN, self.scaler(scaler).mark
             return
-        if getattr(optimizer, "grad_scale", None) is not None:
+        if divides:
             return  # it unscales by itself
         used = [gradient for gradient in self.of(optimizer) if gradient.reference is not None]
         if used and all(gradient.consumed and not gradient.fresh for gradient in used):
@@ -722,10 +724,11 @@ class Ledger:
         return add_param_group
 
     def _around_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad(owner: Any, *args: Any, **kw: Any) -> None:
-            self.observe()
+        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
             with self._at_work():
-                original(owner, *args, **kw)
+                original(owner, set_to_none)
+            if set_to_none:
+                return  # that there is no gradient will be seen
             parameters: Iterable[Tensor] = (
                 (p for group in owner.param_groups for p in group["params"])
                 if isinstance(owner, Optimizer)
@@ -743,6 +746,10 @@ class Ledger:
 
     def _around_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kw: Any) -> None:
+            if not self.open:
+                # What is done to gradients without a scale is the user's business.
+                original(parameters, max_norm, total_norm, *args, **kw)
+                return
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             self.observe()
             known = [g for p in parameters if (g := self._gradients.get(id(p))) is not None]

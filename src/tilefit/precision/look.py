@@ -85,6 +85,10 @@ class Observer:
         """The step is over: read what was collected. Waiting for the device is allowed here."""
 
 
+#: An operation's name, and what is called before and after it.
+_Plan = tuple[str, tuple[Callable[[Call], None], ...], tuple[Callable[[Call], None], ...]]
+
+
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode of a close look.
 
@@ -101,7 +105,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._observers = tuple(observers)
-        self._plans: dict[Any, tuple[str, tuple[Observer, ...]]] = {}
+        self._plans: dict[Any, _Plan] = {}
         self._all_lines = all_lines
         self._names = names
         self._lines: dict[int, str] = {}
@@ -187,20 +191,24 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         plan = self._plans.get(func)
         if plan is None:
-            name = func._schema.name.rpartition("::")[2]
-            plan = name, tuple(observer for observer in self._observers if observer.wants(func, name))
-            self._plans[func] = plan
-        name, observers = plan
+            plan = self._plans[func] = self._plan(func)
+        name, before, after = plan
         backward = self._ledger.depth > 0
         call = Call(self, func, name, args, kwargs, backward)
-        for observer in observers:
-            observer.before(call)
+        for look_before in before:
+            look_before(call)
         call.out = out = func(*args, **kwargs)
-        if not backward and torch.is_grad_enabled() and (self._all_lines or _is_scalar(out)):
+        if not backward and (self._all_lines or _is_scalar(out)) and torch.is_grad_enabled():
             self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
-        for observer in observers:
-            observer.after(call)
+        for look_after in after:
+            look_after(call)
         return out
+
+    def _plan(self, func: Any) -> _Plan:
+        name = func._schema.name.rpartition("::")[2]
+        wanted = [observer for observer in self._observers if observer.wants(func, name)]
+        before = [observer.before for observer in wanted if type(observer).before is not Observer.before]
+        return name, tuple(before), tuple(observer.after for observer in wanted)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

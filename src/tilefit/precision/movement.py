@@ -9,7 +9,6 @@ Counting values that did not change would accuse stochastic rounding.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -178,13 +177,12 @@ class Accumulators(Observer):
 
     Args:
         recorder: Where events go.
-        is_known: Whether a tensor is a parameter or a gradient.
+        ledger: Knows parameters, gradients and optimizers.
     """
 
-    def __init__(self, recorder: Recorder, ledger: Ledger, is_known: Callable[[Tensor], bool]) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
-        self._is_known = is_known
         self._sums: dict[tuple[int, torch.Size], _Sum] = {}
         self._old: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -197,7 +195,9 @@ class Accumulators(Observer):
             return
         targets = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
         for index, target in enumerate(targets):
-            if target.dtype in HALF and is_plain(target) and target.numel() and not self._is_known(target):
+            if target.dtype not in HALF or not is_plain(target) or not target.numel():
+                continue
+            if not self._ledger.knows(target):
                 old = _spread(target).float()
                 new = _intended(call, target, old, index)
                 if new is not None:
@@ -261,6 +261,39 @@ class _Sum:
         self.source = call.source
         self.updates += 1
         self.values = moved.numel()
+
+
+class GradientSums(Observer):
+    """Adds up in fp32, on samples, what backward passes add to half-precision gradients."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def wants(self, func: Any, name: str) -> bool:
+        return name == "add_"
+
+    def before(self, call: Call) -> None:
+        target = call.args[0]
+        if not call.backward or target.dtype not in HALF or not is_plain(target):
+            return
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() != "torch::autograd::AccumulateGrad" or len(self._sums) >= PARAMETERS:
+            return
+        known = self._sums.get(id(target))
+        before = known[1] if known is not None and known[0]() is target else _spread(target).float()
+        self._sums[id(target)] = weakref.ref(target), before + _spread(call.args[1]).float()
+
+    def error(self) -> float | None:
+        """The relative error of the sums since the step began; waits for the device."""
+        off = [
+            (_spread(target).float() - wide).norm() / wide.norm().clamp_min(torch.finfo(torch.float32).tiny)
+            for reference, wide in self._sums.values()
+            if (target := reference()) is not None
+        ]
+        return float(torch.stack(off).max()) if off else None
+
+    def end(self) -> None:
+        self._sums.clear()
 
 
 class OptimizerStates:

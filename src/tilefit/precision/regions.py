@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -318,6 +319,7 @@ class Regions:
         return any(gradient.parameter() is parameter for gradient in self._ledger.gradients)
 
 
+@cache
 def name_of(dtype: torch.dtype) -> str:
     """``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")

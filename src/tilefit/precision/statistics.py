@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tilefit.report.watched import Table
 
 
-def table_of(counts: Mapping[tuple[str, str, str], int]) -> Table:
-    """Counts of operations (name, phase, element type) as a table, the most frequent first."""
+def table_of(counts: Mapping[tuple[str, bool, Any], int]) -> Table:
+    """Counts of operations (name, whether backward, element type) as a table, the most frequent first."""
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    for (name, phase, dtype), count in counts.items():
-        rows.setdefault((name, phase), {})[dtype] = count
+    for (name, backward, dtype), count in counts.items():
+        phase = "backward" if backward else "forward"
+        rows.setdefault((name, phase), {})[str(dtype).removeprefix("torch.")] = count
     types = sorted({dtype for row in rows.values() for dtype in row})
     ordered = sorted(rows.items(), key=lambda item: -sum(item[1].values()))
     return Table(

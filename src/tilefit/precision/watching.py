@@ -18,10 +18,10 @@ from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.checkpoints import Checkpoints, Schedules
 from tilefit.precision.dtypes import LostGradients, Products, Statistics
-from tilefit.precision.exponents import Exponents, scale_interval
+from tilefit.precision.exponents import Exponents, Histogram
 from tilefit.precision.ledger import Ledger, Stepped
 from tilefit.precision.look import Look, Observer
-from tilefit.precision.movement import Accumulators, OptimizerStates, Weights
+from tilefit.precision.movement import Accumulators, GradientSums, OptimizerStates, Weights
 from tilefit.precision.non_finite import Origin
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
@@ -34,6 +34,7 @@ from tilefit.precision.window import Window
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import Alarm
 from tilefit.rules.registry import choose
+from tilefit.units import share
 
 if TYPE_CHECKING:
     from typing import Self
@@ -96,13 +97,16 @@ class Watch:
         self._regions = Regions(recorder, ledger, patches, self._exponents.fp16)
         self._checkpoints = Checkpoints(recorder, ledger, patches)
         self._schedules = Schedules(recorder, ledger, patches)
-        self._losses = Losses(recorder, ledger, self._line_of, lambda: bool(self._regions.trained))
+        self._sums = GradientSums()
+        self._losses = Losses(
+            recorder, ledger, self._line_of, lambda: bool(self._regions.trained), self._sums.error
+        )
         self._weights = Weights(recorder, ledger)
         OptimizerStates(recorder, ledger)
         self._window = Window(recorder, ledger)
         ledger.before_observing = lambda: self._window.replaced(ledger.gradients)
-        self._shadows = Shadows(recorder, self._is_known)
-        self._accumulators = Accumulators(recorder, ledger, self._is_known)
+        self._shadows = Shadows(recorder, ledger.is_parameter)
+        self._accumulators = Accumulators(recorder, ledger)
         self._products = Products(recorder)
         self._lost = LostGradients(recorder, ledger, self._regions.cached_region)
         self._ranks = Ranks(recorder, ledger)
@@ -217,29 +221,10 @@ class Watch:
 
     def _tables(self) -> list[Table]:
         tables = []
-        for dtype in self._exponents.counts:
-            counts = self._exponents.read(dtype)
-            allowed = scale_interval(counts, self._scale or 1.0)
-            if allowed is None:
-                continue
-            total = sum(counts)
-            lowest, highest = allowed
-            advice = (
-                f"scales from 2^{lowest} to 2^{highest} keep 99 % of the gradients above zero and all of "
-                "them "
-                "below 65504"
-                if lowest <= highest
-                else "no scale keeps 99 % of the gradients above zero and all of them below 65504: use bf16"
-            )
-            if lowest <= 0 <= highest:
-                advice += "; 1 is among them: these gradients need no scale"
-            tables.append(
-                Table(
-                    "Half-precision gradients",
-                    ("type", "values", "zero", "as fp16"),
-                    ((name_of(dtype), f"{total:.0f}", f"{counts[0] / total:.1%}", advice),),
-                )
-            )
+        for dtype, histogram in self._exponents.histograms.items():
+            allowed = histogram.scale_interval()
+            if allowed is not None:
+                tables.append(_gradients_table(name_of(dtype), histogram, *allowed))
         if self._statistics.counts:
             tables.append(table_of(self._statistics.counts))
         return tables
@@ -269,6 +254,7 @@ class Watch:
         recorder = self._recorder
         if recorder.looking and stepped.scaler is not None:
             self._scale = float(stepped.scaler.get_scale())
+            self._exponents.scale = self._scale
         scaled = stepped.scaler is not None
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
         if self._loss_finite is not None and not bool(self._loss_finite):
@@ -308,6 +294,7 @@ class Watch:
             self._window,
             self._shadows,
             self._accumulators,
+            self._sums,
             self._products,
             self._exponents,
             self._statistics,
@@ -333,10 +320,6 @@ class Watch:
     def _line_of(self, sequence: int) -> str:
         return self._look.line_of(sequence) if self._look is not None else ""
 
-    def _is_known(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter or a gradient."""
-        return self._ledger.knows(tensor)
-
     def _around_replay(self, original: Any) -> Any:
         def replay(graph: Any) -> None:
             self._recorder.cannot_check("what runs inside CUDA graphs")
@@ -344,6 +327,23 @@ class Watch:
             self._ledger.replay_ran()
 
         return replay
+
+
+def _gradients_table(dtype: str, histogram: Histogram, lowest: int, highest: int) -> Table:
+    """What loss scales the gradients seen allow."""
+    if lowest > highest:
+        advice = "no loss scale keeps 99 % of them above zero in fp16 and all of them below 65504: use bf16"
+    else:
+        advice = f"in fp16 a loss scale from 2^{lowest} to 2^{highest} fits them"
+        if lowest <= 0 <= highest:
+            advice += "; 1 is among them, so they need none"
+    zero = histogram.zeros / histogram.total
+    exponents = f"2^{min(histogram.counts)} to 2^{max(histogram.counts)}"
+    return Table(
+        "Half-precision gradients, the loss scale divided out",
+        ("type", "values", "zero", "sizes", "advice"),
+        ((dtype, str(histogram.total), share(zero), exponents, advice),),
+    )
 
 
 def _frames_compiled() -> int:

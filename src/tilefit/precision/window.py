@@ -282,6 +282,8 @@ class Window(Observer):
 
     def replaced(self, gradients: Iterable[Gradient]) -> None:
         """Judge gradients that were replaced by a new tensor, before they are used."""
+        if not self._derived:
+            return
         for gradient in gradients:
             parameter = gradient.parameter()
             value = None if parameter is None else parameter.grad

@@ -28,3 +28,16 @@ def pattern(modules: Iterable[str]) -> str:
     while parts[-2:] == ["*", "*"]:
         parts.pop()
     return ".".join(parts)
+
+
+def listed(modules: Iterable[str], noun: str) -> str:
+    """Modules by a path that fits them all, or by their number where only ``*`` does.
+
+    >>> listed(["h.0.act", "h.1.act"], "layers")
+    'h.*.act'
+    >>> listed(["0", "2"], "layers")
+    '2 layers'
+    """
+    paths = list(dict.fromkeys(modules))
+    common = pattern(paths)
+    return f"{len(paths)} {noun}" if common == "*" else common

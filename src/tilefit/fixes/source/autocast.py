@@ -57,11 +57,25 @@ def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:
         ):
             if index == 0:
                 raise RefusedError(f"forward and backward share line {syntax.line(first)}: write them apart")
-            return body[:index]
+            return _up_to_loss(syntax, body[:index], statement)
     last = body[-1]
     if not (isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)):
         raise RefusedError("it is not clear where the loss ends: there is no backward() in the same block")
     return body
+
+
+def _up_to_loss(
+    syntax: Syntax, statements: list[cst.BaseStatement], backward: cst.BaseStatement
+) -> list[cst.BaseStatement]:
+    """The statements up to the last that sets what ``backward`` is called on, as far as that is seen."""
+    names = {name.value for name in syntax.all(cst.Name, backward)}
+    setting = [
+        index
+        for index, statement in enumerate(statements)
+        for target in syntax.all(cst.AssignTarget, statement)
+        if isinstance(target.target, cst.Name) and target.target.value in names
+    ]
+    return statements[: max(setting, default=len(statements) - 1) + 1]
 
 
 def _within(syntax: Syntax, header: str, statements: list[cst.BaseStatement]) -> list[Edit]:

@@ -61,7 +61,7 @@ def callers(frame: FrameType | None, born: Any = None) -> Callers:
         of_constructor = (
             born is not None
             and code.co_name == "__init__"
-            and frame.f_locals.get(code.co_varnames[0]) is born
+            and frame.f_locals.get(next(iter(code.co_varnames), "")) is born
         )
         found.append(Caller(code, frame.f_lasti, frame.f_lineno, of_constructor))
         frame = frame.f_back

@@ -45,4 +45,4 @@ class ChannelsLast(SourceFix):
             line = line or syntax.line(call)
         if not edits:
             raise RefusedError("its convolutions are not modules of the program")
-        return Change(edits, line, next(reversed(next(iter(edits.values())))).text.removeprefix("."))
+        return Change(edits, line, next(reversed(next(iter(edits.values())))).text)

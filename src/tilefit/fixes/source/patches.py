@@ -197,8 +197,13 @@ def _tried(
     kept: list[Change] = []
     before_s = context.estimate.time_s
     while changes:
-        candidates = [change for _, change in changes]
-        requests = [_with(options, [*kept, *candidates[: n + 1]]) for n in range(len(candidates))]
+        requests = []
+        try:
+            for n in range(len(changes)):
+                requests.append(_with(options, [*kept, *(change for _, change in changes[: n + 1])]))
+        except RefusedError as refused:
+            yield changes.pop(len(requests)), refused.what
+            continue
         with closing(captures_in_child(target, requests, timeout_s)) as captured:
             for step in captured:
                 entry = changes.pop(0)

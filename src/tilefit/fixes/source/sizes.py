@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -121,11 +122,27 @@ def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -
             if not reason and not _is_plain(argument.value):
                 reason = f" ({refused.what})"
     if not found:
+        found = _in_configuration(search, program)
+    if not found:
         maker = next(caller for caller in chain if not caller.of_constructor)
         if not maker.is_users:
             reason = f" ({Path(maker.path).name}, a library's file, makes it)"
         raise RefusedError(f"{size} is not written in {syntax.file.name}:{syntax.line(call)}{reason}")
     return found
+
+
+def _in_configuration(search: Search, program: Program) -> list[Literal]:
+    """The literal behind the one name under which the model's configuration (Hugging Face's) has the size."""
+    for model in program.models.values():
+        names = [
+            name
+            for name, value in vars(getattr(model, "config", None) or model).items()
+            if value == search.value
+        ]
+        if len(names) == 1:
+            with suppress(RefusedError):
+                return [search.anywhere(names[0])]
+    return []
 
 
 def _is_plain(value: cst.BaseExpression) -> bool:

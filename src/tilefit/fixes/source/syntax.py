@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TypeVar
 
 import libcst as cst
-from libcst import matchers as m
 from libcst.metadata import (
     Assignment,
     GlobalScope,
@@ -44,6 +43,7 @@ class Syntax:
         self._positions = wrapper.resolve(PositionProvider)
         self._scopes = wrapper.resolve(ScopeProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
+        self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
 
     # ---- places ----------------------------------------------------------------------------
 
@@ -78,9 +78,17 @@ class Syntax:
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
         """All nodes of a kind, in the order of the file."""
-        for node in m.findall(within or self.tree, m.MatchIfTrue(lambda node: isinstance(node, kind))):
+        first, last = (self.start(within), self.stop(within)) if within else (0, len(self.file.text))
+        for node in self._of_kind(kind):
             assert isinstance(node, kind)
-            yield node
+            if first <= self.start(node) and self.stop(node) <= last:
+                yield node
+
+    def _of_kind(self, kind: type[cst.CSTNode]) -> list[cst.CSTNode]:
+        if kind not in self._kinds:
+            found = [node for node in self._positions if isinstance(node, kind)]
+            self._kinds[kind] = sorted(found, key=self.start)
+        return self._kinds[kind]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node that a node is part of."""

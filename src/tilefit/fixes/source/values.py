@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import libcst as cst
-from libcst.metadata import Assignment, FunctionScope
+from libcst.metadata import Assignment, ClassScope
 
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.birth import Callers
@@ -49,6 +50,22 @@ def called(program: Program, chain: Callers, index: int) -> tuple[Syntax, cst.Ca
     return syntax, call
 
 
+class Origin(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+        syntax: The file.
+        expression: What gives it, no name or parameter itself.
+        at: Index of the call in whose function it is evaluated.
+        name: The last name it went by; may be empty.
+    """
+
+    syntax: Syntax
+    expression: cst.BaseExpression
+    at: int
+    name: str
+
+
 class Search:
     """Looks for the literal that gives an expression its value.
 
@@ -69,38 +86,64 @@ class Search:
         Raises:
             RefusedError: the value does not come from one literal.
         """
-        match expression:
-            case cst.Integer() if expression.evaluated_value == self.value:
-                return Literal(syntax, expression, name)
-            case cst.Name():
-                return self._named(syntax, expression, at)
-            case cst.Attribute(value=cst.Name(value="self"), attr=attr):
-                return self._of_self(syntax, expression, attr.value, at)
-            case cst.Attribute(attr=attr):
-                return self._anywhere(attr.value)
+        origin = self._origin(Origin(syntax, expression, at, name))
+        match origin.expression:
+            case cst.Integer() as node if node.evaluated_value == self.value:
+                return Literal(origin.syntax, node, origin.name)
+            case cst.Attribute(value=owner, attr=attr):
+                return self._held(origin, owner, attr.value)
             case cst.Subscript(
-                slice=[cst.SubscriptElement(slice=cst.Index(value=cst.SimpleString() as key))]
+                value=owner, slice=[cst.SubscriptElement(slice=cst.Index(value=cst.SimpleString() as key))]
             ):
-                return self._anywhere(str(key.evaluated_value))
-        raise RefusedError(f"{syntax.code(expression)} is not a plain number")
+                return self._held(origin, owner, str(key.evaluated_value))
+        raise RefusedError(f"{origin.syntax.code(origin.expression)} is not a plain number")
 
-    def _named(self, syntax: Syntax, name: cst.Name, at: int) -> Literal:
-        found = syntax.assignments(name.value, syntax.scope(name))
+    def _origin(self, value: Origin) -> Origin:
+        """The value, followed through names, parameters and ``self``."""
+        while True:
+            match value.expression:
+                case cst.Name():
+                    followed = self._named(value)
+                case cst.Attribute(value=cst.Name(value="self"), attr=attr):
+                    followed = self._of_self(value, attr.value)
+                case _:
+                    return value
+            if followed is None:
+                return value
+            value = followed
+
+    def _named(self, value: Origin) -> Origin | None:
+        """What a name is set to; None for an imported one, which is an attribute of another file."""
+        syntax, expression, at, _ = value
+        assert isinstance(expression, cst.Name)
+        name = expression.value
+        found = syntax.assignments(name, syntax.scope(expression))
         if len(found) != 1:
-            raise RefusedError(f"{name.value} is set in {len(found) or 'no'} places of {syntax.file.name}")
-        assigned = found[0]
+            raise RefusedError(f"{name} is set in {len(found) or 'no'} places of {syntax.file.name}")
+        (assigned,) = found
         if isinstance(assigned.node, cst.Param):
-            return self._parameter(syntax, assigned, assigned.node, at)
+            return self._parameter(syntax, assigned.node, at)
         if isinstance(assigned.node, cst.Import | cst.ImportFrom):
-            return self._anywhere(name.value)
-        value = syntax.value_of(assigned)
-        if value is None:
-            raise RefusedError(f"{name.value} is not set to one value")
-        return self.literal(syntax, value, at, name.value)
+            return self._imported(name)
+        result = syntax.value_of(assigned)
+        if result is None:
+            raise RefusedError(f"{name} is not set to one value")
+        return Origin(syntax, result, at, name)
 
-    def _parameter(self, syntax: Syntax, assigned: Assignment, parameter: cst.Param, at: int) -> Literal:
+    def _imported(self, name: str) -> Origin:
+        """The global of this name in another of the program's files."""
+        values = [
+            Origin(syntax, value, len(self.chain), name)
+            for syntax in self.program.syntaxes()
+            for assigned in syntax.global_scope[name]
+            if isinstance(assigned, Assignment) and (value := syntax.value_of(assigned)) is not None
+        ]
+        if len(values) != 1:
+            raise RefusedError(f"{name} is set in {len(values) or 'none'} of your files")
+        return values[0]
+
+    def _parameter(self, syntax: Syntax, parameter: cst.Param, at: int) -> Origin:
         """The argument a parameter was called with, or its default."""
-        assert isinstance(assigned.scope, FunctionScope)
         function = syntax.around(parameter, cst.FunctionDef)
         name = parameter.name.value
         if function is None:
@@ -111,10 +154,10 @@ class Search:
             raise RefusedError(f"nobody is seen calling {function.name.value}")
         given = self._argument(syntax, function, parameter, at + 1)
         if given is not None:
-            return self.literal(*given, at + 1, name)
+            return Origin(*given, at + 1, name)
         if parameter.default is None:
             raise RefusedError(f"{name} is passed in a way that hides it")
-        return self.literal(syntax, parameter.default, at + 1, name)
+        return Origin(syntax, parameter.default, at + 1, name)
 
     def _runs(self, at: int, syntax: Syntax, function: cst.FunctionDef) -> bool:
         """Whether ``chain[at]`` is in this very function."""
@@ -133,7 +176,7 @@ class Search:
         """What a call passes for a parameter; None where it leaves the default."""
         caller, call = called(self.program, self.chain, at)
         names = [p.name.value for p in (*function.params.posonly_params, *function.params.params)]
-        is_method = isinstance(syntax.scope(function), cst.metadata.ClassScope)
+        is_method = isinstance(syntax.scope(function), ClassScope)
         place = names.index(parameter.name.value) - is_method if parameter.name.value in names else None
         for index, argument in enumerate(call.args):
             if argument.star:
@@ -143,25 +186,55 @@ class Search:
                 return caller, argument.value
         return None
 
-    def _of_self(self, syntax: Syntax, expression: cst.Attribute, name: str, at: int) -> Literal:
-        """What ``self.name`` is set to in its class; else wherever something of that name is set."""
-        owner = syntax.around(expression, cst.ClassDef)
+    def _of_self(self, value: Origin, name: str) -> Origin | None:
+        """What ``self.name`` is set to in its class; None where that is not one expression."""
+        owner = value.syntax.around(value.expression, cst.ClassDef)
         values = [
             assign.value
-            for assign in (syntax.all(cst.Assign, owner) if owner else ())
+            for assign in (value.syntax.all(cst.Assign, owner) if owner else ())
             for target in assign.targets
             if isinstance(target.target, cst.Attribute)
             and isinstance(target.target.value, cst.Name)
             and (target.target.value.value, target.target.attr.value) == ("self", name)
         ]
-        if len(values) == 1:
-            return self.literal(syntax, values[0], at, name)
-        return self._anywhere(name)
+        return Origin(value.syntax, values[0], value.at, name) if len(values) == 1 else None
 
-    def _anywhere(self, name: str) -> Literal:
+    def _held(self, value: Origin, owner: cst.BaseExpression, name: str) -> Literal:
+        """What an object holds under a name: an argument of the call that made it, or its class's default.
+
+        Where the object's making is not seen, the one place in the files that gives the name the value.
+        """
+        try:
+            holder = self._origin(Origin(value.syntax, owner, value.at, ""))
+        except RefusedError:
+            return self.anywhere(name)
+        match holder.expression:
+            case cst.Call(func=maker, args=arguments):
+                for argument in arguments:
+                    if argument.keyword is not None and argument.keyword.value == name:
+                        return self.literal(holder.syntax, argument.value, holder.at, name)
+                made = holder.syntax.code(maker).rpartition(".")[2]
+                defaults = [
+                    literal
+                    for syntax in self.program.syntaxes()
+                    for literal in self._defaults(syntax, name)
+                    if (around := syntax.around(literal.node, cst.ClassDef)) and around.name.value == made
+                ]
+                if len(defaults) == 1:
+                    return defaults[0]
+            case cst.Dict(elements=elements):
+                for element in elements:
+                    if isinstance(element, cst.DictElement) and _is_text(element.key, name):
+                        return self.literal(holder.syntax, element.value, holder.at, name)
+        return self.anywhere(name)
+
+    def anywhere(self, name: str) -> Literal:
         """The one place in the program's files that gives something of this name the value.
 
         A value that is passed or assigned goes before a default.
+
+        Raises:
+            RefusedError: there is none, or several.
         """
         given = [literal for syntax in self.program.syntaxes() for literal in self._given(syntax, name)]
         defaults = [literal for syntax in self.program.syntaxes() for literal in self._defaults(syntax, name)]
@@ -178,7 +251,7 @@ class Search:
             if argument.keyword is not None and argument.keyword.value == name:
                 yield from self._fitting(syntax, argument.value, name)
         for element in syntax.all(cst.DictElement):
-            if isinstance(element.key, cst.SimpleString) and element.key.evaluated_value == name:
+            if _is_text(element.key, name):
                 yield from self._fitting(syntax, element.value, name)
         for assign in syntax.all(cst.Assign):
             for target in assign.targets:
@@ -206,6 +279,10 @@ class Search:
     def _fitting(self, syntax: Syntax, value: cst.BaseExpression, name: str) -> Iterator[Literal]:
         if isinstance(value, cst.Integer) and value.evaluated_value == self.value:
             yield Literal(syntax, value, name)
+
+
+def _is_text(node: cst.BaseExpression, text: str) -> bool:
+    return isinstance(node, cst.SimpleString) and node.evaluated_value == text
 
 
 def _is_global(syntax: Syntax, node: cst.CSTNode) -> bool:

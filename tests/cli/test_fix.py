@@ -1,0 +1,199 @@
+"""``tilefit fix``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tilefit.capture import child
+from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.errors import TilefitError
+from tilefit.fixes.source import patches
+from tilefit.ops import Step
+
+_SCRIPT = """\
+import torch
+from torch import nn
+
+print("loading")
+
+
+class Net(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.up = nn.Linear(2048, hidden)
+        self.down = nn.Linear(hidden, 2048)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def build():
+    return Net(4095), torch.empty(16384, 2048)
+
+
+def healthy():
+    return Net(4096), torch.empty(16384, 2048)
+
+
+def make_step():
+    net = Net(4096)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = net(torch.zeros(64, 2048)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    return step
+"""
+_ARGUMENTS = ("--gpu", "h200", "--amp", "bf16", "--fused-optimizer", "--select", "ALN,NTC003", "--no-verify")
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A training script; it is captured in this process, which is faster than in a child."""
+
+    def captured(target: str, options: CaptureOptions, timeout_s: float) -> Step:
+        with redirect_stdout(sys.stderr):
+            return capture_target(target, options)
+
+    def several(
+        target: str, options: Sequence[CaptureOptions], timeout_s: float
+    ) -> Iterator[Step | TilefitError]:
+        for each in options:
+            try:
+                yield captured(target, each, timeout_s)
+            except TilefitError as error:
+                yield error
+
+    monkeypatch.setattr(child, "capture_in_child", captured)
+    monkeypatch.setattr(patches, "captures_in_child", several)
+    path = tmp_path / "train.py"
+    path.write_text(_SCRIPT)
+    return path
+
+
+def test_it_shows_what_it_would_do_and_changes_nothing(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS)
+    assert ran.code == 1
+    assert "pad-linear" in ran.out
+    assert "times as fast (estimated)" in ran.out
+    assert 'model = tilefit.optimize(model, inputs, gpu="h200", amp="bf16"' in ran.out
+    assert "train.py:18" in ran.out, "where the model is built"
+    assert "hidden=4095 -> 4096 in train.py:18 is unsafe" in " ".join(ran.out.split())
+    assert script.read_text() == _SCRIPT
+
+
+def test_a_healthy_model_has_nothing_to_fix(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:healthy", *_ARGUMENTS)
+    assert ran.code == 0
+    assert "Nothing to fix." in ran.out
+
+
+def test_the_predicted_saving_is_that_of_the_plan(tilefit, script: Path) -> None:
+    data = json.loads(tilefit("fix", "train.py:build", *_ARGUMENTS, "--output-format", "json").out)
+    plan = data["plan"]
+    assert plan["speedup"] > 1
+    assert sum(fix["gain_s"] for fix in plan["fixes"]) == pytest.approx(plan["before_s"] - plan["after_s"])
+    assert plan["verification"] is None
+
+
+def test_every_fix_is_proven_unless_told_not_to(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--verify", "--output-format", "json")
+    plan = json.loads(ran.out)["plan"]
+    assert plan["fixes"]
+    assert plan["verification"]["ok"]
+
+
+def test_what_the_script_prints_does_not_mix_with_the_answer(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--output-format", "json")
+    data = json.loads(ran.out)
+    assert "loading" in ran.err
+    assert [patch["summary"] for patch in data["patches"]] == ["hidden=4095 -> 4096"]
+
+
+def test_a_diff_is_a_patch_for_git(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--diff")
+    assert ran.code == 1
+    assert "tilefit.optimize(model, inputs" in ran.err
+    subprocess.run(["git", "apply"], input=ran.out, text=True, check=True)
+    assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
+
+
+def test_write_changes_the_file_once(tilefit, script: Path) -> None:
+    first = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
+    assert first.code == 1
+    assert "Written: train.py" in first.out
+    assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
+    again = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
+    assert (again.code, "Nothing to fix." in again.out) == (0, True)
+    assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
+
+
+def test_a_function_has_its_source_changed(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:make_step", "--gpu", "h200", "--select", "NTC003", "--write")
+    assert ran.code == 1
+    assert "AdamW(net.parameters(), fused=True)" in script.read_text()
+
+
+def test_markdown_has_the_table_and_the_patch(tilefit, script: Path) -> None:
+    out = tilefit(
+        "fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--output-format", "markdown"
+    ).out
+    assert "| fix | saves |" in out
+    assert "```diff" in out
+    assert "+    return Net(4096), torch.empty(16384, 2048)" in out
+
+
+def test_the_text_goes_to_a_file(tilefit, script: Path, tmp_path: Path) -> None:
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--output-file", "plan.txt")
+    assert "pad-linear" not in ran.out
+    assert "pad-linear" in (tmp_path / "plan.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train.py:build", "--gpu", "h20"), "unknown GPU 'h20'"),
+        (("train.py:build", "--gpu", "h200", "--levl", "safe"), "No such option: --levl"),
+        (("train.py:build", "--gpu", "h200", "--select", "pad-liner"), "Did you mean pad-linear?"),
+        (("train.py:build", "--gpu", "h200", "--diff", "--write"), "--diff prints a patch"),
+        (("train.py:bild", "--gpu", "h200"), "Did you mean 'build'?"),
+        (("broken.py:build", "--gpu", "h200"), "broken.py:1: importing broken.py raised SyntaxError"),
+        (("hf:gpt2", "--gpu", "h200", "--diff"), "there is no source of yours to change"),
+        (("train.py:build", "--measure"), "no CUDA GPU"),
+        (("train.py:build",), "no GPU was named"),
+    ],
+)
+def test_errors_say_what_is_wrong(tilefit, script: Path, arguments: tuple[str, ...], said: str) -> None:
+    script.with_name("broken.py").write_text("def build(:\n")
+    ran = tilefit("fix", *arguments)
+    assert ran.code == 2
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_typo_in_the_command_is_recognised(tilefit) -> None:
+    assert "Did you mean 'fix'?" in tilefit("fxi", "train.py:build").err
+
+
+def test_the_project_settles_what_is_fixed(tilefit, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.tilefit]\ngpu = "h200"\nignore = ["ALN"]\n')
+    ran = tilefit("fix", "train.py:build", "--amp", "bf16", "--fused-optimizer")
+    assert "pad-linear" not in ran.out
+
+
+def test_in_processes_of_its_own(tilefit, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
+    assert ran.code == 1
+    assert "loading" not in ran.out
+    assert "Net(4096), torch.empty(16384, 2048)" in (tmp_path / "train.py").read_text()

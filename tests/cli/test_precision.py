@@ -1,0 +1,115 @@
+"""``tilefit precision``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+_LOOP = """
+import sys
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+print("arguments", sys.argv[1:])
+for step in range(20):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = torch.nn.functional.mse_loss(model(torch.randn(8, 4)).float(), torch.randn(8, 4))
+    scaler.scale(loss).backward()
+    if "--unscale" in sys.argv:
+        scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+print("the end")
+"""
+_LINE = 1 + _LOOP.splitlines().index("    clip_grad_norm_(model.parameters(), 1.0)")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(_LOOP)
+    return path
+
+
+def test_a_mistake_is_found_with_its_line(tilefit, script: Path) -> None:
+    ran = tilefit("precision", str(script))
+    assert ran.code == 1
+    assert f"AMP001  train.py:{_LINE}  error, 20 times from step 0 on" in ran.out
+    assert "effective limit 1 / 65536 = 1.5e-05" in ran.out
+    assert "unscale_" in ran.out
+    assert "arguments []" in ran.err
+    assert "the end" in ran.err
+
+
+def test_a_healthy_script_is_nothing_wrong(tilefit, script: Path) -> None:
+    ran = tilefit("precision", "--steps", "5", str(script), "--unscale", "--steps", "7")
+    assert ran.code == 0
+    assert "5 steps watched" in ran.out
+    assert "Nothing wrong." in ran.out
+    assert "arguments ['--unscale', '--steps', '7']" in ran.err
+    assert "the end" not in ran.err
+
+
+def test_formats(tilefit, script: Path, tmp_path: Path) -> None:
+    data = json.loads(tilefit("precision", "--steps", "3", "--output-format", "json", str(script)).out)
+    assert (data["schema_version"], data["kind"], data["steps"]) == (1, "watched", 3)
+    (finding,) = data["findings"]
+    assert (finding["code"], finding["severity"], finding["steps"]) == ("AMP001", "error", 3)
+    concise = tilefit("precision", "--steps", "3", "--output-format", "concise", str(script)).out
+    assert concise.startswith(f"{script.name}:{_LINE}: AMP001 clipped at 1 ")
+    markdown = tmp_path / "report.md"
+    ran = tilefit("precision", "--output-format", "markdown", "--output-file", str(markdown), str(script))
+    assert (ran.code, ran.out) == (1, "")
+    assert "**AMP001**" in markdown.read_text()
+
+
+def test_rules_are_selected(tilefit, script: Path) -> None:
+    assert tilefit("precision", "--ignore", "AMP001", str(script)).code == 0
+    ran = tilefit("precision", "--ignore", "AMQ", str(script))
+    assert ran.code == 2
+    assert "Did you mean AMP?" in ran.err
+
+
+def test_a_script_that_fails_is_reported_with_its_line(tilefit, script: Path) -> None:
+    script.write_text(_LOOP.replace('print("the end")', "1 / 0"))
+    ran = tilefit("precision", str(script))
+    assert ran.code == 2
+    assert "AMP001" in ran.out
+    assert f"train.py:{len(_LOOP.splitlines())}: ZeroDivisionError" in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit(3)\n", "exit code 3"),
+        ("print('no training')\n", "no optimizer made a step"),
+    ],
+)
+def test_a_script_without_training_could_not_be_watched(
+    tilefit, script: Path, text: str, message: str
+) -> None:
+    script.write_text(text)
+    ran = tilefit("precision", str(script))
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err
+
+
+def test_a_script_that_is_not_there(tilefit) -> None:
+    ran = tilefit("precision", "nope.py")
+    assert ran.code == 2
+    assert "nope.py: there is no such file" in ran.err
+
+
+def test_a_rule_s_page(tilefit) -> None:
+    ran = tilefit("rule", "amp001")
+    assert ran.code == 0
+    assert ran.out.startswith("# AMP001: gradients are clipped before they are unscaled")
+    assert "Wrong:" in ran.out

@@ -1,0 +1,72 @@
+"""Compilation is chosen where its fusion is predicted to pay, and can be taken back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tilefit
+from tilefit.fixes.attention import Fusion
+from tilefit.fixes.compiled import DEFAULT, REDUCE_OVERHEAD, Compilation
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.run import Run
+
+
+class Gated(nn.Module):
+    """Mostly streaming operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.gate(x)
+        for _ in range(6):
+            y = torch.tanh(y * 1.5 + x).sigmoid() * x
+        return y
+
+
+def plan(model: nn.Module, rows: int, **options: object) -> tilefit.Plan:
+    x = torch.empty(rows, 512)
+    return tilefit.optimize(model, x, gpu="h200", amp="bf16", select=["compile"], **options)  # type: ignore[arg-type]
+
+
+def test_chains_of_streaming_operations_are_compiled() -> None:
+    model = Gated()
+    found = plan(model, 1 << 20)
+    assert [fix.name for fix in found.fixes] == ["compile"]
+    assert found.candidates == (Compilation((), DEFAULT),)
+    assert found.run.compiled
+    assert found.speedup > 1.5
+    assert model._compiled_call_impl is not None
+    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
+    found.undo()
+    assert not found.run.compiled
+    assert model._compiled_call_impl is None
+
+
+def test_a_step_that_waits_for_the_host_gets_graphs() -> None:
+    found = plan(Gated(), 64)
+    assert found.candidates == (Compilation((), REDUCE_OVERHEAD),)
+    assert "reduce-overhead" in found.fixes[0].summary
+
+
+def test_products_gain_nothing() -> None:
+    model = nn.Sequential(nn.Linear(512, 16384, bias=False), nn.Linear(16384, 512, bias=False))
+    assert not plan(model, 1 << 16, train=False, verify=False).fixes
+
+
+def test_not_on_top_of_fused_attention() -> None:
+    model = nn.Sequential(Gated())
+    run = Run(model)
+    Fusion(("0",)).apply(run)
+    with pytest.raises(RefusedError, match="fuse-attention"):
+        Compilation((), DEFAULT).apply(run)
+    assert not run.compiled
+
+
+def test_a_model_to_be_compiled_anyway_is_left_to_that() -> None:
+    assert not plan(Gated(), 1 << 20, compile=True).fixes

@@ -1,0 +1,156 @@
+"""CUDA graphs: only where they can be exact, and never in the way. What needs a GPU is in tests/gpu."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import tilefit
+from tilefit.fixes.cuda_graph import Graph, _State
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.run import Run
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(13, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 5))
+
+
+def graphed(model: nn.Module) -> nn.Module:
+    Graph(()).apply(Run(model))
+    return model
+
+
+class Own(nn.Module):
+    """A module with Python of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def hooked() -> nn.Module:
+    model = network()
+    model[0].register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Own, "Python"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Own()), "1 is a .*Own"),
+        (hooked, "0 has hooks"),
+        (lambda: nn.Sequential(nn.SyncBatchNorm(4)), "SyncBatchNorm"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "Parametrized"),
+    ],
+)
+def test_refusals(make: Callable[[], nn.Module], reason: str) -> None:
+    model = make()
+    kind = type(model)
+    with pytest.raises(RefusedError, match=reason):
+        graphed(model)
+    assert type(model) is kind
+
+
+def test_on_the_cpu_nothing_changes() -> None:
+    original, x = network(), torch.randn(7, 13)
+    model = graphed(copy.deepcopy(original))
+    for _ in range(5):
+        torch.testing.assert_close(model(x), original(x))
+    result = tilefit.verify(original, model, x)
+    assert result.ok, result
+    compiled = torch.compile(model.eval(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), original.eval()(x))
+
+
+def test_copies() -> None:
+    model = graphed(network())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+    assert model.state_dict().keys() == network().state_dict().keys()
+
+
+def test_undo() -> None:
+    model = network()
+    run = Run(model)
+    undo = Graph(()).apply(run)
+    assert run.cuda_graph
+    undo()
+    assert not run.cuda_graph
+    assert type(model) is nn.Sequential
+
+
+def freeze(model: nn.Sequential) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def exchange(model: nn.Sequential) -> None:
+    model[3].bias = nn.Parameter(torch.zeros(5))
+
+
+def reallocate(model: nn.Sequential) -> None:
+    model[0].weight.data = model[0].weight.data.clone()
+
+
+def replace_layer(model: nn.Sequential) -> None:
+    model[2] = nn.ReLU()
+
+
+def hook(model: nn.Sequential) -> None:
+    model[2].register_forward_pre_hook(lambda module, args: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(freeze, exchange, reallocate, replace_layer, hook),
+        lambda m: m.eval(),
+        lambda m: m[1].eval(),
+        lambda m: setattr(m[1], "momentum", 0.5),
+        lambda m: setattr(m[0], "__class__", nn.Bilinear),
+    ],
+)
+def test_what_was_captured_is_not_used_when_the_model_changes(
+    change: Callable[[nn.Sequential], object],
+) -> None:
+    model = network()
+    state = _State(model)
+    with torch.no_grad():  # a step of training is no such change
+        model(torch.randn(7, 13))
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert state.is_now()
+    change(model)
+    assert not state.is_now()
+
+
+def test_the_plan_uses_it_where_the_host_is_too_slow() -> None:
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    plan = tilefit.optimize(model, torch.empty(32, 64), gpu="h200", select=["cuda-graph"])
+    (fix,) = plan.fixes
+    assert fix.gain_s > 0
+    assert plan.run.cuda_graph
+
+
+def test_a_busy_gpu_needs_no_graph() -> None:
+    model = nn.Sequential(nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 8192))
+    plan = tilefit.optimize(model, torch.empty(65536, 8192), gpu="h200", select=["cuda-graph"], verify=False)
+    assert not plan.fixes
+    assert not plan.refused
+
+
+def test_python_of_ones_own_is_a_reason() -> None:
+    plan = tilefit.optimize(Own(), torch.empty(2, 4), gpu="h200", select=["cuda-graph"])
+    assert not plan.fixes
+    assert "Own" in plan.refused[0].reason

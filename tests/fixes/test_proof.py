@@ -1,0 +1,171 @@
+"""How a candidate is proven on models of any size."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilefit.fixes import Candidate, RefusedError, Run, Undo, proof
+from tilefit.fixes.linear import PaddedLayer, PaddedLinear, Padding
+from tilefit.fixes.proof import prove
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 21), nn.Linear(21, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def layer(path: str, old: tuple[int, int], keeps: bool = False) -> PaddedLayer:
+    wide = tuple(-(-size // 8) * 8 for size in old)
+    return PaddedLayer(path, old, (wide[0], wide[1]), 1000, keeps)
+
+
+BLOCKS = tuple(f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down"))
+CHAIN = Padding(
+    BLOCKS,
+    tuple(layer(p, (21, 16), True) if p.endswith("up") else layer(p, (16, 21)) for p in BLOCKS),
+    ("blocks.0", "blocks.1"),
+)
+HEAD = Padding(("head",), (layer("head", (50, 16)),))
+IDS = torch.randint(0, 50, (16, 512))
+
+
+def run(device: str = "cpu") -> Run:
+    return Run(Model().to(device), IDS.to(device))
+
+
+@dataclass(frozen=True)
+class Breaking(Padding):
+    """Pads, and then moves what was padded a little."""
+
+    def apply(self, run: Run) -> Undo:
+        undo = super().apply(run)
+        for path in self.modules:
+            run.model.get_submodule(path).__class__ = Moved
+        return undo
+
+
+class Moved(PaddedLinear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1e-6 * (input.sum() if self.least_rows == 0 else 0.0)
+
+
+@pytest.mark.parametrize("candidate", [CHAIN, HEAD])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("limits", "scope"),
+    [
+        ({}, "whole model"),
+        ({"WHOLE_MODEL_PARAMETERS": 0}, ""),
+        ({"WHOLE_MODEL_FLOP": 0}, ""),
+        ({"WHOLE_MODEL_PARAMETERS": 0, "SCOPE_PARAMETERS": 0}, "miniature"),
+    ],
+)
+def test_a_proof_and_its_failure_at_any_size(
+    candidate: Padding, device: str, limits: dict[str, int], scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(proof, name, value)
+    good = prove(run(device), candidate)
+    assert good.ok, good
+    assert scope in good.scope
+    if scope != "whole model":
+        assert candidate.scopes[0] in good.scope
+    broken = Breaking(candidate.modules, candidate.layers, candidate.parents)
+    assert not prove(run(device), broken).ok
+
+
+def test_equal_modules_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "WHOLE_MODEL_PARAMETERS", 0)
+    assert prove(run(), CHAIN).scope == "blocks.0"
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
+    before = run()
+    state = copy.deepcopy(before.model.state_dict())
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    prove(before, CHAIN)
+    assert torch.equal(torch.rand(1), expected)
+    assert not any(isinstance(module, PaddedLinear) for module in before.model.modules())
+    for name, value in before.model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+def test_a_large_module_that_cannot_be_made_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(Padding):
+        miniature = Candidate.miniature
+
+    monkeypatch.setattr(proof, "WHOLE_MODEL_PARAMETERS", 0)
+    monkeypatch.setattr(proof, "SCOPE_PARAMETERS", 0)
+    with pytest.raises(RefusedError, match="head has 850 parameters, too many"):
+        prove(run(), Large(HEAD.modules, HEAD.layers))
+
+
+def test_a_module_that_is_not_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "WHOLE_MODEL_PARAMETERS", 0)
+    before = run()
+    before.model.spare = nn.Linear(16, 21)
+    with pytest.raises(RefusedError, match="spare was not called"):
+        prove(before, Padding(("spare",), (layer("spare", (21, 16)),)))
+
+
+class Fixed(nn.Module):
+    """Takes sequences of one length alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.view(-1, 10, 3))
+
+
+def test_inputs_are_cut_only_as_far_as_the_model_takes_it() -> None:
+    padding = Padding(("layer",), (layer("layer", (5, 3)),))
+    assert prove(Run(Fixed(), torch.randn(64, 10, 3)), padding).ok
+    with pytest.raises(RefusedError, match="does not run"):
+        prove(Run(Fixed(), torch.randn(64, 7, 3)), padding)
+
+
+def test_zeros_are_no_values() -> None:
+    """A bias that is zero everywhere, and an input of zeros, would hide a mistake."""
+
+    class NoBias(PaddedLinear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return F.linear(input, self.weight) + 0 * self.bias
+
+    @dataclass(frozen=True)
+    class Forgetting(Padding):
+        def apply(self, run: Run) -> Undo:
+            undo = super().apply(run)
+            run.model.get_submodule("head").__class__ = NoBias
+            return undo
+
+    before = replace(run(), train=False)
+    nn.init.zeros_(before.model.head.bias)
+    assert not prove(before, Forgetting(HEAD.modules, HEAD.layers)).ok
