@@ -54,9 +54,11 @@ def test_what_fits_the_l2_is_faster_than_memory() -> None:
 
 
 def test_strided_accesses_and_sorts_are_slower() -> None:
-    plain = estimate(pointwise(1000), "h200").time_s
-    assert estimate(pointwise(1000, strided=True), "h200").time_s > 1.5 * plain
-    assert estimate(pointwise(1000, role="sort"), "h200").time_s > 5 * plain
+    for gpu in ("h200", "l40s"):
+        plain = estimate(pointwise(1000, role="copy", function="clone"), gpu).time_s
+        transposed = pointwise(1000, role="copy", function="clone", strided=True, inner=1)
+        assert estimate(transposed, gpu).time_s > 1.5 * plain
+        assert estimate(pointwise(1000, role="sort"), gpu).time_s > 5 * plain
 
 
 def test_time_grows_with_bytes() -> None:

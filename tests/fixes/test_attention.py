@@ -389,7 +389,7 @@ def test_the_plan_finds_proves_and_applies_it() -> None:
     model = Stack(min_gpt)
     for layer in model.layers:
         layer.causal = torch.ones(512, 512).tril().view(1, 1, 512, 512)
-    found = plan(model, torch.empty(64, 512, WIDTH))
+    found = plan(model, torch.empty(512, 512, WIDTH))
     (fix,) = found.fixes
     assert fix.modules == ("layers.0", "layers.1")
     assert found.speedup > 1.5
@@ -405,7 +405,7 @@ def test_the_plan_finds_proves_and_applies_it() -> None:
 def test_a_replaced_forward_is_refused() -> None:
     model = Stack(plain)
     model.layers[0].forward = model.layers[0].forward
-    found = plan(model, torch.empty(64, 512, WIDTH))
+    found = plan(model, torch.empty(512, 512, WIDTH))
     assert not found.fixes
     assert any("forward" in refused.reason for refused in found.refused)
 

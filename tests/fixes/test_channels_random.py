@@ -71,7 +71,13 @@ class Net(nn.Module):
         self._layer(nn.GroupNorm(1, self.channels[-1]), self.channels[-1])
 
     def add_module(self, kind: int) -> None:
-        modules = [nn.SiLU(), nn.ReLU(inplace=True), nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1), nn.Sigmoid()]
+        modules = [
+            nn.SiLU(),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 1, 1),
+            nn.AvgPool2d(3, 1, 1),
+            nn.Sigmoid(),
+        ]
         self._layer(modules[kind % len(modules)], self.channels[-1])
 
     def add_function(self, name: str) -> None:

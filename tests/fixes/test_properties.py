@@ -91,7 +91,7 @@ def shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 @given(models(), st.sampled_from([(6,), (2, 3), (1, 2, 2)]), st.integers(0, 3))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_padded_model_is_the_same_function(drawn: Any, leading: tuple[int, ...], seed: int) -> None:
     model, features = drawn
     torch.manual_seed(seed)

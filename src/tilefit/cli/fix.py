@@ -252,11 +252,13 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
         with output.progress("Trying changes of your files"), redirect_stdout(sys.stderr):
             context = Context(step, wishes.gpu, estimate)
             patches = propose(findings, context, program, options, wishes.levels, wishes.timeout_s)
+    fuses = plan is not None and plan.run.fused_optimizer and not options.fused_optimizer
     return Outcome(
         report=build(step, wishes.gpu, estimate, findings, title(wishes.gpu)),
         plan=plan,
         patches=patches,
-        call=_call(options, wishes),
+        call=_call(options, wishes, min_gain, fuses),
+        fuses=fuses,
         place=program.built_at,
     )
 
@@ -304,20 +306,21 @@ def _plan(program: Program, options: CaptureOptions, wishes: _Wishes, min_gain: 
     )
 
 
-def _call(options: CaptureOptions, wishes: _Wishes) -> str:
-    """The line of Python that applies the plan."""
+def _call(options: CaptureOptions, wishes: _Wishes, min_gain: float, fuses: bool) -> str:
+    """The line of Python that applies the plan; it is given the optimizer where it ``fuses`` it."""
     settings = {
         "gpu": wishes.gpu.name,
         "level": wishes.level,
         "train": options.train,
         "amp": options.amp,
         "tf32": options.tf32,
-        "optimizer": options.optimizer,
+        "optimizer": _Name("optimizer") if fuses else options.optimizer,
         "fused_optimizer": options.fused_optimizer,
         "channels_last": options.channels_last,
         "compile": options.compiled,
         "select": list(wishes.select),
         "ignore": list(wishes.ignore),
+        "min_gain": min_gain,
     }
     from tilefit.fixes.planner import optimize
 
@@ -328,9 +331,16 @@ def _call(options: CaptureOptions, wishes: _Wishes) -> str:
     return f"model = tilefit.optimize(model, inputs, {', '.join(given)}).model"
 
 
+class _Name(str):
+    """A variable of the user's script."""
+
+    __slots__ = ()
+
+
 def _literal(value: object) -> str:
     """A value as Python, strings in double quotes."""
-    return json.dumps(value) if isinstance(value, str | list) else repr(value)
+    quoted = isinstance(value, str | list) and not isinstance(value, _Name)
+    return json.dumps(value) if quoted else str(value)
 
 
 def _print_diff(outcome: Outcome) -> None:

@@ -35,6 +35,7 @@ class Outcome:
         plan: What ``tilefit.optimize`` does; None where the target is a function.
         patches: What can be written into the user's files.
         call: The line that applies the plan.
+        fuses: It needs the optimizer, which the plan fuses.
         place: Where it goes: the line that builds the model; empty where that is not the user's.
         written: Names of the files that were written.
     """
@@ -43,6 +44,7 @@ class Outcome:
     plan: Plan | None
     patches: Patches
     call: str
+    fuses: bool = False
     place: str = ""
     written: Sequence[str] = ()
 
@@ -131,7 +133,7 @@ def _left_alone(outcome: Outcome) -> RenderableType | None:
 def _by_hand(outcome: Outcome) -> RenderableType | None:
     if not outcome.by_hand:
         return None
-    items = ((f"{b.code}  {b.where}: {b.reason}", b.advice) for b in outcome.by_hand)
+    items = ((f"{b.code}  {b.where}: {b.reason}", "" if b.level else b.advice) for b in outcome.by_hand)
     return Group(Text("By hand", style="bold"), *_items(items))
 
 
@@ -146,7 +148,8 @@ def _others(outcome: Outcome) -> RenderableType | None:
 def _items(pairs: Iterable[tuple[str, str]]) -> Iterator[RenderableType]:
     for head, rest in pairs:
         yield Text(head)
-        yield Padding(Text(rest, style="dim"), (0, 0, 0, 2))
+        if rest:
+            yield _note(rest)
 
 
 def _note(note: str) -> RenderableType:
@@ -222,15 +225,16 @@ def _proof(fix: AppliedFix) -> str:
 
 def _how(outcome: Outcome, plan: Plan) -> Iterator[RenderableType]:
     """What the proof compared, and how the user gets the plan."""
-    if plan.verification is not None:
-        yield Padding(Text(f"Proof: {plan.verification}.", style="dim"), (0, 0, 0, 2))
-    if any(fix.modules for fix in plan.fixes):
-        place = f" ({outcome.place})" if outcome.place else ""
-        yield Text(f"Where the model is built{place}:", style="dim")
-        # A line to be copied is not wrapped.
-        yield Text(f"  {outcome.call}", no_wrap=True, overflow="ignore")
-    if any(not fix.modules for fix in plan.fixes):
-        yield Text("A setting is for your script to make.", style="dim")
+    if (proof := plan.verification) is not None:
+        agree = f"{proof.compared} outputs, gradients and updated parameters agree in {proof.dtype}"
+        error = f"largest relative error {proof.worst:.1e}, allowed {proof.tolerance:.0e}"
+        yield _note(f"Proof: {agree}, {error}.")
+    place = f" ({outcome.place})" if outcome.place else ""
+    also = " and the optimizer" if outcome.fuses else ""
+    yield Text()
+    yield Text(f"After the model{place}{also} {'are' if also else 'is'} made:", style="dim")
+    # A line to be copied is not wrapped.
+    yield Text(f"  {outcome.call}", no_wrap=True, overflow="ignore")
 
 
 # ---- for programs ------------------------------------------------------------------------------

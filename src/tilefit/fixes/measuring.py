@@ -69,7 +69,9 @@ class _Step:
     def __init__(self, run: Run) -> None:
         trainable = [p for p in run.model.parameters() if p.requires_grad] if run.train else []
         self.run = run
-        self.model = torch.compile(run.model) if run.compiled else run.model
+        # A fix that compiles does it in place.
+        compiles = run.compiled and run.model._compiled_call_impl is None
+        self.model = torch.compile(run.model) if compiles else run.model
         self.device = next(run.model.parameters()).device
         self.optimizer: torch.optim.Optimizer | None = None
         if trainable and run.optimizer not in ("", "none"):

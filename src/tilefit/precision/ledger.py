@@ -500,6 +500,12 @@ class Ledger:
 
         return load_state_dict
 
+    def judge_scale(self, scaler: Any) -> None:
+        """Judge a scale where steps are skipped on the device, as fused optimizers do; waits for it."""
+        known = self.scaler(scaler)
+        if known.skipped < MANY_SKIPS and _scale(scaler) < 1:
+            self._judge_history(scaler, known)
+
     def _judge_history(self, scaler: Any, known: Scaler) -> None:
         scale = _scale(scaler)
         bad = known.bad_losses >= MANY_SKIPS - 1

@@ -277,9 +277,11 @@ class GradientSums(Observer):
         if not call.backward or target.dtype not in HALF or not is_plain(target):
             return
         node = torch._C._current_autograd_node()
-        if node is None or node.name() != "torch::autograd::AccumulateGrad" or len(self._sums) >= PARAMETERS:
-            return
         known = self._sums.get(id(target))
+        if node is None or "AccumulateGrad" not in node.name():
+            return
+        if known is None and len(self._sums) >= PARAMETERS:
+            return
         before = known[1] if known is not None and known[0]() is target else _spread(target).float()
         self._sums[id(target)] = weakref.ref(target), before + _spread(call.args[1]).float()
 

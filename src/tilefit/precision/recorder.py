@@ -11,7 +11,7 @@ from tilefit.precision.rules import PrecisionRule
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 
 _log = logging.getLogger("tilefit.precision")
-#: What makes alarms one: code, line, module and what to do.
+#: What makes alarms one: code, line, module where it matters, and what to do.
 _Place = tuple[str, str, str, str]
 _ORDER = (NOTE, WARNING, ERROR)
 
@@ -81,7 +81,8 @@ class Recorder:
             if not isinstance(event, rule.sees):
                 continue
             for alarm in rule.check(event):
-                place = (alarm.code, alarm.source, alarm.module, alarm.fix)
+                module = alarm.module if rule.by_module or not alarm.source else ""
+                place = (alarm.code, alarm.source, module, alarm.fix)
                 places.append(place)
                 before = self._alarms.get(place)
                 if before is None:

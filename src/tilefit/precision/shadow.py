@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilefit.precision.events import IntegersMerged, MaskOverflowed, OperationChecked
 from tilefit.precision.look import Call, Observer, is_plain
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
+from tilefit.precision.rules.base import SIGNIFICAND_BITS
 
 HALF = (torch.float16, torch.bfloat16)
 #: Elements looked at of an operation's input, and of a table of integers.
@@ -267,6 +268,33 @@ class Shadows(Observer):
         key = call.name, call.source
         self._calls[key] = self._calls.get(key, 0) + 1
         return self._calls[key] <= CALLS
+
+
+def judge_buffers(recorder: Recorder, model: nn.Module) -> None:
+    """Look for tables of whole numbers among a model's half-precision buffers that have merged already.
+
+    ``model.bfloat16()`` casts buffers too. Waits for the device.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.dtype not in HALF or not is_plain(buffer):
+            continue
+        exact = 2 ** SIGNIFICAND_BITS[name_of(buffer.dtype)]
+        values = buffer.detach().reshape(-1)[:SAMPLE].float()
+        if values.numel() <= exact or values.abs().max() <= exact:
+            continue
+        steps = values.diff()
+        if bool((values == values.floor()).all()) and bool((steps >= 0).all()) and bool((steps == 0).any()):
+            recorder.emit(
+                IntegersMerged(
+                    module=name,
+                    dtype=name_of(buffer.dtype),
+                    integral=True,
+                    largest=float(values.abs().max()),
+                    before=values.numel(),
+                    after=int((steps > 0).sum()) + 1,
+                    likely_data=False,
+                )
+            )
 
 
 _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {

@@ -28,7 +28,7 @@ from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import Regions, is_compiled, name_of
 from tilefit.precision.rules import all_rules
-from tilefit.precision.shadow import Shadows
+from tilefit.precision.shadow import Shadows, judge_buffers
 from tilefit.precision.statistics import table_of
 from tilefit.precision.window import Window
 from tilefit.report.watched import Table, Watched
@@ -148,6 +148,8 @@ class Watch:
                     self._ledger.follow(parameter)
             for name, module in model.named_modules():
                 self._module_names.setdefault(id(module), name or type(module).__name__)
+            if self._numerics:
+                judge_buffers(self._recorder, model)
         for optimizer in self._optimizers:
             self._ledger.adopt(optimizer)
         if self._given_scaler is not None and not self._given_scaler.is_enabled():
@@ -255,6 +257,7 @@ class Watch:
         if recorder.looking and stepped.scaler is not None:
             self._scale = float(stepped.scaler.get_scale())
             self._exponents.scale = self._scale
+            self._ledger.judge_scale(stepped.scaler)
         scaled = stepped.scaler is not None
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
         if self._loss_finite is not None and not bool(self._loss_finite):

@@ -40,4 +40,4 @@ def listed(modules: Iterable[str], noun: str) -> str:
     """
     paths = list(dict.fromkeys(modules))
     common = pattern(paths)
-    return f"{len(paths)} {noun}" if common == "*" else common
+    return f"{len(paths)} {noun}" if common == "*" else common or "the model"

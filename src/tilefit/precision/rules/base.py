@@ -19,12 +19,14 @@ class PrecisionRule(ABC):
     """A rule judges one kind of event.
 
     A subclass's docstring is its page: what it sees, why nobody notices, the wrong loop, the right loop, the
-    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``sees`` the class of its events.
+    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``sees`` the class of its events;
+    ``by_module`` says that modules that share a line are told apart.
     """
 
     code: ClassVar[str]
     title: ClassVar[str]
     sees: ClassVar[type[Event]]
+    by_module: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, event: Event) -> Iterator[Alarm]:

@@ -39,6 +39,7 @@ class CacheDropsGradients(PrecisionRule):
     code = "AMP010"
     title = "weights lose their gradient to autocast's cache"
     sees = GradientLost
+    by_module = True
 
     def check(self, event: Event) -> Iterator[Alarm]:
         yield self.alarm(

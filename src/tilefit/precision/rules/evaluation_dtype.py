@@ -36,6 +36,7 @@ class EvalTrainMismatch(PrecisionRule):
     code = "AMP025"
     title = "evaluation runs in another precision"
     sees = EvaluationDtype
+    by_module = True
 
     def check(self, event: Event) -> Iterator[Alarm]:
         assert isinstance(event, EvaluationDtype)

@@ -38,6 +38,7 @@ class LayerLosesPrecision(PrecisionRule):
     code = "AMP027"
     title = "a layer loses more precision than its type explains"
     sees = LayerError
+    by_module = True
 
     def check(self, event: Event) -> Iterator[Alarm]:
         assert isinstance(event, LayerError)

@@ -44,7 +44,7 @@ class ScaleCollapse(PrecisionRule):
                 ERROR,
                 f"{event.skipped} steps in a row were skipped: the loss is not finite before it is scaled"
                 if event.loss_finite is False
-                else f"the loss scale has fallen to {figure(event.scale)}, {event.skipped} steps skipped",
+                else f"the loss scale has fallen to {figure(event.scale)}: step after step was skipped",
                 "Find where the inf or NaN comes from: the scale is not its cause (see AMP026).",
                 f"scale {figure(event.scale)}; nothing has been learnt in these steps",
             )

@@ -1,0 +1,242 @@
+"""On a GPU: fixes whose kernels only a GPU has do what the model did."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tilefit
+from tilefit.fixes.attention import Fusion
+from tilefit.fixes.compiled import REDUCE_OVERHEAD, Compilation
+from tilefit.fixes.cuda_graph import Graph
+from tilefit.fixes.optimizer import FusedOptimizer
+from tilefit.fixes.run import Run
+
+pytestmark = pytest.mark.gpu
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attention of 4 heads, masked as ``masked`` says."""
+
+    def __init__(self, masked: Callable[[torch.Tensor, Any], torch.Tensor], dropout: float) -> None:
+        super().__init__()
+        self.masked, self.dropout = masked, dropout
+        self.qkv = nn.Linear(256, 768)
+        self.bias = nn.Parameter(torch.randn(4, 128, 128))
+        self.register_buffer("causal", torch.ones(128, 128, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+        weights = self.masked(q @ k.mT / 8, (self, mask)).softmax(-1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        return (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)
+
+
+def causal(scores: torch.Tensor, given: Any) -> torch.Tensor:
+    return scores.masked_fill(~given[0].causal, float("-inf"))
+
+
+def padding(scores: torch.Tensor, given: Any) -> torch.Tensor:
+    return scores.masked_fill(~given[1][:, None, None], -1e9)
+
+
+def additive(scores: torch.Tensor, given: Any) -> torch.Tensor:
+    return scores + (1.0 - given[1][:, None, None].to(scores.dtype)) * torch.finfo(scores.dtype).min
+
+
+def learned(scores: torch.Tensor, given: Any) -> torch.Tensor:
+    return scores + given[0].bias
+
+
+@pytest.mark.parametrize("masked", [causal, padding, additive, learned])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, "autocast"])
+def test_attention(masked: Callable[..., torch.Tensor], dtype: Any) -> None:
+    torch.manual_seed(0)
+    amp, dtype = ("bf16", torch.float32) if dtype == "autocast" else ("", dtype)
+    original = Attention(masked, 0.0)
+    fused = copy.deepcopy(original)
+    Fusion(("",)).apply(Run(fused))
+    mask = torch.ones(3, 128, dtype=torch.bool)
+    mask[1, 100:] = False
+    mask[2] = masked is not padding  # no key at all: equal weights
+    result = tilefit.verify(
+        original, fused, {"x": torch.randn(3, 128, 256), "mask": mask}, amp=amp, dtype=dtype, device="cuda"
+    )
+    assert result.ok, result
+
+
+def test_dropout_drops_as_many() -> None:
+    torch.manual_seed(0)
+    fused = Attention(causal, 0.3).cuda()
+    Fusion(("",)).apply(Run(fused))
+    x, mask = torch.randn(8, 128, 256, device="cuda"), torch.ones(8, 128, dtype=torch.bool, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        drawn = torch.stack([fused(x, mask).float() for _ in range(200)])
+        expected = fused.eval()(x, mask).float()
+    assert drawn.std(0).mean() > 0.01
+    torch.testing.assert_close(drawn.mean(0), expected, rtol=0.1, atol=0.15)
+
+
+# ---- CUDA graphs -------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16)
+    ).cuda()
+
+
+def graphed(model: nn.Module) -> nn.Module:
+    Graph(()).apply(Run(model))
+    return model
+
+
+def batches(number: int, rows: int = 32) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(number, rows, 64, device="cuda", generator=generator)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each graph that was launched."""
+    found: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: found.append(1) or replay(self))
+    return found
+
+
+def train(model: nn.Module, xs: torch.Tensor, amp: bool, micro: int = 1) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for number, x in enumerate(xs):
+        with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if number % micro == micro - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_graphed_training_is_training(replays: list[int], amp: bool, micro: int) -> None:
+    original = network()
+    model = graphed(copy.deepcopy(original))
+    xs = batches(12)
+    expected = train(original, xs, amp, micro)
+    assert not replays
+    found = train(model, xs, amp, micro)
+    assert len(replays) == 2 * (12 - 2)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(model.state_dict(), original.state_dict(), rtol=1e-3, atol=1e-4)
+
+
+def test_what_was_returned_stays(replays: list[int]) -> None:
+    original = network().eval()
+    model = graphed(copy.deepcopy(original))
+    with torch.no_grad():
+        xs = batches(6)
+        kept = [model(x) for x in xs]
+        torch.testing.assert_close(kept, [original(x) for x in xs])
+    assert len(replays) == 4
+
+
+def test_two_calls_before_a_backward_pass(replays: list[int]) -> None:
+    original = network().eval()
+    model = graphed(copy.deepcopy(original))
+    for a, b in zip(batches(6), batches(12)[6:], strict=True):
+        for which in (original, model):
+            which.zero_grad()
+            (which(a) * which(b)).sum().backward()
+        for p, q in zip(original.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert replays
+
+
+def test_gradients_of_inputs_and_frozen_layers(replays: list[int]) -> None:
+    original = network().eval()
+    original[0].requires_grad_(False)
+    model = graphed(copy.deepcopy(original))
+    for x in batches(5):
+        grads = []
+        for which in (original, model):
+            leaf = x.clone().requires_grad_()
+            which(leaf).sum().backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads)
+    assert model[0].weight.grad is None
+    assert replays
+
+
+def test_changes_between_calls(replays: list[int]) -> None:
+    original = network()
+    model = graphed(copy.deepcopy(original))
+    for rows in (32, 32, 32, 32, 7, 32):
+        for x in batches(2, rows):
+            torch.testing.assert_close(model(x), original(x))
+    for which in (original, model):
+        which.eval()
+        which[1].eps = 1e-2
+    for x in batches(5):
+        torch.testing.assert_close(model(x), original(x))
+    model.load_state_dict(network().state_dict())
+    original.load_state_dict(network().state_dict())
+    torch.testing.assert_close(model(x), original(x))
+    assert replays
+
+
+def test_an_old_backward_pass_is_an_error() -> None:
+    model = graphed(network().eval())
+    for x in batches(4):
+        model(x).sum().backward()
+    out = model(x).sum()
+    out.backward(retain_graph=True)
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="cuda-graph"):
+        out.backward()
+
+
+def test_random_numbers_differ_between_replays(replays: list[int]) -> None:
+    model = graphed(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda())
+    (x,) = batches(1)
+    outputs = [model(x).detach() for _ in range(6)]
+    assert replays
+    assert not torch.equal(outputs[-1], outputs[-2])
+
+
+# ---- the rest ----------------------------------------------------------------------------------
+
+
+def test_the_fused_optimizer_goes_on_from_a_half_trained_one() -> None:
+    models = [network() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    for number, x in enumerate(batches(8)):
+        if number == 4:
+            FusedOptimizer((), "adamw").apply(Run(models[1], live_optimizer=optimizers[1]))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-4, atol=1e-6)
+    assert next(iter(optimizers[1].state.values()))["step"].is_cuda
+
+
+def test_a_compiled_model_trains_as_before() -> None:
+    original = network()
+    model = copy.deepcopy(original)
+    Compilation((), REDUCE_OVERHEAD).apply(Run(model))
+    xs = batches(6)
+    expected, found = train(original, xs, amp=False), train(model, xs, amp=False)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=1e-5)
