@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class Variant:
     """A model with some of its plan's fixes, ready to take training steps."""
 
     def __init__(
-        self, name: str, loaded: Target, model: Model, candidates: list[Candidate], device: str
+        self, name: str, loaded: Target, model: Model, candidates: Sequence[Candidate], device: str
     ) -> None:
         self.name = name
         self.device = device
@@ -236,8 +236,8 @@ def load_model(model: Model, device: str, small: bool) -> Target:
         return load(model.target, InputOptions(device=device, arguments=model.arguments, **sizes))
 
 
-def planned(model: Model, gpu: str, level: str) -> tuple[Plan, float]:
-    """The plan, made without weights, and the seconds it took."""
+def planned(model: Model, gpu: str, level: str, compile: bool = False) -> tuple[Plan, float]:
+    """The plan, made without weights, and the seconds it took; for an eager or for a compiled model."""
     start = time.perf_counter()
     loaded = load_model(model, "meta", small=False)
     plan = tilefit.optimize(
@@ -248,6 +248,7 @@ def planned(model: Model, gpu: str, level: str) -> tuple[Plan, float]:
         amp="bf16",
         loss=loaded.loss,
         channels_last=model.channels_last,
+        compile=compile,
         ignore=["NTC001"],
         verify=False,
     )
@@ -304,34 +305,41 @@ def measured(name: str, model: Model, options: argparse.Namespace) -> dict[str, 
         row["gpu_ms"] = [1e3 * variant.gpu_s() for variant in variants]
         row["step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
     if options.compiled:
-        row |= compiled(model, variants[0], variants[-1], options)
+        del variants[1:]
+        row |= compiled(model, variants.pop(), options)
     return row
 
 
-def compiled(model: Model, original: Variant, fixed: Variant, options: argparse.Namespace) -> dict[str, Any]:
-    """The original and the fixed model under ``torch.compile``, in turn."""
-    rounds: list[list[float]] = [[], []]
-    warm_s = []
-    for variant in (original, fixed):
+def compiled(model: Model, original: Variant, options: argparse.Namespace) -> dict[str, Any]:
+    """The original and the model with the plan made for the compiler, under ``torch.compile``, in turn."""
+    plan, _ = planned(model, options.gpu, options.level, compile=True)
+    found: dict[str, Any] = {
+        "compiled_predicted_speedup": plan.speedup,
+        "compiled_fixes": [fix.summary for fix in plan.fixes],
+    }
+    fixed = Variant(
+        "plan", load_model(model, "cpu", options.device == "cpu"), model, plan.candidates, options.device
+    )
+    variants = (original, fixed)
+    found["compile_s"] = []
+    for variant in variants:
         start = time.perf_counter()
         variant.model = torch.compile(variant.run.model)
         with variant.flags():
             for _ in range(3):
                 variant.step()
         synchronize(options.device)
-        warm_s.append(time.perf_counter() - start)
-    once_s = max(original.timed_s(1), fixed.timed_s(1))
+        found["compile_s"].append(time.perf_counter() - start)
+    once_s = max(variant.timed_s(1) for variant in variants)
     steps = max(1, min(30, round(options.round_s / once_s)))
+    rounds: list[list[float]] = [[], []]
     for number in range(options.rounds):
         for index in (0, 1) if number % 2 == 0 else (1, 0):
-            rounds[index].append((original, fixed)[index].timed_s(steps))
-    found: dict[str, Any] = {
-        "compiled_ms": [1e3 * statistics.median(times) for times in rounds],
-        "compiled_speedup": statistics.median(a / b for a, b in zip(*rounds, strict=True)),
-        "compile_s": warm_s,
-    }
+            rounds[index].append(variants[index].timed_s(steps))
+    found["compiled_ms"] = [1e3 * statistics.median(times) for times in rounds]
+    found["compiled_speedup"] = statistics.median(a / b for a, b in zip(*rounds, strict=True))
     if options.device == "cuda":
-        found["compiled_step_gib"] = [variant.step_bytes() / 2**30 for variant in (original, fixed)]
+        found["compiled_step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
     torch._dynamo.reset()
     return found
 
@@ -350,7 +358,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "fixes": len(fixes),
         "foreseen": sum(fix["foreseen"] for fix in fixes) / len(fixes) if fixes else None,
     }
-    both = [row["compiled_speedup"] for row in done if "compiled_speedup" in row and row["fixes"]]
+    both = [row["compiled_speedup"] for row in done if row.get("compiled_fixes")]
     if both:
         found["compiled_geomean"] = statistics.geometric_mean(both)
         found["compiled_slower"] = [r["model"] for r in done if r.get("compiled_speedup", 1.0) < 0.99]

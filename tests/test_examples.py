@@ -50,6 +50,12 @@ def test_the_batch_curve_rises_to_a_knee() -> None:
     assert "math" in out
 
 
+def test_a_mistake_in_training_is_found_and_its_mending_too() -> None:
+    wrong, right = _run("examples/watch_training.py").split("8 steps watched")[1:]
+    assert "AMP001" in wrong
+    assert "Nothing wrong." in right
+
+
 @pytest.mark.parametrize(("name", "code"), _blocks("python"), ids=_name)
 def test_python_in_the_documentation_runs(name: str, code: str) -> None:
     exec(compile(code, name, "exec"), {})

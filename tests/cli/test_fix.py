@@ -131,7 +131,7 @@ def test_a_diff_is_a_patch_for_git(tilefit, script: Path) -> None:
 def test_write_changes_the_file_once(tilefit, script: Path) -> None:
     first = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
     assert first.code == 1
-    assert "Written: train.py" in first.out
+    assert "Written to train.py" in first.out
     assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
     again = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
     assert (again.code, "Nothing to fix." in again.out) == (0, True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import tilefit
@@ -19,6 +20,7 @@ from fixing import fixed
 from tilefit.fixes import Plan
 from tilefit.fixes.linear import PaddedLinear
 
+pytestmark = pytest.mark.usefixtures("any_size")
 LARGE = torch.empty(8192, 13, device="meta")
 
 
@@ -254,6 +256,30 @@ def test_a_layer_that_is_also_called_from_elsewhere_gives_real_columns() -> None
     assert tilefit.verify(model, changed, torch.randn(5, 16, dtype=torch.double)).ok
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a product of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(13, 21).requires_grad_(False)
+        self.a, self.b = nn.Linear(13, 4, bias=False), nn.Linear(4, 21, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + 0.5 * self.b(self.a(x))
+
+
+def test_an_adapted_layer() -> None:
+    model = nn.Sequential(Adapted(), nn.ReLU(), nn.Linear(21, 8))
+    changed = padded(model)
+    assert isinstance(changed[0].base_layer, PaddedLinear)
+    assert tilefit.verify(model, changed, torch.randn(5, 13)).ok
+    assert changed[0].base_layer.weight.grad is None
+    with torch.no_grad():  # merged into the layer
+        for each in (model, changed):
+            each[0].base_layer.weight.data += 0.5 * each[0].b.weight @ each[0].a.weight
+    assert tilefit.verify(model, changed, torch.randn(5, 13)).ok
+
+
 # ---- what is refused ---------------------------------------------------------------------------
 
 
@@ -273,6 +299,10 @@ class ByHand(nn.Module):
         return nn.functional.linear(x, self.layer.weight)
 
 
+def parametrised() -> nn.Module:
+    return parametrizations.weight_norm(nn.Linear(13, 21))
+
+
 def patched() -> nn.Module:
     layer = nn.Linear(13, 21)
     layer.forward = MethodType(nn.Linear.forward, layer)  # type: ignore[method-assign]
@@ -284,6 +314,7 @@ def patched() -> nn.Module:
     [
         (lambda: OwnLinear(13, 21), "is a .*OwnLinear"),
         (ByHand, "is a .*ByHand"),
+        (parametrised, "0 has parametrisations"),
         (patched, "forward method of .* was replaced"),
     ],
 )

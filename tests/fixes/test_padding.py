@@ -7,6 +7,8 @@ import torch
 
 from tilefit.fixes.padding import crop, pad, working_dtype
 
+pytestmark = pytest.mark.usefixtures("any_size")
+
 
 def test_pad_surrounds_with_zeros() -> None:
     x = torch.randn(3, 5)

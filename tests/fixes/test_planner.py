@@ -124,6 +124,8 @@ def test_what_cannot_be_optimized() -> None:
         optimize(lambda: None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="compiled already"):
         optimize(torch.compile(odd()))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="scripted or traced"):
+        optimize(torch.jit.trace(odd(), torch.randn(2, 1024)))
 
 
 # ---- the search, with fixes made for the purpose -----------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from tilefit.fixes import Candidate, RefusedError, Run, Undo, proof
 from tilefit.fixes.linear import PaddedLayer, PaddedLinear, Padding
-from tilefit.fixes.proof import prove
+from tilefit.fixes.proof import prove, prove_in_place
 
 
 class Mlp(nn.Module):
@@ -169,3 +169,30 @@ def test_zeros_are_no_values() -> None:
     before = replace(run(), train=False)
     nn.init.zeros_(before.model.head.bias)
     assert not prove(before, Forgetting(HEAD.modules, HEAD.layers)).ok
+
+
+@pytest.mark.parametrize("amp", ["", "bf16"])
+def test_where_it_is_and_in_its_own_precision(amp: str) -> None:
+    before = replace(run(), amp=amp)
+    before.model.head.bias.grad = torch.ones(50)
+    state = copy.deepcopy(before.model.state_dict())
+    good = prove_in_place(before, CHAIN)
+    assert good.ok, good
+    assert good.dtype == ("bfloat16" if amp else "float32")
+    assert not any(isinstance(module, PaddedLinear) for module in before.model.modules())
+    assert torch.equal(before.model.head.bias.grad, torch.ones(50))
+    assert before.model.head.weight.grad is None
+    assert before.model.training
+    for name, value in before.model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+    @dataclass(frozen=True)
+    class Off(Padding):
+        def apply(self, run: Run) -> Undo:
+            undo = super().apply(run)
+            layer = run.model.get_submodule("head")
+            with torch.no_grad():
+                layer.weight.mul_(1.2)
+            return undo
+
+    assert not prove_in_place(before, Off(HEAD.modules, HEAD.layers)).ok

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -36,10 +38,14 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         target: str, options: Sequence[CaptureOptions], timeout_s: float
     ) -> Iterator[Step | TilefitError]:
         for each in options:
-            try:
-                yield capture_target(target, each)
-            except TilefitError as error:
-                yield error
+            with patch.dict(sys.modules):  # a child has imported nothing yet
+                for name, module in list(sys.modules.items()):
+                    if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+                        del sys.modules[name]
+                try:
+                    yield capture_target(target, each)
+                except TilefitError as error:
+                    yield error
 
     monkeypatch.setattr(patches_module, "captures_in_child", captured)
 
@@ -57,11 +63,13 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         target = f"{path}:{factory}"
         options = CaptureOptions(**{"amp": "bf16", **how})  # type: ignore[arg-type]
         step, gpu = capture_target(target, options), gpus.get("h200")
-        estimate = estimate_step(step, gpu)
-        findings = rules.run(step, gpu, estimate, select=select, min_gain=0.001)
-        program = Program(target, InputOptions())
+        context = Context(step, gpu, estimate_step(step, gpu))
         levels = ("safe",) if safe else ("safe", "unsafe")
-        return propose(findings, Context(step, gpu, estimate), program, options, levels, 60)
+
+        def find(context: Context) -> list[rules.Finding]:
+            return rules.run(context.step, gpu, context.estimate, select=select, min_gain=0.001)
+
+        return propose(context, find, Program(target, InputOptions()), options, levels, 60)
 
     return run
 
@@ -232,7 +240,8 @@ _X = "torch.empty(16384, 2048)"
 
 _SIZES = {
     "in the call": (
-        f"def build():\n    return nn.Sequential(nn.Linear(2048, 4095), nn.ReLU(), nn.Linear(4_095, 2048)), {_X}\n",
+        "def build():\n"
+        f"    return nn.Sequential(nn.Linear(2048, 4095), nn.ReLU(), nn.Linear(4_095, 2048)), {_X}\n",
         [
             f"-    return nn.Sequential(nn.Linear(2048, 4095), nn.ReLU(), nn.Linear(4_095, 2048)), {_X}",
             f"+    return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4_096, 2048)), {_X}",
@@ -243,7 +252,8 @@ _SIZES = {
         [f"-    return Net(4095), {_X}", f"+    return Net(4096), {_X}"],
     ),
     "a keyword, two functions up": (
-        f"{_NET}\ndef make(hidden):\n    return Net(hidden)\n\ndef build():\n    return make(hidden=4095), {_X}\n",
+        f"{_NET}\ndef make(hidden):\n    return Net(hidden)\n\n"
+        f"def build():\n    return make(hidden=4095), {_X}\n",
         [f"-    return make(hidden=4095), {_X}", f"+    return make(hidden=4096), {_X}"],
     ),
     "a default": (
@@ -307,6 +317,10 @@ _BY_HAND = {
     "computed": (
         f"{_NET}\ndef build():\n    return Net(2 * 2047 + 1), {_X}\n",
         "2 * 2047 + 1 is not a plain number",
+    ),
+    "a lambda's": (
+        f"def build():\n    make = lambda n: nn.Linear(2048, n)\n    return make(4095), {_X}\n",
+        "4095 is not written in script.py:6 (n is a lambda's)",
     ),
     "set twice": (
         f"{_NET}\nif True:\n    N = 4095\nelse:\n    N = 4096\n\ndef build():\n    return Net(N), {_X}\n",
@@ -389,6 +403,38 @@ def test_a_file_outside_the_project_is_left_alone(
     ):
         text = f"import torch\nfrom {name} import layer\n\ndef build():\n    return layer(), {_X}\n"
         assert reason in _only(proposed(text, select=["ALN001"])).reason
+
+
+def test_a_field_of_a_configuration_in_another_file(proposed: Proposed, tmp_path: Path) -> None:
+    (tmp_path / "settings_file.py").write_text(
+        "from dataclasses import dataclass\n\nWIDTH = 4095\n\n"
+        "@dataclass\nclass Config:\n    width: int = 4095\n"
+    )
+    both = (
+        f"{_HEAD}from settings_file import WIDTH, Config\n{_NET}\n"
+        f"def build():\n    return nn.Sequential(Net(Config().width), Net(WIDTH)), {_X}\n"
+    )
+    patches = proposed(both, select=["ALN001"])
+    assert patches.write() == ["settings_file.py"]
+    assert (tmp_path / "settings_file.py").read_text().count("4096") == 2
+    assert (tmp_path / "script.py").read_text() == both
+
+
+def test_the_configuration_of_a_librarys_model(
+    proposed: Proposed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "a_hub.py").write_text(
+        f"from torch import nn\n{_NET}\n"
+        "class Config:\n    def __init__(self, width):\n        self.width = width\n\n"
+        "class Model(Net):\n    def __init__(self, config):\n        super().__init__(config.width)\n"
+        "        self.config = config\n"
+    )
+    monkeypatch.syspath_prepend(library)
+    text = "import torch\nfrom a_hub import Config, Model\n\ndef build():\n    config = Config(width=4095)\n"
+    patches = proposed(f"{text}    return Model(config), {_X}\n", select=["ALN001"])
+    assert _changed(patches) == ["-    config = Config(width=4095)", "+    config = Config(width=4096)"]
 
 
 # ---- settings ----------------------------------------------------------------------------------
@@ -580,16 +626,13 @@ def test_unsafe_changes_are_only_named_unless_asked_for(proposed: Proposed) -> N
 
 def test_a_second_write_finds_nothing(proposed: Proposed, tmp_path: Path) -> None:
     text = (_HEAD + _LOOP).replace("8192, 2048))", "8191, 2048))").replace("2048, 8192)", "2048, 8191)")
-    first = proposed(text, amp="")
-    assert {patch.code for patch in first.made} >= {"PRC001", "NTC003"}
+    first = proposed(text, select=["ALN", "PRC002", "NTC003"], amp="")
+    # Only in bf16 are the odd sizes worth changing: they are found on top of autocast.
+    assert {patch.code for patch in first.made} == {"PRC002", "NTC003", "ALN001"}
     assert first.write() == ["script.py"]
     written = (tmp_path / "script.py").read_bytes()
-    again = proposed(None, amp="")
-    while again.made:  # with TF32 the odd sizes become worth changing
-        assert not {p.code for p in again.made} & {p.code for p in first.made}
-        again.write()
-        written = (tmp_path / "script.py").read_bytes()
-        first, again = again, proposed(None, amp="")
+    again = proposed(None, select=["ALN", "PRC002", "NTC003"], amp="")
+    assert not again.made
     assert again.write() == []
     assert (tmp_path / "script.py").read_bytes() == written
 

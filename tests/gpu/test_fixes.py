@@ -15,6 +15,7 @@ import tilefit
 from tilefit.fixes.attention import Fusion
 from tilefit.fixes.compiled import REDUCE_OVERHEAD, Compilation
 from tilefit.fixes.cuda_graph import Graph
+from tilefit.fixes.fused_loss import FusedLoss
 from tilefit.fixes.optimizer import FusedOptimizer
 from tilefit.fixes.run import Run
 
@@ -240,3 +241,28 @@ def test_a_compiled_model_trains_as_before() -> None:
     xs = batches(6)
     expected, found = train(original, xs, amp=False), train(model, xs, amp=False)
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_the_compiled_loss_is_the_loss() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, n_positions=64)
+    torch.manual_seed(0)
+    original = transformers.GPT2LMHeadModel(config).cuda().eval()
+    changed = copy.deepcopy(original)
+    FusedLoss(()).apply(Run(changed))
+    ids = torch.randint(0, config.vocab_size, (8, 64), device="cuda")
+    labels = ids.clone()
+    labels[:, 40:] = -100
+    peaks = []
+    for model in (original, changed, original, changed):  # the first time compiles
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(ids, labels=labels).loss
+        model.zero_grad()
+        loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        model.last_loss = loss.detach()
+    torch.testing.assert_close(changed.last_loss, original.last_loss, rtol=1e-5, atol=1e-5)
+    for p, q in zip(original.parameters(), changed.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0.02, atol=1e-4)
+    assert peaks[3] < peaks[2]

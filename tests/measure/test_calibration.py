@@ -199,3 +199,25 @@ def test_half_of_a_round_is_what_networks_disagree_about() -> None:
 
     rest = [each for each in pool if each not in chosen]
     assert min(dispute(chosen)) >= max(dispute(rest))
+
+
+def test_interrupted_it_fits_to_what_has_been_measured() -> None:
+    bench = Bench()
+
+    def interrupted(candidate: Candidate) -> float:
+        if isinstance(candidate.op, Streaming):
+            raise KeyboardInterrupt
+        return bench(candidate)
+
+    chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
+    profile = calibrate(GPU, interrupted, budget_s=400, shares=chosen, clock=bench.clock)
+    assert list(profile.networks) == ["gemm"]
+    assert profile.about["networks"]["gemm"]["errors"]["calibrated"] < 0.15
+
+
+def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:
+    def interrupted(candidate: Candidate) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(GPU, interrupted, budget_s=400)

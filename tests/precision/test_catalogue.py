@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from precision import loops
-from precision.loops import computation, protocol, storage
+from precision.loops import computation, parts, protocol, storage
 from tilefit.precision import watch
 from tilefit.precision.rules import all_rules
 from tilefit.rules.finding import NOTE
@@ -36,6 +38,52 @@ def test_a_healthy_loop_is_not_accused(case: loops.Right) -> None:
         case.run()
     assert [alarm for alarm in w.alarms if alarm.severity != NOTE] == []
     assert not [alarm for alarm in w.alarms if alarm.code == f"AMP{case.number:03}"]
+
+
+#: Loops that are wrong only where autocast is the CPU's, which leaves more in half precision than CUDA's, or
+#: whose
+#: own casts name the CPU.
+_OF_THE_CPU = {
+    "squares_overflow_in_a_norm_by_hand",
+    "logarithm_of_probabilities",
+    "sum_of_large_differences",
+    "recomputation_in_another_type",
+    "function_with_decorators",
+    "model_that_enters_its_own_region",
+}
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(parts, "DEVICE", "cuda")
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_on_a_gpu")
+@pytest.mark.parametrize(
+    "case", [case for case in loops.WRONG if case.name not in _OF_THE_CPU], ids=lambda case: case.name
+)
+def test_a_wrong_loop_is_found_on_a_gpu(case: loops.Wrong) -> None:
+    torch.manual_seed(0)
+    with watch() as w:
+        case.run()
+    lines = {int(alarm.source.rpartition(":")[2]) for alarm in w.alarms if alarm.code == case.code}
+    assert lines & case.lines, [(alarm.code, alarm.source) for alarm in w.alarms]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_on_a_gpu")
+@pytest.mark.parametrize(
+    "case", [case for case in loops.RIGHT if case.name not in _OF_THE_CPU], ids=lambda case: case.name
+)
+def test_a_healthy_loop_is_not_accused_on_a_gpu(case: loops.Right) -> None:
+    torch.manual_seed(0)
+    with watch() as w:
+        case.run()
+    assert [alarm for alarm in w.alarms if alarm.severity != NOTE] == []
 
 
 def test_every_class_has_a_wrong_loop_and_a_twin() -> None:

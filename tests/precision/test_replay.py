@@ -53,7 +53,7 @@ def test_a_healthy_model_is_within_its_tolerances(dtype: torch.dtype, scale: flo
     report = compare(model, lambda: mse(model, x, y, dtype), scale=scale)
     assert report.findings == ()
     kinds = {row[1] for row in report.tables[0].rows}
-    assert kinds == {"output", "weight gradient"}
+    assert kinds == {"output", "weight gradient", "output gradient"}
 
 
 def test_a_comparison_leaves_everything_as_it_was() -> None:

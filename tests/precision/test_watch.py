@@ -70,6 +70,7 @@ def _train(
     """Losses and final weights of a few steps of AMP with clipping and accumulation."""
     torch.manual_seed(0)
     torch.set_default_device(device)
+    torch.use_deterministic_algorithms(device != "cpu", warn_only=True)
     try:
         model, step = make()
         optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -93,10 +94,14 @@ def _train(
         return losses, [p.detach().clone() for p in model.state_dict().values()], w
     finally:
         torch.set_default_device("cpu")
+        torch.use_deterministic_algorithms(False)
 
 
 def _assert_bit_identical(name: str, dtype: torch.dtype, device: str) -> None:
     losses, weights, _ = _train(MODELS[name], dtype, watched=False, device=device)
+    again, weights_again, _ = _train(MODELS[name], dtype, watched=False, device=device)
+    if not all(map(torch.equal, losses + weights, again + weights_again)):
+        pytest.skip("this model does not train alike twice here, watched or not")
     watched_losses, watched_weights, w = _train(MODELS[name], dtype, watched=True, device=device)
     assert w.steps == 6
     assert w.report().tables  # it did look closely
@@ -186,13 +191,14 @@ def test_everything_is_removed_when_the_loop_raises() -> None:
     assert _surroundings() == before
 
 
-def test_it_stops_by_itself_after_some_steps() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_it_stops_by_itself_after_some_steps(scaled: bool) -> None:
     before = _surroundings()
-    model, s = net(), scaler()
+    model, s = net(), scaler(enabled=scaled)
     optimizer = Adam(model.parameters())
     with watch(model, optimizer=optimizer, steps=2) as w:
-        _amp_step(model, optimizer, s)
-        _amp_step(model, optimizer, s)
+        for _ in range(3):
+            _amp_step(model, optimizer, s)
         assert _surroundings() == before
         _amp_step(model, optimizer, s)
     assert w.steps == 2

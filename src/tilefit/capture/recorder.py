@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out  # the host's work, or none
         for op, phase, inputs, outputs in describe(call, self):
             self.record(op, call.name, inputs, outputs, phase)
-        if call.packet in ("_to_copy", "copy_"):
+        if call.packet in ("_to_copy", "copy_", "constant_pad_nd"):
             # ``copy_`` writes its first argument, such as the beginning of a padded weight.
             source = self.identify(call.args[call.packet == "copy_"])
             if self._parameter_of.get(source):

@@ -61,7 +61,7 @@ def calibrate(
     def measure(candidate: Candidate) -> float:
         return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
 
-    print(f"Calibrating for {gpu.title}, {minutes:g} min", file=sys.stderr)
+    print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)
     environment = local.environment
     found = run(
         gpu,

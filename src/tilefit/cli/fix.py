@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tilefit.fixes import Plan
     from tilefit.fixes.source.program import Program
     from tilefit.gpus import Gpu
+    from tilefit.ops import Step
+    from tilefit.rules import Finding
 
 Format = Literal["text", "json", "markdown"]
 Level = Literal["safe", "unsafe"]
@@ -165,7 +167,7 @@ def fix(
         min_gain=min_gain if min_gain is not None else settled.min_gain,
         timeout_s=timeout,
     )
-    outcome = _outcome(target, options, wishes)
+    outcome = replace(_outcome(target, options, wishes), source_wanted=diff or write)
     if write:
         outcome = replace(outcome, written=outcome.patches.write())
     if diff:
@@ -223,24 +225,31 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
     from tilefit.cost.fusion import fuse
     from tilefit.cost.lookup import title
     from tilefit.fixes.planner import MIN_GAIN
-    from tilefit.fixes.source.patches import Patches, propose
+    from tilefit.fixes.registry import all_fixes
+    from tilefit.fixes.source.patches import Patches, propose, source_fixes
     from tilefit.fixes.source.program import Program, has_source
     from tilefit.report import build
     from tilefit.rules.base import Context
 
-    if options.compiled:
-        step = fuse(step)
-    estimate = estimate_step(step, wishes.gpu)
     min_gain = MIN_GAIN if wishes.min_gain is None else wishes.min_gain
-    findings = rules.run(
-        step,
-        wishes.gpu,
-        estimate,
-        select=wishes.rules(wishes.select),
-        ignore=wishes.rules(wishes.ignore),
-        min_gain=min_gain,
-        per_module_ignores=wishes.per_module_ignores,
-    )
+
+    def find(context: Context) -> list[Finding]:
+        return rules.run(
+            context.step,
+            context.gpu,
+            context.estimate,
+            select=wishes.rules(wishes.select),
+            ignore=wishes.rules(wishes.ignore),
+            min_gain=min_gain,
+            per_module_ignores=wishes.per_module_ignores,
+        )
+
+    def priced(step: Step) -> Context:
+        step = fuse(step) if step.settings.compiled else step
+        return Context(step, wishes.gpu, estimate_step(step, wishes.gpu))
+
+    context = priced(step)
+    findings = find(context)
     sizes = (options.batch, options.seq, options.image_size)
     real = options.on_cpu or wishes.measure
     inputs = InputOptions(options.inputs, *sizes, options.train, "cpu" if real else "meta")
@@ -250,14 +259,20 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
     patches = Patches()
     if has_source(target):
         with output.progress("Trying changes of your files"), redirect_stdout(sys.stderr):
-            context = Context(step, wishes.gpu, estimate)
-            patches = propose(findings, context, program, options, wishes.levels, wishes.timeout_s)
+            patches = propose(context, find, program, options, wishes.levels, wishes.timeout_s)
+    others: Sequence[str] = patches.others
+    if plan is not None:
+        answered = {*source_fixes(), *(code for each in all_fixes() for code in each.rules)}
+        after = plan.run.on_meta().capture()
+        found = find(priced(after))
+        others = [code for code in dict.fromkeys(each.code for each in found) if code not in answered]
     fuses = plan is not None and plan.run.fused_optimizer and not options.fused_optimizer
     return Outcome(
-        report=build(step, wishes.gpu, estimate, findings, title(wishes.gpu)),
+        report=build(context.step, wishes.gpu, context.estimate, findings, title(wishes.gpu)),
         plan=plan,
         patches=patches,
         call=_call(options, wishes, min_gain, fuses),
+        others=others,
         fuses=fuses,
         place=program.built_at,
     )
@@ -346,14 +361,13 @@ def _literal(value: object) -> str:
 def _print_diff(outcome: Outcome) -> None:
     """The patch on stdout, byte for byte; what is not in it on stderr."""
     from rich.console import Console
-    from rich.syntax import Syntax
 
-    from tilefit.cli.fix_output import beside_diff
+    from tilefit.cli.fix_output import beside_diff, colored
 
     text = outcome.patches.diff()
     console = output.stdout()
     if console.is_terminal:
-        console.print(Syntax(text.decode(errors="replace"), "diff", background_color="default"))
+        console.print(colored(text.decode(errors="replace")), soft_wrap=True, end="")
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)

@@ -36,7 +36,10 @@ class Outcome:
         patches: What can be written into the user's files.
         call: The line that applies the plan.
         fuses: It needs the optimizer, which the plan fuses.
+        others: Codes of the findings that remain, and that no fix answers.
         place: Where it goes: the line that builds the model; empty where that is not the user's.
+        source_wanted: The user asked for changes of files: what cannot be written is told even where it is
+            fixed at run time.
         written: Names of the files that were written.
     """
 
@@ -44,8 +47,10 @@ class Outcome:
     plan: Plan | None
     patches: Patches
     call: str
+    others: Sequence[str] = ()
     fuses: bool = False
     place: str = ""
+    source_wanted: bool = False
     written: Sequence[str] = ()
 
     @property
@@ -56,18 +61,9 @@ class Outcome:
     @property
     def by_hand(self) -> Sequence[ByHand]:
         """What is left to the user: neither written into files nor changed at run time."""
-        covered = {code for fix in self.plan.fixes for code in fix.rules} if self.plan else set()
+        planned = self.plan.fixes if self.plan and not self.source_wanted else ()
+        covered = {code for fix in planned for code in fix.rules}
         return [each for each in self.patches.by_hand if each.level or each.code not in covered]
-
-    @property
-    def others(self) -> Sequence[str]:
-        """Codes of the findings that no fix answers."""
-        answered = {
-            *(code for fix in (self.plan.fixes if self.plan else ()) for code in fix.rules),
-            *(patch.code for patch in self.patches.made),
-            *(each.code for each in self.patches.by_hand),
-        }
-        return list(dict.fromkeys(f.code for f in self.report.findings if f.code not in answered))
 
 
 # ---- for people --------------------------------------------------------------------------------
@@ -84,6 +80,15 @@ def terminal(outcome: Outcome) -> RenderableType:
         *(_left_alone(outcome), _by_hand(outcome), _others(outcome)),
     )
     return _apart([head, *(part for part in parts if part is not None)])
+
+
+def colored(diff: str) -> Text:
+    """A diff for a terminal."""
+    styles = {"+": "green", "-": "red", "@": "cyan", "#": "dim"}
+    lines = diff.splitlines(keepends=True)
+    return Text.assemble(
+        *((line, "" if line[:3] in ("+++", "---") else styles.get(line[0], "")) for line in lines)
+    )
 
 
 def beside_diff(outcome: Outcome) -> RenderableType:
@@ -117,16 +122,17 @@ def _in_files(outcome: Outcome) -> RenderableType | None:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     table = output.table(*columns)
-    table.columns[-1].overflow = "fold"
+    for column in table.columns:
+        column.overflow = "fold"
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(text.plain, row))
     return table
 
 
 def _left_alone(outcome: Outcome) -> RenderableType | None:
     if outcome.plan is None or not outcome.plan.refused:
         return None
-    items = ((f"{r.name}  {pattern(r.modules)}", r.reason) for r in outcome.plan.refused)
+    items = ((f"{r.name}  {_where(r.modules)}", r.reason) for r in outcome.plan.refused)
     return Group(Text("Left alone", style="bold"), *_items(items))
 
 
@@ -140,16 +146,14 @@ def _by_hand(outcome: Outcome) -> RenderableType | None:
 def _others(outcome: Outcome) -> RenderableType | None:
     if not outcome.others:
         return None
-    return Text(
-        f"Findings that need a decision of yours, see tilefit check: {', '.join(outcome.others)}", style="dim"
-    )
+    return Text(f"Left to you, see tilefit check: {', '.join(outcome.others)}", style="dim")
 
 
 def _items(pairs: Iterable[tuple[str, str]]) -> Iterator[RenderableType]:
     for head, rest in pairs:
-        yield Text(head)
+        yield Text(text.plain(head))
         if rest:
-            yield _note(rest)
+            yield _note(text.plain(rest))
 
 
 def _note(note: str) -> RenderableType:
@@ -173,10 +177,16 @@ def _speed(plan: Plan) -> str:
     )
 
 
+def _where(modules: Sequence[str]) -> str:
+    return pattern(modules) or "the whole step"
+
+
 def _files_title(outcome: Outcome) -> str:
-    if outcome.written:
-        return f"Written: {', '.join(outcome.written)}"
-    return "In your files (--diff shows it, --write writes it)"
+    before_s = outcome.report.step.time_s
+    after_s = before_s - sum(patch.gain_s for patch in outcome.patches.made)
+    names = ", ".join(outcome.written)
+    title = f"Written to {names}" if names else "In your files (--diff, --write)"
+    return f"{title}: {units.seconds(before_s)} -> {units.seconds(after_s)} a step, estimated"
 
 
 def _notes(outcome: Outcome) -> Iterator[str]:
@@ -284,7 +294,7 @@ def as_markdown(outcome: Outcome) -> str:
     if plan and plan.refused:
         lines += ["", "## Left alone", ""]
         lines += [
-            f"- {escape(r.name)}: {escape(pattern(r.modules))}: {escape(r.reason)}" for r in plan.refused
+            f"- {escape(r.name)}: {escape(_where(r.modules))}: {escape(r.reason)}" for r in plan.refused
         ]
     if patches.made:
         lines += ["", f"## {_files_title(outcome)}", ""]

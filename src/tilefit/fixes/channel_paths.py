@@ -8,15 +8,17 @@ must find the channels it always had, so that the image is cropped by the module
 
 All this is read off the model's ``forward``, traced symbolically in training and in evaluation mode: a trace
 has no branches that depend on data or sizes, so that what holds for it holds for every input. Where a module
-cannot be traced, the modules it is made of are.
+cannot be traced, the modules it is made of are, if a step calls them as their own ``forward`` does.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from tilefit.fixes.convolution import FITTED, WIDE, is_cropped
 from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, is_elementwise
+from tilefit.fixes.run import Run
 from tilefit.fixes.widening import Channels, behind_one_another, real_size, wide_size
 
 #: Classes whose instances do just what their class says, untouched or changed by us.
@@ -79,24 +82,39 @@ class Padding:
     crops: bool
 
 
-def paddings(model: nn.Module, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> list[Padding]:
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A module's ``forward``, traced in training and in evaluation mode, and the path of the module."""
+
+    path: str
+    graphs: tuple[fx.Graph, fx.Graph]
+
+
+def traces(run: Run) -> list[Trace]:
+    """The largest parts of a run's model that can be traced, and that are called as they are traced."""
+    return list(_traces(run.model, "", cache(partial(_calls, run)), run.train))
+
+
+def paddings(
+    model: nn.Module, found: Iterable[Trace], sizes: Mapping[int, int], inputs: Mapping[int, int]
+) -> list[Padding]:
     """What every module has to do so that these numbers of channels are padded wherever they can be.
 
     Args:
-        model: Is traced, in both modes; its parameters are not looked at.
+        model: The model.
+        found: Its traces.
         sizes: Channels of images, by what they are to be padded to.
         inputs: The same for images that come from elsewhere and are padded by the convolution that reads
             them.
     """
-    found: dict[nn.Module, Padding | None] = {}
-    for path, graphs in _traces(model):
-        paths = _Paths(model.get_submodule(path), graphs, sizes, inputs)
-        for module, padding in paths.paddings(path):
-            found.setdefault(module, padding)
+    todo: dict[nn.Module, Padding | None] = {}
+    for trace in found:
+        for module, padding in _Paths(model.get_submodule(trace.path), trace, sizes, inputs).paddings():
+            todo.setdefault(module, padding)
     for path, module in model.named_modules():
-        if module not in found and isinstance(module, _ConvNd) and _is_whole(module):
-            found[module] = _by_itself(path, module, sizes, inputs)
-    return [padding for padding in found.values() if padding is not None]
+        if module not in todo and isinstance(module, _ConvNd) and _is_whole(module):
+            todo[module] = _by_itself(path, module, sizes, inputs)
+    return [padding for padding in todo.values() if padding is not None]
 
 
 def _is_whole(module: _ConvNd) -> bool:
@@ -163,28 +181,52 @@ class _Tracer(fx.Tracer):
         return bool(_kind(m)) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traces(module: nn.Module, path: str = "") -> Iterator[tuple[str, list[fx.Graph]]]:
-    """The largest modules that can be traced, with their graphs in training and in evaluation mode."""
+def _traces(
+    module: nn.Module, path: str, calls: Callable[[], Mapping[str, int]], training: bool
+) -> Iterator[Trace]:
     if isinstance(module, _ConvNd) or not any(isinstance(part, _ConvNd) for part in module.modules()):
         return
     graphs = _traced(module)
-    if graphs is None:
-        closed = [name for name, _ in module.named_children()]
+    if graphs is not None and (not path or _is_called_so(path, graphs[0 if training else 1], calls())):
+        yield Trace(path, graphs)
+        parts = sorted({str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"})
     else:
-        yield path, graphs
-        closed = sorted({str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"})
-    for name in closed:
-        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name)
+        parts = [name for name, _ in module.named_children()]
+    for name in parts:
+        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, calls, training)
 
 
-def _traced(module: nn.Module) -> list[fx.Graph] | None:
+def _is_called_so(path: str, graph: fx.Graph, calls: Mapping[str, int]) -> bool:
+    """Whether the parts of a module are called by its ``forward``, and by nobody else."""
+    times = Counter(f"{path}.{node.target}" for node in graph.nodes if node.op == "call_module")
+    return calls.get(path, 0) > 0 and all(calls.get(part, 0) == n * calls[path] for part, n in times.items())
+
+
+def _calls(run: Run) -> Mapping[str, int]:
+    """How often a step calls each module."""
+    trial = run.on_meta()
+    counted: Counter[str] = Counter()
+    for path, module in trial.model.named_modules():
+        module.register_forward_pre_hook(_counting(counted, path))
+    trial.capture()
+    return counted
+
+
+def _counting(counted: Counter[str], path: str) -> Callable[[nn.Module, Any], None]:
+    def count(module: nn.Module, args: Any) -> None:
+        counted[path] += 1
+
+    return count
+
+
+def _traced(module: nn.Module) -> tuple[fx.Graph, fx.Graph] | None:
     arguments = inspect.signature(module.forward).parameters.values()
     # With a default or a variable number of arguments it may do different things.
     if any(a.default is not a.empty or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
         return None
     modes = [(part, part.training) for part in module.modules()]
     try:
-        return [_Tracer().trace(module.train(mode)) for mode in (True, False)]
+        return _Tracer().trace(module.train()), _Tracer().trace(module.eval())
     except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
         return None
     finally:
@@ -203,10 +245,10 @@ class _Paths:
     """
 
     def __init__(
-        self, root: nn.Module, graphs: list[fx.Graph], sizes: Mapping[int, int], inputs: Mapping[int, int]
+        self, root: nn.Module, trace: Trace, sizes: Mapping[int, int], inputs: Mapping[int, int]
     ) -> None:
-        self._sizes, self._inputs = sizes, inputs
-        nodes = [node for graph in graphs for node in graph.nodes]
+        self._path, self._sizes, self._inputs = trace.path, sizes, inputs
+        nodes = [node for graph in trace.graphs for node in graph.nodes]
         self._modules = {n: root.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"}
         self._calls: dict[nn.Module, list[fx.Node]] = {}
         for node, module in self._modules.items():
@@ -344,7 +386,7 @@ class _Paths:
         if name in _WITHOUT_CHANNELS:
             return True
         if name == "size" and len(user.args) > 1:
-            return user.args[1] == 0 or _is_spatial(user.args[1], dims)
+            return _leaves_out_channels(user.args[1], dims)
         return name in ("size", "shape") and all(
             reader.target is operator.getitem and _leaves_out_channels(reader.args[1], dims)
             for reader in user.users
@@ -352,9 +394,9 @@ class _Paths:
 
     # ---- the decision ------------------------------------------------------------------------
 
-    def paddings(self, root: str) -> Iterator[tuple[nn.Module, Padding | None]]:
-        """What each module does, if it has something to do; ``root`` is the path of the traced one."""
-        prefix = f"{root}." if root else ""
+    def paddings(self) -> Iterator[tuple[nn.Module, Padding | None]]:
+        """What each module does, if it has something to do."""
+        prefix = f"{self._path}." if self._path else ""
         layouts = self._layouts()
         for module, calls in self._calls.items():
             kind = _kind(module)
@@ -380,7 +422,7 @@ class _Paths:
                 if crops and wide_in is not None:
                     wide_out = self._through(module, wide_in)
                 busy = crops or (wide_in is not None and kind != _CHANNELWISE)
-            yield module, Padding(path, root, dims, wide_in, wide_out, crops) if busy else None
+            yield module, Padding(path, self._path, dims, wide_in, wide_out, crops) if busy else None
 
     def _layouts(self) -> dict[fx.Node, Channels]:
         """How the channels of each group lie."""

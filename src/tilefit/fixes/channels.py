@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from tilefit.fixes.around import around_forward
-from tilefit.fixes.channel_paths import CONVOLUTIONS, Padding, paddings
+from tilefit.fixes.channel_paths import CONVOLUTIONS, Padding, Trace, paddings, traces
 from tilefit.fixes.convolution import Fitted, Wide, cropped, fit, is_cropped
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
@@ -109,25 +109,29 @@ class PadChannels(Fix):
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
         step, model = context.step, context.run.model
-        found: dict[int, str] = {}
+        odd: dict[int, str] = {}
         for (channels, dtype), indices in channels_rule.misaligned(step).items():
             if _promises(context, channels_rule.padded(context, channels, dtype, indices)[1]):
                 yield from _refusals(context, indices)
-                found[channels] = dtype
-        first = {
-            conv.in_channels: indices
-            for indices in first_rule.few_channels(step).values()
-            if isinstance(conv := step.ops[indices[0]].op, Conv)
-        }
+                odd[channels] = dtype
+        few: dict[int, list[int]] = {}
+        for indices in first_rule.few_channels(step).values():
+            op = step.ops[indices[0]].op
+            assert isinstance(op, Conv)
+            few[op.in_channels] = [
+                new for new, ops in first_rule.padded(step, indices).items() if _promises(context, ops)
+            ]
+        if not odd and not any(few.values()):
+            return
+        found = traces(context.run)
         sizes, inputs = _present(model)
-        for chosen in _alternatives(found):
+        for chosen in _alternatives(odd):
             # A first layer's few channels are another matter.
-            read = {old: new for old, new in chosen.items() if old not in first}
-            yield from _candidate(model, chosen, sizes | chosen, inputs | read)
-        for old, indices in first.items():
-            for new, resized in first_rule.padded(step, indices).items():
-                if _promises(context, resized):
-                    yield from _candidate(model, {old: new}, sizes, inputs | {old: new})
+            read = {old: new for old, new in chosen.items() if old not in few}
+            yield from _candidate(model, found, chosen, sizes | chosen, inputs | read)
+        for old in few:
+            for new in few[old]:
+                yield from _candidate(model, found, {old: new}, sizes, inputs | {old: new})
 
 
 def _alternatives(found: Mapping[int, str]) -> Iterator[dict[int, int]]:
@@ -160,10 +164,15 @@ def _refusals(context: Context, indices: Iterable[int]) -> Iterator[Refusal]:
 
 
 def _candidate(
-    model: nn.Module, chosen: Mapping[int, int], sizes: Mapping[int, int], inputs: Mapping[int, int]
+    model: nn.Module,
+    found: list[Trace],
+    chosen: Mapping[int, int],
+    sizes: Mapping[int, int],
+    inputs: Mapping[int, int],
 ) -> Iterator[PaddedChannels]:
     """The change that pads the chosen numbers beside those that are padded already, if there is one."""
-    new = [p for p in paddings(model, sizes, inputs) if not _is_applied(p, model.get_submodule(p.path))]
+    wanted = paddings(model, found, sizes, inputs)
+    new = [padding for padding in wanted if not _is_applied(padding, model.get_submodule(padding.path))]
     if new:
         yield PaddedChannels(tuple(padding.path for padding in new), tuple(chosen.items()), tuple(new))
 

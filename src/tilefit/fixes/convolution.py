@@ -76,11 +76,16 @@ class Fitted(_ConvNd):
         if not padded and (self.wide_out is None or depthwise):
             unpadded: torch.Tensor = super().forward(x, *output_size)
             return unpadded
-        places = {0: self.wide_out, 1: None if depthwise or not padded else self.wide_in}
+        columns = None if depthwise or not padded else self.wide_in
+        rows = self.wide_out
         if self.transposed:
-            places = {0: self.wide_in, 1: None} if depthwise else {0: places[1], 1: places[0]}
-        weight = _widened(self.weight, places, x)
-        bias = None if self.bias is None else _widened(self.bias, {0: self.wide_out}, x)
+            rows, columns = (self.wide_in, None) if depthwise else (columns, rows)
+        dtype = working_dtype(x)
+        batched = x.dim() == dims + 2
+        layout = NHWC[x.dim()] if batched and is_channels_last(x) else torch.preserve_format
+        # Cast first: what is padded then is half as large.
+        weight = _widened(self.weight.to(dtype, memory_format=layout), rows, columns)
+        bias = None if self.bias is None else _widened(self.bias.to(dtype), self.wide_out, None)
         groups = x.shape[-dims - 1] if depthwise else 1
         y = self._convolved(x, weight, bias, groups, *output_size)
         return crop_channels(y, self.wide_out, dims) if self.crops and self.wide_out else y
@@ -137,11 +142,11 @@ class _FittedTransposed(Fitted, _ConvTransposeNd):
         return y
 
 
-def _widened(parameter: torch.Tensor, places: dict[int, Channels | None], x: torch.Tensor) -> torch.Tensor:
-    """A parameter as it meets an image: in its element type and layout, cast before it grows."""
-    layout = NHWC[x.dim()] if parameter.dim() > 1 and is_channels_last(x) else torch.preserve_format
-    parameter = parameter.to(working_dtype(x), memory_format=layout)
-    return widen(parameter, {axis: channels for axis, channels in places.items() if channels is not None})
+def _widened(parameter: torch.Tensor, rows: Channels | None, columns: Channels | None) -> torch.Tensor:
+    places = {0: rows} if rows else {}
+    if columns:
+        places[1] = columns
+    return widen(parameter, places)
 
 
 class FittedConv1d(Fitted, nn.Conv1d):
@@ -195,21 +200,27 @@ class Wide(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.shape[1] == self.num_features:
             return super().forward(input)
-        learnt = [tensor for tensor in (self.weight, self.bias) if tensor is not None]
-        running = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
-        of_batch = self.training or not running
-        if self.training and not self.track_running_stats:
-            running = []
-        dtype = next((tensor.dtype for tensor in learnt + running), input.dtype)
-        zeros = input.new_zeros(max(wide - real for real, wide in self.wide), dtype=dtype)
-        weight, bias = [spread([tensor], self.wide, zeros) for tensor in learnt] or (None, None)
-        mean, variance = spread(running, self.wide, zeros).chunk(2) if running else (None, None)
+        tracked = not self.training or self.track_running_stats
+        running = (self.running_mean, self.running_var) if tracked else (None, None)
+        mean, variance, weight, bias = self._widened(*running, self.weight, self.bias)
+        of_batch = self.training or self.running_mean is None
         y = F.batch_norm(input, mean, variance, weight, bias, of_batch, self._factor(), self.eps)
-        if self.training and mean is not None and variance is not None:
-            with torch.no_grad():
-                new = [narrow(tensor, 0, self.wide) for tensor in (mean, variance)]
-                torch._foreach_copy_(running, new)
+        if self.training:
+            kept = [vector for vector in running if vector is not None]
+            new = [narrow(vector, 0, self.wide) for vector in (mean, variance) if vector is not None]
+            if kept:
+                with torch.no_grad():
+                    torch._foreach_copy_(kept, new)
         return crop_channels(y, self.wide, y.dim() - 2) if self.crops else y
+
+    def _widened(self, *vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
+        first = next((vector for vector in vectors if vector is not None), None)
+        if first is None:
+            return list(vectors)
+        sizes = [wide - real for real, wide in self.wide]
+        zeros = first.new_zeros(max(sizes))
+        gaps = [zeros[:size] for size in sizes] if len(sizes) > 1 else [zeros]
+        return [None if vector is None else spread(vector, self.wide, gaps) for vector in vectors]
 
     def _factor(self) -> float:
         """The weight of this batch in the running statistics, after it has been counted."""

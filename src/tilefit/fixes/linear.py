@@ -19,7 +19,8 @@ from tilefit.ops import FORWARD, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules import resize
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.layers import Linear
+from tilefit.rules.alignment.padding import misaligned_operands
+from tilefit.rules.layers import Linear, weight
 from tilefit.rules.sites import listed
 
 #: With few rows a layer is padded only where it clearly pays: the times of small products are the least sure.
@@ -165,6 +166,7 @@ class PadLinear(Fix):
         for group in groups(context.step):
             if not group.vocabularies and not group.recurrent:
                 yield from paddings(context, group)
+        yield from _computed_weights(context)
 
 
 def paddings(context: Context, group: Group) -> Iterator[Candidate | Refusal]:
@@ -199,6 +201,23 @@ def paddings(context: Context, group: Group) -> Iterator[Candidate | Refusal]:
         shapes.setdefault(padded.old, []).append(padded)
     for layers in shapes.values():
         yield Padding(tuple(layer.path for layer in layers), tuple(layers))
+
+
+def _computed_weights(context: Context) -> Iterator[Refusal]:
+    """Misaligned layers whose weight is no parameter, which is why no finding names them."""
+    modules = dict(context.run.model.named_modules())
+    found = {
+        entry.site.module
+        for entry in context.step.ops
+        if isinstance(entry.op, Gemm) and entry.phase == FORWARD and not weight(entry)
+        if misaligned_operands(entry.op)
+    }
+    for path in sorted(found & modules.keys()):
+        if isinstance(modules[path], nn.Linear):
+            try:
+                require_plain(modules[path], path, nn.Linear)
+            except RefusedError as refused:
+                yield Refusal((path,), refused.what)
 
 
 def _require_layer(context: Context, layer: Linear) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
 from tilefit.errors import UsageError
@@ -40,7 +39,7 @@ def step_times_s(
     """
     counts = list(range(len(candidates) + 1))
     times: list[list[float]] = [[] for _ in counts]
-    with _restored(run.model):
+    with run.kept():
         run.model.train(run.train)
         steps = [_prepared(run, candidates[:count], clock) for count in counts]
         for number in range(rounds):
@@ -133,24 +132,3 @@ def _timed_s(run: Run, candidates: Sequence[Candidate], step: _Step, clock: Call
             step()
         step.synchronize()
         return (clock() - start) / step.many
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Parameters, buffers, gradients, mode and random numbers are as before at the end of the block."""
-    # Parameters too: a gradient that is infinite makes no number even of a step of length zero.
-    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    model.zero_grad()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in tensors:
-                tensor.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode

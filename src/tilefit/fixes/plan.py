@@ -28,9 +28,11 @@ class AppliedFix:
         rules: Codes of the rules whose findings it answers.
         modules: Paths of the modules it changed.
         summary: What it did.
-        gain_s: Predicted saving per step, on top of the fixes before it.
+        gain_s: Predicted saving per step, on top of the fixes before it; ``gain_low_s`` and ``gain_high_s``
+            bound it (80 %).
         measured_s: The same, measured; None where nothing was.
-        verification: The proof; None for what does not change the model's function (settings).
+        verification: The proof in fp64; None for what does not change the model's function (settings).
+        on_gpu: The comparison in the working precision; None where the model is on no GPU.
     """
 
     name: str
@@ -39,7 +41,10 @@ class AppliedFix:
     modules: tuple[str, ...]
     summary: str
     gain_s: float
+    gain_low_s: float
+    gain_high_s: float
     verification: Verification | None
+    on_gpu: Verification | None = None
     measured_s: float | None = None
 
 
@@ -58,7 +63,7 @@ class RefusedFix:
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Plan:
     """What was changed, the proof of it, and what it is worth.
 
@@ -95,8 +100,14 @@ class Plan:
 
     @property
     def verification(self) -> Verification | None:
-        """The proofs of all fixes together; None where nothing had to be proven."""
+        """The proofs in fp64 of all fixes together; None where nothing had to be proven."""
         proofs = [fix.verification for fix in self.fixes if fix.verification is not None]
+        return join(proofs) if proofs else None
+
+    @property
+    def on_gpu(self) -> Verification | None:
+        """The comparisons in the working precision together; None where the model is on no GPU."""
+        proofs = [fix.on_gpu for fix in self.fixes if fix.on_gpu is not None]
         return join(proofs) if proofs else None
 
     def undo(self) -> None:
@@ -141,3 +152,7 @@ class Plan:
         from tilefit.fixes.table import text
 
         return text(self)
+
+    def __repr__(self) -> str:
+        names = ", ".join(fix.name for fix in self.fixes) or "nothing"
+        return f"<Plan for {self.gpu}: {names}; {self.speedup:.2f} times as fast ({self.provenance})>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,12 +20,14 @@ from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.measuring import require_cuda, step_times_s
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
-from tilefit.fixes.proof import prove
+from tilefit.fixes.proof import prove, prove_in_place
 from tilefit.fixes.registry import select as select_fixes
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
+from tilefit.rules.base import Change
+from tilefit.rules.engine import gain
 from tilefit.rules.finding import SAFE, UNSAFE
 
 LEVELS = (SAFE, UNSAFE)
@@ -71,7 +73,8 @@ def optimize(
         budget: Seconds after which no further fix is looked for; None for no limit.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or the optimizer itself.
         select, ignore: Names of fixes (``pad-linear``), or codes of rules or their beginnings (``ALN``).
-        min_gain: Smallest gain worth a change, as a share of the step.
+        min_gain: Smallest gain worth a change, as a share of the step; below zero every fix that can be made
+            is, whether it pays or not.
         verify: Prove every fix.
         measure: Measure the step with and without the fixes, in turn, on the CUDA GPU that the model and the
             inputs are on; what turns out to be no gain is taken back.
@@ -84,6 +87,8 @@ def optimize(
         raise UsageError(f"unknown level {level!r}", hint=f"Use one of: {', '.join(LEVELS)}.")
     if not isinstance(model, nn.Module):
         raise UsageError(f"a {type(model).__name__} cannot be optimized", hint="Pass a torch.nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("the model was scripted or traced, and cannot be changed", hint="Optimize it first.")
     if hasattr(model, "_orig_mod"):
         raise UsageError("the model is compiled already", hint="Optimize first: torch.compile(plan.model).")
     devices = resolve(gpu)
@@ -132,6 +137,9 @@ class _Priced:
     estimate: StepEstimate
 
 
+_Key = tuple[str, Candidate]
+
+
 class _Planner:
     """The search: greedy, and lazy in that a candidate is priced again only when it could be the best.
 
@@ -151,28 +159,38 @@ class _Planner:
         self.candidates: list[Candidate] = []
         self.undos: list[Undo] = []
         self.times_s: list[float] = []
-        self._gains: dict[tuple[str, Candidate], float] = {}
-        self._unfit: set[tuple[str, Candidate]] = set()
+        self._gains: dict[_Key, float] = {}
+        self._unfit: set[_Key] = set()
 
     def improve(self) -> bool:
         """Apply the best fix that is left; False where none is worth it."""
         waiting = self._candidates()
+        priced: dict[_Key, _Priced] = {}
         while waiting:
             fix, candidate = waiting.pop(0)
             key = (fix.name, candidate)
-            after = self._tried(fix, candidate)
-            if after is None:
-                continue
-            gain_s = self._gains[key] = self.now.estimate.time_s - after.estimate.time_s
-            if waiting and gain_s < self._known_gain_s(waiting[0]):
-                waiting.append((fix, candidate))
-                waiting.sort(key=self._known_gain_s, reverse=True)
-                continue
-            worth = gain_s >= self.min_gain * self.first.estimate.time_s
-            if worth and self._apply(fix, candidate, gain_s):
-                self.now = after
+            if key not in priced:
+                after = self._tried(fix, candidate)
+                if after is None:
+                    continue
+                priced[key] = after
+                self._gains[key] = self.now.estimate.time_s - after.estimate.time_s
+                if waiting and self._gains[key] < self._known_gain_s(waiting[0]):
+                    waiting.append((fix, candidate))
+                    waiting.sort(key=self._known_gain_s, reverse=True)
+                    continue
+            if self._is_worth(priced[key]) and self._apply(fix, candidate, priced[key]):
+                self.now = priced[key]
                 return True
         return False
+
+    def _is_worth(self, after: _Priced) -> bool:
+        """Above what counts as a change, and a gain nine times in ten."""
+        gain_s, low_s, _ = self._gain(after)
+        return gain_s >= self.min_gain * self.first.estimate.time_s and (low_s > 0 or self.min_gain < 0)
+
+    def _gain(self, after: _Priced) -> tuple[float, float, float]:
+        return gain(self.now.estimate, after.estimate, Change(step=after.step))
 
     def _known_gain_s(self, entry: tuple[Fix, Candidate]) -> float:
         fix, candidate = entry
@@ -180,11 +198,14 @@ class _Planner:
 
     def _candidates(self) -> list[tuple[Fix, Candidate]]:
         context = Context(self.now.step, self.gpu, self.now.estimate, self.now.run)
+        changed = {path for fix in self.applied for path in fix.modules}
         found = []
         for fix in self.fixes:
             for candidate in fix.find(context):
                 if isinstance(candidate, Refusal):
-                    self._refuse(fix, candidate.modules, candidate.reason)
+                    # What another fix has changed is not refused.
+                    if not changed.intersection(candidate.modules):
+                        self._refuse(fix, candidate.modules, candidate.reason)
                 elif (fix.name, candidate) not in self._unfit:
                     found.append((fix, candidate))
         return sorted(found, key=self._known_gain_s, reverse=True)
@@ -205,23 +226,43 @@ class _Planner:
             step = fuse(step)
         return _Priced(run, step, estimate_step(step, self.gpu))
 
-    def _apply(self, fix: Fix, candidate: Candidate, gain_s: float) -> bool:
-        proof: Verification | None = None
+    def _apply(self, fix: Fix, candidate: Candidate, after: _Priced) -> bool:
+        proofs: list[Verification] = []
         try:
-            if self.verify and candidate.modules:
-                proof = prove(self.run, candidate)
+            for proof in self._proofs(candidate):
                 if not proof.ok:
                     self._reject(fix, candidate, f"not proven the same: {proof}")
                     return False
+                proofs.append(proof)
             self.undos.append(candidate.apply(self.run))
         except RefusedError as refused:
             self._reject(fix, candidate, refused.what)
             return False
         self.candidates.append(candidate)
+        gain_s, low_s, high_s = self._gain(after)
+        in_fp64, on_gpu = (*proofs, None, None)[:2]
         self.applied.append(
-            AppliedFix(fix.name, fix.level, fix.rules, candidate.modules, candidate.summary, gain_s, proof)
+            AppliedFix(
+                name=fix.name,
+                level=fix.level,
+                rules=fix.rules,
+                modules=candidate.modules,
+                summary=candidate.summary,
+                gain_s=gain_s,
+                gain_low_s=low_s,
+                gain_high_s=high_s,
+                verification=in_fp64,
+                on_gpu=on_gpu,
+            )
         )
         return True
+
+    def _proofs(self, candidate: Candidate) -> Iterator[Verification]:
+        """In fp64 on the CPU; and where the model is on a GPU, there."""
+        if self.verify and candidate.modules:
+            yield prove(self.run, candidate)
+            if all(parameter.is_cuda for parameter in self.run.model.parameters()):
+                yield prove_in_place(self.run, candidate)
 
     def _reject(self, fix: Fix, candidate: Candidate, reason: str) -> None:
         self._unfit.add((fix.name, candidate))

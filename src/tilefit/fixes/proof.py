@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map
 
 from tilefit.capture.run import copied, tensors
 from tilefit.errors import CaptureError
-from tilefit.fixes.fix import Candidate, RefusedError
+from tilefit.fixes.fix import Candidate, RefusedError, Undo
 from tilefit.fixes.run import Run
-from tilefit.fixes.verification import Verification, join, verify
+from tilefit.fixes.verification import Verification, join, verify, verify_in_place
 from tilefit.ops import Step
 from tilefit.units import count
 
@@ -54,6 +54,30 @@ def prove(run: Run, candidate: Candidate) -> Verification:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _proof(run, candidate)
+
+
+def prove_in_place(run: Run, candidate: Candidate) -> Verification:
+    """Compare the model with and without the candidate where it is, in its working precision, on two samples
+    of the run's inputs.
+
+    Raises:
+        RefusedError: the candidate does not apply.
+    """
+
+    def change(run: Run) -> Undo:
+        undo = candidate.apply(run)
+        rows = [(m, m.least_rows) for m in run.model.modules() if hasattr(m, "least_rows")]
+        for module, _ in rows:
+            module.least_rows = 0  # type: ignore[assignment]
+
+        def take_back() -> None:
+            for module, least in rows:
+                module.least_rows = least
+            undo()
+
+        return take_back
+
+    return verify_in_place(replace(run, inputs=_shrunken(run.inputs, _SIZES[-2])), change)
 
 
 def _proof(run: Run, candidate: Candidate) -> Verification:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,25 @@ class Run:
             loss=self.loss,
         )
         return replace(step, settings=replace(step.settings, cuda_graph=self.cuda_graph))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Parameters, buffers, gradients, modes and random numbers are as before at the end of the block."""
+        tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *self.model.buffers())]
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.zero_grad()
+        try:
+            with torch.random.fork_rng():
+                yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in tensors:
+                    tensor.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for module, mode in modes:
+                module.training = mode
 
     def on_meta(self) -> Run:
         """A copy without weights, to try a fix on."""

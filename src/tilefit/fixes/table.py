@@ -12,6 +12,8 @@ from tilefit import units
 from tilefit.fixes.plan import Plan
 
 NOTHING = "Nothing worth changing."
+#: Refusals that are shown; a model with many layers may have one for each.
+MOST_REFUSED = 5
 
 
 def table(plan: Plan) -> RenderableType:
@@ -19,8 +21,13 @@ def table(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = []
     if plan.fixes:
         parts += [_headline(plan), Text(), _fixes(plan)]
-        if plan.verification is not None:
-            parts += [Text(), Text.assemble(("Proof  ", "dim"), str(plan.verification))]
+        proofs = [plan.verification, plan.on_gpu]
+        parts += [
+            part
+            for proof in proofs
+            if proof is not None
+            for part in (Text(), Text.assemble(("Proof  ", "dim"), str(proof)))
+        ]
     else:
         parts.append(Text(NOTHING, style="bold green"))
     if plan.refused:
@@ -70,6 +77,9 @@ def _refused(plan: Plan) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for refused in plan.refused:
+    for refused in plan.refused[:MOST_REFUSED]:
         grid.add_row(f"not {refused.name}", f"{refused.reason}.")
+    more = len(plan.refused) - MOST_REFUSED
+    if more > 0:
+        grid.add_row("", f"and {more} more in plan.refused.")
     return grid

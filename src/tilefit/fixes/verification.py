@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from tilefit.capture.run import call, loss_of_output
+from tilefit.fixes.fix import Undo
+from tilefit.fixes.run import Run
 
 #: Largest relative error (norm of the difference over norm) that counts as rounding, by element type. The
 #: coarse ones are what reordering the sums of a deep network does; a missing column shows in any of them.
@@ -116,15 +118,40 @@ def verify(
             without dropout.
     """
     check = _Check(loss, amp, dtype, device, inputs, same_random_numbers)
-    tolerance = TOLERANCES[_AMP[amp] if amp else dtype]
     errors: list[Difference] = []
     for name, observe in check.observations(train, steps):
         with check.running():
             first, second = observe(original), observe(fixed)
         errors += [Difference(f"{name}: {what}", error) for what, error in _errors(first, second)]
+    return _judged(errors, scope, _AMP[amp] if amp else dtype, device)
+
+
+def verify_in_place(run: Run, change: Callable[[Run], Undo]) -> Verification:
+    """Compare a model with itself changed, where it is and in its working precision, in evaluation mode.
+
+    Outputs, loss and gradients of parameters and inputs. Nothing is copied but what is compared; afterwards
+    the model is as it was.
+    """
+    parameter = next(run.model.parameters())
+    check = _Check(run.loss, run.amp, parameter.dtype, str(parameter.device), run.inputs, True)
+    with run.kept():
+        run.model.eval()
+        first = check.observed(run.model)
+        undo = change(run)
+        try:
+            run.model.zero_grad()
+            second = check.observed(run.model)
+        finally:
+            undo()
+    errors = [Difference(f"eval: {what}", error) for what, error in _errors(first, second)]
+    return _judged(errors, "whole model", _AMP.get(run.amp, parameter.dtype), str(parameter.device))
+
+
+def _judged(errors: list[Difference], scope: str, dtype: torch.dtype, device: str) -> Verification:
+    tolerance = TOLERANCES[dtype]
     return Verification(
         scope=scope,
-        dtype=str(_AMP[amp] if amp else dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         device=device,
         tolerance=tolerance,
         compared=len(errors),
@@ -138,7 +165,7 @@ def join(verifications: list[Verification]) -> Verification:
     first = verifications[0]
     return replace(
         first,
-        scope=", ".join(v.scope for v in verifications),
+        scope=", ".join(dict.fromkeys(v.scope for v in verifications)),
         compared=sum(v.compared for v in verifications) if all(v.compared for v in verifications) else 0,
         worst=max(v.worst for v in verifications),
         differences=tuple(difference for v in verifications for difference in v.differences),
@@ -208,8 +235,11 @@ class _Check:
             yield
 
     def once(self, model: nn.Module, training: bool) -> Observed:
+        """Output, loss and gradients of one pass of a copy."""
+        return self.observed(self._prepared(model, training))
+
+    def observed(self, model: nn.Module) -> Observed:
         """Output, loss and gradients of one pass."""
-        model = self._prepared(model, training)
         inputs = tree_map(_leaf, self.inputs)
         with self._autocast():
             output = call(model, inputs)
@@ -263,7 +293,8 @@ class _Check:
         return model
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device, dtype=_AMP.get(self.amp, torch.bfloat16), enabled=bool(self.amp))
+        kind = torch.device(self.device).type
+        return torch.autocast(kind, dtype=_AMP.get(self.amp, torch.bfloat16), enabled=bool(self.amp))
 
     def _loss(self, output: Any) -> torch.Tensor | None:
         leaves = [

@@ -4,13 +4,14 @@ Channels that stay padded from layer to layer come as segments: ``((60, 64), (30
 padded to 64 and, behind them, 30 padded to 32, which is what concatenating two padded images gives.
 Parameters keep their real sizes and are copied to their wide places while the model runs.
 
-PyTorch's own functions are put together here, and none is written as a ``torch.autograd.Function``: one of
-those costs the host some 200 µs, forward and backward, as much as all else that a layer does.
+PyTorch's own functions are put together here, and none is written as a ``torch.autograd.Function``: the
+Python of one takes the host longer than all else that a layer does, and a small network waits for the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -57,40 +58,32 @@ def widen(tensor: torch.Tensor, places: dict[int, Channels]) -> torch.Tensor:
             ((real, wide),) = channels
             pads[-2 * axis - 1] = wide - real
         else:
-            tensor = torch.cat(list(_with_zeros(tensor, axis, channels)), axis)
+            tensor = _with_gaps(tensor, axis, channels)
     return torch.constant_pad_nd(tensor, pads) if any(pads) else tensor
 
 
-def _with_zeros(tensor: torch.Tensor, axis: int, channels: Channels) -> Iterator[torch.Tensor]:
-    start = 0
-    for real, wide in channels:
-        yield tensor.narrow(axis, start, real)
-        yield tensor.new_zeros((*tensor.shape[:axis], wide - real, *tensor.shape[axis + 1 :]))
-        start += real
+def _with_gaps(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
+    starts = accumulate((real for real, _ in channels), initial=0)
+    pieces = []
+    for start, (real, wide) in zip(starts, channels, strict=False):
+        gap = list(tensor.shape)
+        gap[axis] = wide - real
+        pieces += [tensor.narrow(axis, start, real), tensor.new_zeros(gap)]
+    return torch.cat(pieces, axis)
 
 
 def narrow(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
     """What :func:`widen` put into a dimension; a view if there is but one segment."""
-    pieces = []
-    start = 0
-    for real, wide in channels:
-        pieces.append(tensor.narrow(axis, start, real))
-        start += wide
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+    if len(channels) == 1:
+        return tensor.narrow(axis, 0, channels[0][0])
+    starts = accumulate((wide for _, wide in channels), initial=0)
+    pieces = [tensor.narrow(axis, start, real) for start, (real, _) in zip(starts, channels, strict=False)]
+    return torch.cat(pieces, axis)
 
 
-def spread(vectors: list[torch.Tensor], channels: Channels, zeros: torch.Tensor) -> torch.Tensor:
-    """Vectors, widened and behind one another, in one kernel.
-
-    Args:
-        vectors: [channels] each.
-        channels: How each lies afterwards.
-        zeros: As many as the longest gap.
-    """
-    pieces = []
-    for vector in vectors:
-        start = 0
-        for real, wide in channels:
-            pieces += [vector[start : start + real], zeros[: wide - real]]
-            start += real
-    return torch.cat(pieces)
+def spread(vector: torch.Tensor, channels: Channels, gaps: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A vector [channels] with the zeros of each gap behind each segment, in one kernel."""
+    if len(channels) == 1:
+        return torch.cat((vector, gaps[0]))
+    pieces: Sequence[torch.Tensor] = torch.split(vector, [real for real, _ in channels])
+    return torch.cat([part for pair in zip(pieces, gaps, strict=True) for part in pair])

@@ -277,6 +277,8 @@ def calibrate(
 ) -> Profile:
     """Measure and fit, within a time budget.
 
+    Interrupted (``KeyboardInterrupt``), it stops measuring and fits to what there is.
+
     Args:
         gpu: The facts of the GPU.
         measure: Seconds of one operation; raises :class:`TilefitError` for one that cannot run.
@@ -308,9 +310,15 @@ def calibrate(
     session = _Session(gpu, measure, start or constants(gpu), used, device, on_progress)
     sources, shares = drawn or candidates(), shares or SHARES
     until = 0.0
-    for kind, share in shares.items():
-        until += _MEASURING * share / sum(shares.values())
-        session.explore(kind, sources[kind], until)
+    try:
+        for kind, share in shares.items():
+            until += _MEASURING * share / sum(shares.values())
+            session.explore(kind, sources[kind], until)
+            session.fit_constants()
+    except KeyboardInterrupt:
+        if session.measured("gemm") < _LEAST:
+            raise
+        # What has been measured is worth fitting to; a second interruption ends that as well.
         session.fit_constants()
     networks, facts = {}, {}
     for kind in shares:

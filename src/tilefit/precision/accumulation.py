@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilefit.precision import graph
 from tilefit.precision.events import Accumulated, HalfSum, LossInHalf
 from tilefit.precision.ledger import Ledger, Stepped
 from tilefit.precision.lines import user_line
@@ -28,10 +27,12 @@ class Losses:
     """Looks at the losses of each step.
 
     Args:
-        recorder: Where events go. ledger: Knows backward passes, scales and steps. line_of: The line of the
-        forward operation with a sequence number, or empty. in_autocast: Whether an autocast region was
-        entered since the last step. sum_error: The relative error of this step's half-precision sums of
-        gradients, None where none was seen.
+        recorder: Where events go.
+        ledger: Knows backward passes, scales and steps.
+        line_of: The line of the forward operation with a sequence number, or empty.
+        in_autocast: Whether an autocast region was entered since the last step.
+        sum_error: The relative error of this step's half-precision sums of gradients, None where none was
+            seen.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Losses:
     def _on_backward(self, roots: Sequence[Tensor] | None) -> None:
         if roots is None or not self._recorder.looking:
             return
-        chain = graph.chain(roots)
+        chain = self._ledger.chain
         source = user_line()
         if not self._ledger.accumulating:
             self._passes.clear()

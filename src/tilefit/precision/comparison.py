@@ -63,11 +63,12 @@ class _Run:
 def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0) -> Watched:
     """Run one batch as training does and once in fp32, and measure every layer's error.
 
-    Two errors are measured, of outputs, of the gradients of inputs, and of weight gradients, as the root mean
-    square of the difference over that of the fp32 value: *end to end* includes what came before; *local* is
-    the module's own, in fp32 on the input and the output gradient that it had in training's precision. The
-    tolerance is what perturbing input and weights by the element type's epsilon does to the fp32 module.
-    Weights, buffers, gradients and random numbers are put back; dropout is off.
+    Two errors are measured, of outputs and of weight gradients, as the root mean square of the difference
+    over that of the fp32 value: *end to end* includes what came before, and what comes back from behind;
+    *local* is the module's own, in fp32 on the input and the output gradient that it had in training's
+    precision. The tolerance is what perturbing input and weights by the element type's epsilon does to the
+    fp32 module. Of the gradients of outputs, the end-to-end error is listed. Weights, buffers, gradients and
+    random numbers are put back; dropout is off.
 
     Args:
         model: The model, with fp32 weights.
@@ -104,6 +105,11 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
             "nothing ran in half precision", hint="Enter autocast inside step(), as the training loop does."
         )
     events: list[Event] = list(errors)
+    passed_back = tuple(
+        (name, "output gradient", "", share(_error(ran.gradient, wide.modules[name].gradient)), "")
+        for name, ran in half.modules.items()
+        if ran.gradient is not None and wide.modules[name].gradient is not None
+    )
     rows = tuple(
         (e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance))
         for e in sorted(errors, key=lambda e: -e.local / max(e.tolerance, _SMALL))
@@ -111,7 +117,7 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
     table = Table(
         "Error against fp32, the largest beyond its tolerance first",
         ("module", "of its", "local", "end to end", "tolerance"),
-        rows,
+        (*rows, *passed_back),
     )
     return judged(
         type(model).__name__,
@@ -157,7 +163,7 @@ def _run(
     ]
     try:
         if statistics is not None and Look.possible():
-            with Look(Ledger(Recorder(()), Patches()), [statistics], {}, all_lines=False):
+            with Look(Ledger(Recorder(()), Patches()), [statistics], {}, {}, all_lines=False):
                 loss = step()
         else:
             loss = step()
@@ -275,8 +281,10 @@ def _without_autocast() -> Iterator[None]:
         patches.undo()
 
 
-def _error(got: Tensor, exact: Tensor) -> float:
+def _error(got: Tensor | None, exact: Tensor | None) -> float:
     """The root mean square of the difference over that of the exact value."""
+    assert got is not None
+    assert exact is not None
     got, exact = got.double(), exact.double()
     size = float(exact.square().mean().sqrt())
     return float((got - exact).square().mean().sqrt()) / max(size, _SMALL)

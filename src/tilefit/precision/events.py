@@ -435,7 +435,7 @@ class LayerError(Event):
     """A module whose own error against fp32 is far above what its element type explains.
 
     Attributes:
-        what: ``output``, ``input gradient`` or ``weight gradient``.
+        what: ``output`` or ``weight gradient``.
         local: Relative error of the module fed with the half-precision input.
         end_to_end: Relative error including what came before.
         tolerance: The error that perturbing its input by the element type's epsilon makes in fp32.

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from tilefit.precision.dtypes import PRODUCTS
-from tilefit.precision.look import Call, Observer, is_plain
+from tilefit.precision.look import Call, Observer, is_plain, sampled
 
-#: Exponents from 2^LOWEST on have a bin each; the first bin holds zeros as well as what is smaller.
-LOWEST = -40
-BINS = 64
 #: Elements looked at of each gradient.
-SAMPLE = 4096
+SAMPLE = 2048
 #: fp16: the exponent of the smallest subnormal number, of the smallest normal one, and of the largest.
 SMALLEST, NORMAL, LARGEST = -24, -14, 15
 #: Bits kept free above the largest gradient seen, and the share of gradients that may be lost below.
@@ -79,8 +76,8 @@ class Exponents(Observer):
     def __init__(self) -> None:
         self.scale = 1.0
         self.histograms: dict[torch.dtype, Histogram] = {}
-        #: Of this step, on the device: zeros first, then values by exponent.
-        self._counts: dict[torch.dtype, Tensor] = {}
+        #: Of this step, on the device.
+        self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def wants(self, func: Any, name: str) -> bool:
         return name in _BACKWARD
@@ -91,37 +88,34 @@ class Exponents(Observer):
         outs = call.out if isinstance(call.out, list | tuple) else [call.out]
         for out in outs:
             if isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16) and is_plain(out):
-                self._count(out)
+                sample = sampled(out, SAMPLE).clone()
+                self._samples.setdefault((out.dtype, out.device), []).append(sample)
 
-    def _count(self, gradient: Tensor) -> None:
-        flat = gradient.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLE)].float().abs()
-        exponent = torch.frexp(sample).exponent - 1
-        place = torch.where(sample == 0, 0, (exponent - LOWEST).clamp(0, BINS - 1) + 1)
-        counts = torch.zeros(BINS + 1, device=gradient.device).scatter_add_(
-            0, place.long(), torch.isfinite(sample).float()
-        )
-        known = self._counts.get(gradient.dtype)
-        self._counts[gradient.dtype] = counts if known is None else known + counts
+    def _count(self, wanted: torch.dtype) -> Histogram:
+        """This step's values of an element type, scale included; waits for the device."""
+        found = Histogram()
+        for samples in (self._samples[key] for key in self._samples if key[0] == wanted):
+            values = torch.cat(samples).float().abs()
+            values = values[torch.isfinite(values)]
+            exponents = torch.frexp(values[values > 0]).exponent - 1
+            numbers, counts = torch.unique(exponents, return_counts=True)
+            found.zeros += int((values == 0).sum())
+            found.counts.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+        return found
 
     def fp16(self) -> tuple[int, float, float]:
-        """This step's values in fp16, and the shares of them that are subnormal and zero; waits for the "
-        "device."""
-        known = self._counts.get(torch.float16)
-        counts = [] if known is None else known.tolist()
-        total = sum(counts)
-        if not total:
+        """This step's values in fp16, and the shares that are subnormal and zero; waits for the device."""
+        found = self._count(torch.float16)
+        if not found.total:
             return 0, 0.0, 0.0
-        subnormal = sum(counts[1 : NORMAL - LOWEST + 1])
-        return int(total), subnormal / total, counts[0] / total
+        subnormal = sum(count for exponent, count in found.counts.items() if exponent < NORMAL)
+        return found.total, subnormal / found.total, found.zeros / found.total
 
     def end(self) -> None:
         carried = round(log2(self.scale)) if self.scale > 0 else 0
-        for dtype, known in self._counts.items():
-            zeros, *counts = known.tolist()
+        for dtype in {dtype for dtype, _ in self._samples}:
+            found = self._count(dtype)
             histogram = self.histograms.setdefault(dtype, Histogram())
-            histogram.zeros += int(zeros)
-            for index, number in enumerate(counts):
-                if number:
-                    histogram.counts[index + LOWEST - carried] += int(number)
-        self._counts.clear()
+            histogram.zeros += found.zeros
+            histogram.counts.update({e - carried: count for e, count in found.counts.items()})
+        self._samples.clear()

@@ -184,9 +184,11 @@ class Stepped:
     """What listeners are told about an optimizer's step.
 
     Attributes:
-        optimizer: The optimizer. skipped: The scaler skipped it; None where only the device knows. scaler:
-        The scaler it went through, or None. plain: All of its gradients were without a scale from the start,
-        and no scale was met since the last step.
+        optimizer: The optimizer.
+        skipped: The scaler skipped it; None where only the device knows.
+        scaler: The scaler it went through, or None.
+        plain: All of its gradients were without a scale from the start, and no scale was met since the last
+            step.
     """
 
     optimizer: Optimizer
@@ -203,13 +205,16 @@ class Ledger:
         patches: Where replaced attributes are kept.
 
     Attributes:
-        depth: Backward passes that are running, one inside another. on_backward: Called with the roots
-        before, and with None after, an outermost backward pass. on_stepping: Called before an optimizer's
-        step on gradients that carry no scale any more. on_stepped: Called after an optimizer's step, or one
-        that was skipped. region: The number of the present outermost autocast region with a cache; 0 for
-        none. in_use: An optimizer or a scaler is at work: what it writes is its own. accumulating: The
-        backward pass that begins adds to gradients that nobody has used yet (on such steps). open: Some
-        gradient carries a scale and has not been used yet (kept up on steps looked at closely).
+        depth: Backward passes that are running, one inside another.
+        on_backward: Called with the roots before, and with None after, an outermost backward pass.
+        on_stepping: Called before an optimizer's step on gradients that carry no scale any more.
+        on_stepped: Called after an optimizer's step, or one that was skipped.
+        region: The number of the present outermost autocast region with a cache; 0 for none.
+        in_use: An optimizer or a scaler is at work: what it writes is its own.
+        accumulating: The backward pass that begins adds to gradients that nobody has used yet; kept up on
+            steps that are looked at closely.
+        chain, scan: What the graph of the last backward pass says, on such steps.
+        open: Some gradient carries a scale and has not been used yet.
         before_observing: Called before gradients that were changed by hand are looked for.
     """
 
@@ -230,6 +235,8 @@ class Ledger:
         self.in_use = 0
         self.open = False
         self.accumulating = False
+        self.chain = graph.Chain()
+        self.scan = graph.Scan()
         self._scale_seen = False
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
@@ -360,11 +367,12 @@ class Ledger:
     def _begin(self, roots: Sequence[Tensor]) -> None:
         self._reached.clear()
         self.observe()
+        self.chain, self.scan = graph.Chain(), graph.Scan()
         if self._recorder.looking:
+            self.chain, self.scan = graph.chain(roots), graph.scan(roots)
             self.accumulating = any(gradient.fresh and gradient.marks != EMPTY for gradient in self.gradients)
-            chain = graph.chain(roots)
-            if chain.marks and chain.plain:
-                marks: Marks = frozenset(chain.marks)
+            if self.chain.marks and self.chain.plain:
+                marks: Marks = frozenset(self.chain.marks)
                 source = user_line()
                 self._recorder.emit_once(
                     ("mixed loss", source), lambda: MixedLoss(source=source, scale=self.scale_of(marks))

@@ -96,11 +96,18 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ledger: Knows whether a backward pass runs.
         observers: Who looks.
         all_lines: Remember the line of every forward operation, not only of scalars.
-        names: Names of modules by ``id``; modules that are not in it are named when they run.
+        names, parameter_names: Names of modules and of parameters by ``id``; what is not in them is named
+            when it runs.
     """
 
     def __init__(
-        self, ledger: Ledger, observers: Iterable[Observer], names: dict[int, str], *, all_lines: bool
+        self,
+        ledger: Ledger,
+        observers: Iterable[Observer],
+        names: dict[int, str],
+        parameter_names: dict[int, str],
+        *,
+        all_lines: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
@@ -108,10 +115,13 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plans: dict[Any, _Plan] = {}
         self._all_lines = all_lines
         self._names = names
+        self._parameter_names = parameter_names
         self._lines: dict[int, str] = {}
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
         self._paused = False
+        #: While a CUDA graph is captured nothing may be read.
+        self._capturing = _is_capturing()
         self.on_module: list[Callable[[nn.Module, str, Any], None]] = []
 
     # ---- entering and leaving --------------------------------------------------------------
@@ -172,6 +182,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(module) not in self._names:
             for name, inner in module.named_modules():
                 self._names.setdefault(id(inner), name or type(module).__name__)
+            for name, parameter in module.named_parameters():
+                self._parameter_names.setdefault(id(parameter), name)
         self._modules.append(module)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -179,7 +191,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while self._modules.pop() is not module:
                 pass
         for listener in self.on_module:
-            listener(module, self._names[id(module)], output)
+            listener(module, self._names.get(id(module), ""), output)
 
     # ---- operations ------------------------------------------------------------------------
 
@@ -187,7 +199,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or self._capturing():
             return func(*args, **kwargs)
         plan = self._plans.get(func)
         if plan is None:
@@ -211,6 +223,12 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name, tuple(before), tuple(observer.after for observer in wanted)
 
 
+def _is_capturing() -> Callable[[], bool]:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.is_current_stream_capturing
+    return lambda: False
+
+
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among values and in lists of them."""
     found: list[Tensor] = []
@@ -232,8 +250,22 @@ def mutated(func: Any) -> tuple[int, ...]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is just that: dense, strided, and of no subclass that stands for something else."""
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    """Whether a tensor is just that: it has values, dense ones, and is of no subclass that stands for "
+    "more."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+    )
+
+
+def sampled(tensor: Tensor, most: int) -> Tensor:
+    """At most about ``most`` elements, evenly spread over memory; a view, except of unusual layouts."""
+    values = tensor.detach()
+    if values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last):
+        values = values.permute(0, 2, 3, 1)
+    flat = values.reshape(-1)
+    return flat[:: max(1, flat.numel() // most)]
 
 
 def _is_scalar(out: Any) -> bool:

@@ -112,8 +112,11 @@ class _Follower:
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
         groups = []
         for group in optimizer.param_groups:
-            for dtype in HALF:
-                parameters = [p for p in group["params"] if p.dtype == dtype and p.numel()]
+            kinds = {(p.dtype, p.device) for p in group["params"] if p.dtype in HALF}
+            for dtype, device in sorted(kinds, key=str):
+                parameters = [
+                    p for p in group["params"] if (p.dtype, p.device) == (dtype, device) and p.numel()
+                ]
                 parameters = sorted(parameters, key=lambda p: -p.numel())[:PARAMETERS]
                 if not parameters:
                     continue
@@ -167,7 +170,8 @@ class _Follower:
 
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
-    """Up to :data:`VALUES` elements of each tensor, in fp32, one after the other."""
+    """Up to about :data:`VALUES` elements of each tensor, in fp32, one after the other."""
+    # In the order of the indices: a gradient may lie in memory in another order than its parameter.
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     return torch.cat([values[:: max(1, values.numel() // VALUES)] for values in flat]).float()
 
@@ -292,7 +296,7 @@ class GradientSums(Observer):
             for reference, wide in self._sums.values()
             if (target := reference()) is not None
         ]
-        return float(torch.stack(off).max()) if off else None
+        return max(map(float, off)) if off else None
 
     def end(self) -> None:
         self._sums.clear()
@@ -352,7 +356,7 @@ def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """Up to :data:`VALUES` elements, evenly spread; a copy."""
+    """Up to about :data:`VALUES` elements; a copy."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // VALUES)].clone()
 

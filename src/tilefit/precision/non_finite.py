@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefit.precision.events import NonFinite
-from tilefit.precision.look import Call, Observer, is_plain, tensors_in
+from tilefit.precision.look import Call, Observer, is_plain, mutated, tensors_in
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
 
@@ -25,7 +26,7 @@ _INNOCENT = frozenset(
 class _Checked:
     """One operation: flags on the device, and where it was."""
 
-    finite_in: Tensor | None
+    finite_in: list[Tensor]
     finite_out: Tensor
     event: NonFinite
 
@@ -42,27 +43,32 @@ class Origin(Observer):
     def __init__(self, recorder: Recorder, weights: Iterable[Tensor], *, backward: bool) -> None:
         self._recorder = recorder
         self._backward = backward
-        self._flags: dict[int, Tensor] = {}
+        self._flags: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._checked: list[_Checked] = []
-        self._kept: list[Tensor] = []  # alive, so that no id is used twice
+        self._inputs: list[Tensor] = []
         flags = [_finite(weight.detach()) for weight in weights if weight.is_floating_point()]
         self._weights = torch.stack([flag.cpu() for flag in flags]).all() if flags else None
 
     def wants(self, func: Any, name: str) -> bool:
         return True
 
+    def before(self, call: Call) -> None:
+        # Now, as the operation may write to them.
+        self._inputs = [self._flag(tensor) for tensor in call.tensors() if _checkable(tensor)]
+
     def after(self, call: Call) -> None:
+        for index in mutated(call.func):
+            for tensor in tensors_in(call.args[index : index + 1]):
+                self._flags.pop(id(tensor), None)
         if call.backward and not (self._backward or call.look.recomputes):
             return
         outs = [t for t in tensors_in([call.out]) if _checkable(t)]
         if not outs:
             return
-        known = [f for t in call.tensors() if _checkable(t) and (f := self._flag(t)) is not None]
-        finite_in = torch.stack(known).all() if known else None
+        known = self._inputs
         for out in outs:
             flag = _finite(out)
-            self._flags[id(out)] = flag
-            self._kept.append(out)
+            self._flags[id(out)] = weakref.ref(out), flag
             if call.name not in _INNOCENT:
                 event = NonFinite(
                     source=call.source,
@@ -71,14 +77,13 @@ class Origin(Observer):
                     phase="backward" if call.backward else "forward",
                     dtype=name_of(out.dtype),
                 )
-                self._checked.append(_Checked(finite_in, flag, event))
+                self._checked.append(_Checked(known, flag, event))
 
-    def _flag(self, tensor: Tensor) -> Tensor | None:
+    def _flag(self, tensor: Tensor) -> Tensor:
         known = self._flags.get(id(tensor))
-        if known is None:
-            known = self._flags[id(tensor)] = _finite(tensor)
-            self._kept.append(tensor)
-        return known
+        if known is None or known[0]() is not tensor:
+            known = self._flags[id(tensor)] = weakref.ref(tensor), _finite(tensor)
+        return known[1]
 
     def end(self) -> None:
         if self._weights is not None and not bool(self._weights):
@@ -86,12 +91,11 @@ class Origin(Observer):
             return
         # In order, so the first is the origin; waiting operation by operation is what such a step is for.
         for one in self._checked:
-            if not bool(one.finite_out) and (one.finite_in is None or bool(one.finite_in)):
+            if not bool(one.finite_out) and all(map(bool, one.finite_in)):
                 self._recorder.emit(one.event)
                 break
         self._flags.clear()
         self._checked.clear()
-        self._kept.clear()
 
 
 def _checkable(tensor: Tensor) -> bool:

@@ -67,10 +67,11 @@ class Regions:
     """Follows autocast regions.
 
     Args:
-        recorder: Where events go. ledger: Knows the backward passes and the steps. patches: Where replaced
-        attributes are kept. fp16_values: Gives what was measured of fp16 gradients in this step: values, and
-        shares of them that are
-            subnormal and zero.
+        recorder: Where events go.
+        ledger: Knows the backward passes and the steps.
+        patches: Where replaced attributes are kept.
+        fp16_values: Gives what was measured of fp16 gradients in this step: values, and shares of them that
+            are subnormal and zero.
 
     Attributes:
         trained: Element types of the regions forward passes with gradients ran in.
@@ -210,8 +211,8 @@ class Regions:
             return
         self._cycle.backward_at = user_line()
         if torch.float16 in self._cycle.dtypes:
-            self._cycle.fp16 |= torch.float16 in graph.scan(roots).dtypes
-            factor = graph.chain(roots).factor
+            self._cycle.fp16 |= torch.float16 in self._ledger.scan.dtypes
+            factor = self._ledger.chain.factor
             self._cycle.hand_scaled |= factor is None or factor > 1
 
     def _on_stepped(self, stepped: Stepped) -> None:

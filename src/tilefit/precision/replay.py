@@ -30,7 +30,7 @@ class Random:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else []
 
     def restore(self) -> None:
@@ -94,8 +94,10 @@ def check_accumulation(
     """Whether accumulated gradients are those of the joined batch.
 
     Args:
-        model: The model. accumulate: Makes all the backward passes of one step, as the training loop does;
-        without a loss scale. joined: Gives the loss of the same samples as one batch.
+        model: The model.
+        accumulate: Makes all the backward passes of one step, as the training loop does; without a loss
+            scale.
+        joined: Gives the loss of the same samples as one batch.
 
     Returns:
         A report with AMP018 where the accumulated gradient is k or 1/k times the joined batch's, for k

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision.events import IntegersMerged, MaskOverflowed, OperationChecked
-from tilefit.precision.look import Call, Observer, is_plain
+from tilefit.precision.look import Call, Observer, is_plain, sampled
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
@@ -37,6 +37,8 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
     "rsqrt": lambda call, x: torch.rsqrt(x),
     "reciprocal": lambda call, x: torch.reciprocal(x),
 }
+#: Operations through which a mask stays one.
+_VIEWS = frozenset("view _unsafe_view expand unsqueeze slice select clone permute transpose".split())
 _REDUCTIONS = frozenset(
     "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
 )
@@ -72,6 +74,8 @@ class Shadows(Observer):
     def after(self, call: Call) -> None:
         if call.backward and not call.look.recomputes:
             return
+        if call.name in _VIEWS and not self._masks:
+            return  # no mask that could be passed on
         first = call.args[0] if call.args else None
         if not isinstance(first, Tensor) or not is_plain(first) or not first.numel():
             return
@@ -107,7 +111,9 @@ class Shadows(Observer):
             return
         if not self._counts(call):
             return
-        sample, got = _strided(x), _strided(out)
+        if x.stride() != out.stride():
+            x, out = x.contiguous(), out.contiguous()
+        sample, got = sampled(x, SAMPLE), sampled(out, SAMPLE)
         self._compare(call, _POINTWISE[call.name](call, sample.float()), got.float(), out.dtype)
         if call.name == "log":
             self._after_underflow(call, x, out)
@@ -186,7 +192,11 @@ class Shadows(Observer):
         if not isinstance(out, Tensor) or out.dtype not in HALF or not self._counts(call):
             self._pass_on(call, first)
             return
-        terms = [t for t in call.tensors() if t.is_floating_point() and is_plain(t) and t.numel()]
+        terms = [
+            t
+            for t in call.tensors()
+            if t.is_floating_point() and is_plain(t) and t.numel() and t.device == out.device
+        ]
         finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
         flag = finite & torch.isneginf(out.amin())
         before = self._mask_of(first) or next(filter(None, map(self._mask_of, terms)), None)
@@ -303,17 +313,8 @@ _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
     "add_": Shadows._sum,
     "sub": Shadows._sum,
     "sub_": Shadows._sum,
-    **dict.fromkeys(
-        ("view", "_unsafe_view", "expand", "unsqueeze", "slice", "select", "clone", "permute", "transpose"),
-        Shadows._pass_on,
-    ),
+    **dict.fromkeys(_VIEWS, Shadows._pass_on),
 }
-
-
-def _strided(x: Tensor) -> Tensor:
-    """At most :data:`SAMPLE` elements, evenly spread."""
-    flat = x.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
 def _rows(call: Call, x: Tensor, out: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from tilefit import __version__
 from tilefit.errors import UsageError
-from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.checkpoints import Checkpoints, Schedules
 from tilefit.precision.dtypes import LostGradients, Products, Statistics
@@ -58,9 +57,10 @@ class Watch:
         model: The model, or several; found by itself where it is not given, but then without parameter names
             until it has run.
         optimizer: The optimizer, or several. One made later, or not named, is found when it is made or steps.
-        scaler: The gradient scaler, or None. Named to learn that it is switched off; scalers in use are
-        found. every: A close look at one step in this many, after the first four. numerics: Look closely at
-        all; False leaves the bookkeeping alone. steps: Stop by itself after this many steps; None for never.
+        scaler: The gradient scaler, or None. Named to learn that it is switched off; those in use are found.
+        every: A close look at one step in this many, after the first four.
+        numerics: Look closely at all; False leaves the bookkeeping alone.
+        steps: Stop by itself after this many steps; None for never.
         select, ignore: Codes of rules, or their beginnings, as for ``tilefit check``.
 
     Raises:
@@ -113,14 +113,15 @@ class Watch:
         self._module_names: dict[int, str] = {}
         self._look: Look | None = None
         self._seek_origin = False
-        self._loss_finite: Tensor | None = None
+        self._losses_finite: list[Tensor] = []
         self._primary: weakref.ref[Optimizer] | None = None
         self._running = False
+        self._ended = False
         self._compiled_seen = False
         self._frames_before = 0
         self._scale: float | None = None
         self._stepped: dict[str, None] = {}
-        #: Called when the watch has stopped by itself.
+        #: Called when the steps asked for have ended.
         self.on_end: Callable[[], None] = lambda: None
         ledger.on_backward.append(self._on_backward)
         ledger.on_stepped.append(self._on_stepped)
@@ -140,6 +141,14 @@ class Watch:
             raise UsageError("this watch has ended", hint="Make a new one.")
         _active = self
         self._running = True
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self) -> None:
         self._frames_before = _frames_compiled()
         for model in self._models:
             for name, parameter in model.named_parameters():
@@ -156,10 +165,9 @@ class Watch:
             self._recorder.cannot_check("the gradient scaler: it is switched off")
         for part in (self._ledger, self._regions, self._checkpoints, self._schedules):
             part.start()
-        if torch.cuda.is_available():
+        # Not is_available(), which fixes the visible devices before the script can choose them.
+        if torch.version.cuda is not None:
             self._patches.wrap(torch.cuda.CUDAGraph, "replay", self._around_replay)
-        self._recorder.looking = True
-        return self
 
     def stop(self) -> None:
         """End: everything is put back as it was. Does nothing where the watch has ended."""
@@ -169,6 +177,8 @@ class Watch:
         self._running = False
         _active = None
         self._finish_look()
+        if self._look is not None:
+            self._recorder.cannot_check("the last step: a dispatch mode of your own was open at its end")
         self._checkpoints.judge()
         self._losses.finish()
         self._weights.finish()
@@ -234,15 +244,18 @@ class Watch:
     # ---- steps -----------------------------------------------------------------------------
 
     def _on_backward(self, roots: Any) -> None:
+        if self._ended:
+            self.stop()
         if roots is None or not self._recorder.looking:
             return
-        self._compiled_seen |= graph.scan(roots).compiled
-        finite = [torch.isfinite(root.detach()).all() for root in roots if isinstance(root, Tensor)]
-        if finite and self._ledger.depth == 0:
-            flag = torch.stack(finite).all()
-            self._loss_finite = flag if self._loss_finite is None else self._loss_finite & flag
+        self._compiled_seen |= self._ledger.scan.compiled
+        self._losses_finite += [
+            torch.isfinite(root.detach()).all() for root in roots if isinstance(root, Tensor)
+        ]
 
     def _on_stepped(self, stepped: Stepped) -> None:
+        if self._ended:
+            return
         self._stepped[type(stepped.optimizer).__name__] = None
         primary = self._primary() if self._primary is not None else None
         if primary is None:
@@ -260,15 +273,17 @@ class Watch:
             self._ledger.judge_scale(stepped.scaler)
         scaled = stepped.scaler is not None
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
-        if self._loss_finite is not None and not bool(self._loss_finite):
+        if not all(map(bool, self._losses_finite)):
             collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
             self._seek_origin |= collapsed if scaled else True
             recorder.look_soon |= self._seek_origin
-        self._loss_finite = None
+        self._losses_finite.clear()
         self._finish_look()
         recorder.step += 1
         if self._last is not None and recorder.step >= self._last:
-            self.stop()
+            # Not here: an optimizer may be going through its hooks. The next backward pass ends it.
+            self._ended = True
+            recorder.looking = False
             self.on_end()
             return
         recorder.looking = self._is_due() or recorder.look_soon
@@ -305,7 +320,9 @@ class Watch:
         if self._seek_origin:
             weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
             observers.append(Origin(self._recorder, weights, backward=not scaled))
-        self._look = Look(self._ledger, observers, self._module_names, all_lines=self._seek_origin)
+        self._look = Look(
+            self._ledger, observers, self._module_names, self._recorder.names, all_lines=self._seek_origin
+        )
         self._lost.follow(self._look)
         self._seek_origin = False
         self._look.begin()

@@ -1,8 +1,8 @@
 """Writes to gradients while they carry a scale.
 
 Between the end of a scaled backward pass and ``unscale_`` every operation that writes to a gradient, or makes
-something out of one, is judged by whether it commutes with the scale. Tensors made out of scaled gradients
-are followed: *linear* ones carry the scale as the gradients do, all others do not.
+something out of one, is judged by whether it commutes with the scale: by the degree in which the result grows
+with the gradients.
 """
 
 from __future__ import annotations
@@ -16,28 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
+from tilefit.precision.degrees import base_name, result_degree
 from tilefit.precision.events import GradientsClipped, GradientsWritten
 from tilefit.precision.ledger import EMPTY, PLAIN, Gradient, Ledger, Marks
-from tilefit.precision.look import Call, Observer, is_plain, mutated
+from tilefit.precision.look import Call, Observer, is_plain, mutated, tensors_in
 from tilefit.precision.recorder import Recorder
 
-#: What makes a linear result out of one gradient, or several.
-_LINEAR = frozenset(
-    """view _unsafe_view reshape _reshape_alias flatten ravel alias detach clone _to_copy to copy_ _copy
-    contiguous t transpose permute slice select narrow squeeze unsqueeze expand expand_as split
-    split_with_sizes chunk unbind as_strided cat stack neg neg_ sum mean _foreach_copy_ _foreach_neg
-    _foreach_neg_ view_as_real view_as_complex pin_memory index_select gather allreduce_ reduce_scatter_
-    allgather_ broadcast_
-    _reduce_scatter_base_ _allgather_base_ all_reduce wait_tensor reduce_ lift_fresh copy""".split()
-)
-#: Multiplications: linear where the other factor is not made out of gradients.
-_PRODUCTS = frozenset(
-    """mul mul_ div div_ _foreach_mul _foreach_mul_ _foreach_div _foreach_div_ true_divide""".split()
-)
-#: Sums: linear where every term is.
-_SUMS = frozenset(
-    "add add_ sub sub_ _foreach_add _foreach_add_ _foreach_sub _foreach_sub_ lerp lerp_".split()
-)
+#: Multiplications, by which a gradient may be clipped, averaged or unscaled.
+_SCALINGS = frozenset("mul div true_divide".split())
 _CLEARS = frozenset("zero_ _foreach_zero_".split())
 #: Reads that leave the device or make a mask: the value is not a tensor any more.
 _READS = frozenset("_local_scalar_dense item equal".split())
@@ -54,13 +40,14 @@ class _Derived:
 
     Attributes:
         reference: The tensor.
-        linear: It carries the scale as they do; ``factor`` is what it was multiplied by since.
-        operation, source: What made it, if it is not linear.
+        degree: The power of the scale it grows with; NaN for none.
         marks: The gradients' marks.
+        factor: What a tensor of degree 1 was multiplied by since.
+        operation, source: What made it lose its degree.
     """
 
     reference: weakref.ref[Tensor]
-    linear: bool
+    degree: float
     marks: Marks
     factor: float = 1.0
     operation: str = ""
@@ -108,18 +95,23 @@ class Window(Observer):
     def after(self, call: Call) -> None:
         if call.backward or not self._starts or self._ledger.in_use or not self._ledger.open:
             return
-        targets = self._targets[call.func]
-        inputs = call.tensors()
-        found = [self._find(tensor) for tensor in inputs]
-        if not any(found):
-            return
-        if targets:
-            self._written(call, targets)
+        found = [one for tensor in call.tensors() if (one := self._find(tensor)) is not None]
+        if not found:
             return
         if call.name in _READS:
             self._read_from_gradients = True
             return
-        self._follow(call, [one for one in found if one is not None])
+        targets = [
+            tensor
+            for index in self._targets[call.func]
+            if index < len(call.args)
+            for tensor in tensors_in([call.args[index]])
+        ]
+        gradients = self._scaled_among(targets)
+        if gradients:
+            self._written(call, gradients)
+        else:
+            self._follow(call, found, targets)
 
     # ---- what a tensor is ------------------------------------------------------------------
 
@@ -145,42 +137,46 @@ class Window(Observer):
         start = value.data_ptr()
         return gradient if start <= address < start + value.numel() * value.element_size() else None
 
+    def _scaled_among(self, tensors: list[Tensor]) -> list[Gradient]:
+        return [
+            gradient
+            for tensor in tensors
+            if is_plain(tensor)
+            and tensor.numel()
+            and (gradient := self._gradient_at(tensor.data_ptr())) is not None
+            and gradient.scaled
+            and not gradient.consumed
+        ]
+
+    def _degree_of(self, tensor: Tensor) -> float | None:
+        found = self._find(tensor)
+        return found.degree if isinstance(found, _Derived) else None if found is None else 1.0
+
     # ---- making something out of gradients -------------------------------------------------
 
-    def _follow(self, call: Call, found: list[Gradient | _Derived]) -> None:
-        linear, factor = self._is_linear(call, found)
+    def _follow(self, call: Call, found: list[Gradient | _Derived], targets: list[Tensor]) -> None:
+        """Know of the results what they are made of."""
+        args = call.args
+        if targets and self._find(targets[0]) is None:
+            if base_name(call.name) != "copy":
+                return  # added to something unknown: the sum is unknown
+            args = args[1:]  # what was there is gone
+        degree = result_degree(call.name, args, self._degree_of)
+        derived = [one for one in found if isinstance(one, _Derived)]
+        lost = next((one for one in derived if one.degree != one.degree), None)
+        factor = derived[0].factor if derived else 1.0
+        if base_name(call.name) in _SCALINGS and len(args) > 1:
+            factor *= self._by(call, args[1])
         marks: Marks = frozenset().union(*(one.marks or () for one in found))
-        failed = next((one for one in found if isinstance(one, _Derived) and not one.linear), None)
-        for out in _outputs(call.out):
-            if not is_plain(out) or not out.is_floating_point():
+        for out in targets or tensors_in([call.out]):
+            if not out.is_floating_point() or not is_plain(out) or not out.numel():
                 continue
-            if out.numel() and self._gradient_at(out.data_ptr()) is not None:
-                continue  # a view
-            self._derived[id(out)] = _Derived(
-                weakref.ref(out),
-                linear,
-                marks,
-                factor,
-                failed.operation if failed else "" if linear else call.name,
-                failed.source if failed else "" if linear else call.source,
-            )
-
-    def _is_linear(self, call: Call, found: list[Gradient | _Derived]) -> tuple[bool, float]:
-        """Whether the result carries the scale as the inputs do, and what it was multiplied by."""
-        if any(isinstance(one, _Derived) and not one.linear for one in found):
-            return False, 1.0
-        factor = next((one.factor for one in found if isinstance(one, _Derived)), 1.0)
-        if call.name in _LINEAR:
-            return True, factor
-        if call.name in _PRODUCTS:
-            other = call.args[1] if len(call.args) > 1 else None
-            others = other if isinstance(other, list | tuple) else [other]
-            if any(isinstance(one, Tensor) and self._find(one) is not None for one in others):
-                return False, 1.0
-            return True, factor * self._by(call, other)
-        if call.name in _SUMS:
-            return all(self._find(t) is not None for t in call.tensors()), factor
-        return False, 1.0
+            if self._gradient_at(out.data_ptr()) is not None:
+                continue  # a view of a gradient
+            operation, source = (lost.operation, lost.source) if lost else (call.name, "")
+            if degree != 1 and not source:
+                source = call.source
+            self._derived[id(out)] = _Derived(weakref.ref(out), degree, marks, factor, operation, source)
 
     def _by(self, call: Call, other: Any) -> float:
         """The number a product multiplies by; 1 where it is none. Waits for the device."""
@@ -193,54 +189,32 @@ class Window(Observer):
 
     # ---- writing to gradients --------------------------------------------------------------
 
-    def _written(self, call: Call, targets: tuple[int, ...]) -> None:
-        values = [
-            tensor
-            for index in targets
-            for tensor in _outputs(call.args[index] if index < len(call.args) else None)
-        ]
-        gradients = [
-            gradient
-            for tensor in values
-            if is_plain(tensor)
-            and tensor.numel()
-            and (gradient := self._gradient_at(tensor.data_ptr())) is not None
-            and gradient.scaled
-            and not gradient.consumed
-        ]
-        if not gradients:
-            self._written_elsewhere(call, values)
-            return
+    def _written(self, call: Call, gradients: list[Gradient]) -> None:
         marks = gradients[0].marks
-        if call.name in _CLEARS or self._overwrites_with_zero(call):
+        if call.name in _CLEARS or (call.name == "fill_" and call.args[1] == 0):
             self._accept(gradients, EMPTY)
             return
+        args = call.args
+        if base_name(call.name) == "copy":
+            args = args[1:]
+            sources = tensors_in(args)
+            if not any(self._find(source) for source in sources):
+                self._accept(gradients, None)  # from somewhere unknown
+                return
+        degree = result_degree(call.name, args, self._degree_of)
         scale = self._ledger.scale_of(marks)
-        if call.name in _PRODUCTS:
-            self._multiplied(call, gradients, scale)
-            return
-        others = [t for i, t in _numbered(call) if i not in targets]
-        found = [self._find(other) for other in others]
-        linear = call.name in _LINEAR or call.name in _SUMS
-        if linear and others and all(_carries(one) for one in found):
+        if base_name(call.name) in _SCALINGS:
+            self._multiplied(call, gradients, scale, degree)
+        elif degree == 1:
             self._accept(gradients, marks)
-            return
-        if call.name in _LINEAR and not others:
-            self._accept(gradients, marks)
-            return
-        if call.name in ("masked_fill_", "index_fill_") and not any(call.args[2:]):
-            self._accept(gradients, marks)
-            return
-        self._changed(call, gradients, scale)
+        else:
+            self._changed(call, gradients, scale)
 
-    def _multiplied(self, call: Call, gradients: list[Gradient], scale: float) -> None:
-        other = call.args[1] if len(call.args) > 1 else None
-        factors = [
-            f for f in (other if isinstance(other, list | tuple) else [other]) if isinstance(f, Tensor)
-        ]
-        if any(self._find(factor) is not None for factor in factors):
+    def _multiplied(self, call: Call, gradients: list[Gradient], scale: float, degree: float) -> None:
+        if degree != 1:
             self._clipped(call, gradients, scale, certain=True)
             return
+        other = call.args[1]
         by = self._by(call, other)
         if abs(by * scale - 1) < _NEAR:
             self._accept(gradients, PLAIN)
@@ -258,27 +232,12 @@ class Window(Observer):
         self._accept(gradients, gradients[0].marks)
 
     def _changed(self, call: Call, gradients: list[Gradient], scale: float) -> None:
-        source, operation, count = call.source, call.name, len(gradients)
+        source, operation, number = call.source, call.name, len(gradients)
         self._recorder.emit_once(
             ("written", source, operation),
-            lambda: GradientsWritten(source=source, operation=operation, scale=scale, parameters=count),
+            lambda: GradientsWritten(source=source, operation=operation, scale=scale, parameters=number),
         )
         self._accept(gradients, gradients[0].marks)
-
-    def _written_elsewhere(self, call: Call, values: list[Tensor]) -> None:
-        """Something that is no gradient was written to from one: it is made out of gradients now."""
-        found = [one for t in call.tensors() if (one := self._find(t)) is not None]
-        linear, factor = self._is_linear(call, found)
-        marks: Marks = frozenset().union(*(one.marks or () for one in found))
-        for value in values:
-            self._derived[id(value)] = _Derived(
-                weakref.ref(value),
-                linear,
-                marks,
-                factor,
-                "" if linear else call.name,
-                "" if linear else call.source,
-            )
 
     def replaced(self, gradients: Iterable[Gradient]) -> None:
         """Judge gradients that were replaced by a new tensor, before they are used."""
@@ -293,7 +252,7 @@ class Window(Observer):
             if gradient.value is value:
                 continue
             scale = self._ledger.scale_of(derived.marks)
-            if derived.linear:
+            if derived.degree == 1:
                 gradient.accept(PLAIN if abs(derived.factor * scale - 1) < _NEAR else derived.marks)
                 gradient.fresh = True
                 continue
@@ -308,29 +267,11 @@ class Window(Observer):
         for gradient in gradients:
             gradient.accept(marks)
 
-    def _overwrites_with_zero(self, call: Call) -> bool:
-        return call.name == "fill_" and len(call.args) > 1 and call.args[1] == 0
-
 
 def _same(event: GradientsWritten) -> GradientsWritten:
     return event
 
 
-def _carries(found: Gradient | _Derived | None) -> bool:
-    return isinstance(found, Gradient) or (found is not None and found.linear)
-
-
 def _is_average(by: float) -> bool:
     inverse = 1 / by
     return abs(inverse) <= _AVERAGE and (abs(inverse - round(inverse)) < 1e-6 or abs(by - round(by)) < 1e-9)
-
-
-def _outputs(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    return [item for item in out if isinstance(item, Tensor)] if isinstance(out, list | tuple) else []
-
-
-def _numbered(call: Call) -> list[tuple[int, Tensor]]:
-    """The tensors among the positional arguments, each with its position."""
-    return [(index, tensor) for index, argument in enumerate(call.args) for tensor in _outputs(argument)]

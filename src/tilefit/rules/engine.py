@@ -82,13 +82,21 @@ def changed(step: Step, change: Change) -> Step:
     return replace(step, ops=tuple(ops))
 
 
+def gain(before: StepEstimate, after: StepEstimate, change: Change) -> tuple[float, float, float]:
+    """What a change saves, in seconds per step of the original's work, and the 80 % interval of it."""
+    gain_s = before.time_s - after.time_s / change.work_ratio
+    return (
+        gain_s,
+        gain_s - _spread_s(before, after, change, _below_s, _above_s),
+        gain_s + _spread_s(before, after, change, _above_s, _below_s),
+    )
+
+
 def _price(context: Context, code: str, proposal: Proposal) -> Finding:
     gain_s = low_s = high_s = 0.0
     if proposal.change is not None:
         after = estimate_step(changed(context.step, proposal.change), context.gpu)
-        gain_s = context.estimate.time_s - after.time_s / proposal.change.work_ratio
-        low_s = gain_s - _spread_s(context.estimate, after, proposal.change, _below_s, _above_s)
-        high_s = gain_s + _spread_s(context.estimate, after, proposal.change, _above_s, _below_s)
+        gain_s, low_s, high_s = gain(context.estimate, after, proposal.change)
     share = gain_s / context.estimate.time_s if context.estimate.time_s else 0.0
     return Finding(
         code=code,

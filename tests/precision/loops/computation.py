@@ -351,6 +351,22 @@ def boolean_masks_and_infinite_ones():
     _train(Infinite())
 
 
+@right(30)
+def attention_of_a_library_with_both_masks():
+    model, s = nn.MultiheadAttention(16, 2, batch_first=True), scaler()
+    optimizer = Adam(model.parameters())
+    padding = (torch.arange(8) >= 6).expand(2, 8)
+    causal = nn.Transformer.generate_square_subsequent_mask(8)
+    for _ in range(STEPS):
+        x = torch.randn(2, 8, 16)
+        optimizer.zero_grad()
+        with autocast(FP16):
+            out, _ = model(x, x, x, key_padding_mask=padding, attn_mask=causal)
+        s.scale(out.float().square().mean()).backward()
+        s.step(optimizer)
+        s.update()
+
+
 @wrong(31)
 def norm_of_gradients_in_half():
     model, s = net(), scaler()

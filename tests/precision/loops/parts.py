@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+#: Where the loops run; their tensors are on the default device.
+DEVICE = "cpu"
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
@@ -18,11 +20,11 @@ def batch(size: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def autocast(dtype: torch.dtype = FP16, **kw: object) -> torch.autocast:
-    return torch.autocast("cpu", dtype=dtype, **kw)  # type: ignore[arg-type]
+    return torch.autocast(DEVICE, dtype=dtype, **kw)  # type: ignore[arg-type]
 
 
 def scaler(**kw: object) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", **kw)  # type: ignore[arg-type]
+    return torch.amp.GradScaler(DEVICE, **kw)  # type: ignore[arg-type]
 
 
 def mse(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype = FP16) -> Tensor:

@@ -188,6 +188,57 @@ def unscaling_by_hand_into_new_tensors():
         optimizer.step()
 
 
+@wrong(2)
+def normalised_gradients():
+    model, s = net(), scaler()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        for p in model.parameters():
+            p.grad = p.grad / p.grad.norm()  # here
+        s.step(optimizer)
+        s.update()
+
+
+@right(2)
+def projected_conflicting_gradients():
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward(retain_graph=False)
+        first = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        for p, g in zip(model.parameters(), first, strict=True):
+            onto = (p.grad * g).sum() / (g * g).sum()
+            p.grad = p.grad - onto * g
+            p.grad.sub_(p.grad.mean())
+        s.step(optimizer)
+        s.update()
+
+
+@right(2)
+def fp32_main_gradients():
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    mains = [torch.zeros_like(p) for p in model.parameters()]
+    for _ in range(STEPS):
+        for main in mains:
+            main.zero_()
+        for _ in range(2):
+            model.zero_grad()
+            s.scale(mse(model, *batch()) / 2).backward()
+            for main, p in zip(mains, model.parameters(), strict=True):
+                main.add_(p.grad)
+        for main, p in zip(mains, model.parameters(), strict=True):
+            p.grad = main.clone()
+        s.unscale_(optimizer)
+        s.step(optimizer)
+        s.update()
+
+
 # ---- 3, 4 steps ----------------------------------------------------------------------------------
 
 
@@ -458,6 +509,67 @@ def gradient_penalty_by_double_backward():
         s.update()
 
 
+@right(6)
+def gradient_penalty_of_a_critic():
+    generator, critic, s = (
+        nn.Linear(4, 8),
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)),
+        scaler(),
+    )
+    og, oc = Adam(generator.parameters()), Adam(critic.parameters())
+    for _ in range(STEPS):
+        oc.zero_grad()
+        real = torch.randn(8, 8)
+        with autocast():
+            fake = generator(torch.randn(8, 4)).detach()
+            loss = critic(fake).float().mean() - critic(real).float().mean()
+        between = (0.5 * real + 0.5 * fake.float()).requires_grad_()
+        with autocast():
+            out = critic(between)
+        (slope,) = torch.autograd.grad(s.scale(out.float().sum()), between, create_graph=True)
+        penalty = ((slope / s.get_scale()).norm(2, 1) - 1).square().mean()
+        s.scale(loss + 10 * penalty).backward()
+        s.step(oc)
+        s.update()
+        og.zero_grad()
+        with autocast():
+            loss = -critic(generator(torch.randn(8, 4))).float().mean()
+        s.scale(loss).backward()
+        s.step(og)
+        s.update()
+
+
+@right(6)
+def branches_that_take_turns():
+    one, two, last, s = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), scaler()
+    optimizer = Adam(chain(one.parameters(), two.parameters(), last.parameters()))
+    for step in range(2 * STEPS):
+        x, y = batch()
+        optimizer.zero_grad(set_to_none=bool(step % 3))
+        with autocast():
+            out = last((one if step % 2 else two)(x))
+        s.scale(nn.functional.mse_loss(out.float(), y)).backward()
+        s.unscale_(optimizer)
+        clip_grad_norm_(one.parameters(), 1.0)
+        s.step(optimizer)
+        s.update()
+
+
+@right(4)
+def optimizers_within_the_backward_pass():
+    model = net()
+    optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(STEPS):
+        mse(model, *batch(), dtype=BF16).backward()
+
+
 # ---- 8 bf16, 19 optimizers -----------------------------------------------------------------------
 
 
@@ -712,6 +824,18 @@ def scale_that_takes_long_to_settle():
     for _ in range(14):
         optimizer.zero_grad()
         s.scale(mse(model, *batch())).backward()
+        s.step(optimizer)
+        s.update()
+
+
+@right(29)
+def batches_with_nan_now_and_then():
+    model, s = net(), scaler(init_scale=1024.0)
+    optimizer = Adam(model.parameters())
+    for step in range(10):
+        x, y = batch()
+        optimizer.zero_grad()
+        s.scale(mse(model, x * (torch.nan if step in (1, 2, 6) else 1.0), y)).backward()
         s.step(optimizer)
         s.update()
 

@@ -35,6 +35,11 @@ class Change:
     note: str = ""
     runs: bool = True
 
+    @property
+    def where(self) -> str:
+        """File and line: ``train.py:12``."""
+        return f"{next(iter(self.edits)).file.name}:{self.line}"
+
 
 class SourceFix(ABC):
     """Answers a finding by changing the user's files."""

@@ -141,6 +141,8 @@ class SourceFile:
         """
         try:
             self.require_unchanged()
+            if not os.access(self.path, os.W_OK):
+                raise UsageError("is read-only, and was left alone", where=self.name)
             with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".tilefit-", delete=False) as file:
                 try:
                     file.write(text.encode(self.encoding))

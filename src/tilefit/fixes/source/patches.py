@@ -15,13 +15,9 @@ from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, SourceFix
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Program
-from tilefit.ops import Step
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.registry import discover
-
-#: Prices a step: its time in seconds.
-Price = Callable[[Step], float]
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,12 @@ class Patches:
     Attributes:
         made: In the order in which they were priced.
         by_hand: What could not be.
+        others: Codes of the findings of the changed program that are none of a source fix.
     """
 
     made: tuple[Patch, ...] = ()
     by_hand: tuple[ByHand, ...] = ()
+    others: tuple[str, ...] = ()
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
@@ -119,83 +117,82 @@ def source_fixes() -> dict[str, SourceFix]:
 
 
 def propose(
-    findings: Sequence[Finding],
     context: Context,
+    find: Callable[[Context], Sequence[Finding]],
     program: Program,
     options: CaptureOptions,
     levels: Sequence[str],
     timeout_s: float,
 ) -> Patches:
-    """The patches that answer findings, each tried on top of those before it.
+    """The patches that answer findings, each tried on top of those before it, until nothing new is found.
 
     Args:
-        findings: Of the program as it is, best first.
-        context: Its step.
+        context: The program's step as it is.
+        find: The findings of a step, best first; also asked about the changed program.
         program: The program, loaded.
         options: How it was captured.
         levels: Patches of other levels are left to the user.
         timeout_s: How long one capture may take.
     """
-    changes: list[tuple[Finding, Change]] = []
-    by_hand: list[ByHand] = []
     fixes = source_fixes()
+    made: dict[tuple[str, str], Patch] = {}
+    failed: dict[tuple[str, str], str] = {}
+    while True:
+        changes: list[tuple[Finding, Change]] = []
+        by_hand: list[ByHand] = []
+        others: dict[str, None] = {}
+        for finding in find(context):
+            if finding.code not in fixes:
+                others[finding.code] = None
+                continue
+            fix = fixes[finding.code]
+            try:
+                change = fix.change(finding, context, program)
+                _texts([change])
+            except RefusedError as refused:
+                by_hand.append(_by_hand(finding, refused.what))
+                continue
+            key = finding.code, change.summary
+            if fix.level not in levels:
+                reason = f"{change.summary} in {change.where} is {fix.level}: --level {fix.level}"
+                by_hand.append(_by_hand(finding, reason, fix.level))
+            elif key in failed:
+                by_hand.append(_by_hand(finding, failed[key]))
+            elif key not in made:
+                changes.append((finding, change))
+        count = len(made)
+        kept = [patch.change for patch in made.values()]
+        for (finding, change), outcome in _tried(changes, kept, context, program.target, options, timeout_s):
+            key = finding.code, change.summary
+            if isinstance(outcome, str):
+                failed[key] = outcome
+                by_hand.append(_by_hand(finding, outcome))
+                continue
+            gain_s = context.estimate.time_s - outcome.estimate.time_s if change.runs else finding.gain_s
+            level = fixes[finding.code].level
+            made[key] = Patch(finding.code, level, change.where, change.summary, change.note, gain_s, change)
+            context = outcome
+        if len(made) == count:
+            return Patches(tuple(made.values()), tuple(by_hand), tuple(others))
 
-    def refuse(finding: Finding, reason: str, level: str = "") -> None:
-        where = finding.module or finding.source or "the whole step"
-        by_hand.append(ByHand(finding.code, where, finding.fix, reason, finding.gain_s, level))
 
-    for finding in findings:
-        if finding.code not in fixes:
-            continue
-        fix = fixes[finding.code]
-        try:
-            change = fix.change(finding, context, program)
-            _texts([change])
-        except RefusedError as refused:
-            refuse(finding, refused.what)
-            continue
-        if fix.level in levels:
-            changes.append((finding, change))
-        else:
-            where = f"{next(iter(change.edits)).file.name}:{change.line}"
-            refuse(finding, f"{change.summary} in {where} is {fix.level}: --level {fix.level}", fix.level)
-
-    def price(step: Step) -> float:
-        return estimate_step(fuse(step) if options.compiled else step, context.gpu).time_s
-
-    made = []
-    for (finding, change), outcome in _tried(changes, program.target, options, price, context, timeout_s):
-        if isinstance(outcome, str):
-            refuse(finding, outcome)
-            continue
-        made.append(
-            Patch(
-                code=finding.code,
-                level=fixes[finding.code].level,
-                where=f"{next(iter(change.edits)).file.name}:{change.line}",
-                summary=change.summary,
-                note=change.note,
-                gain_s=outcome if change.runs else finding.gain_s,
-                change=change,
-            )
-        )
-    return Patches(tuple(made), tuple(by_hand))
+def _by_hand(finding: Finding, reason: str, level: str = "") -> ByHand:
+    where = finding.module or finding.source or "the whole step"
+    return ByHand(finding.code, where, finding.fix, reason, finding.gain_s, level)
 
 
 def _tried(
     changes: list[tuple[Finding, Change]],
+    kept: list[Change],
+    context: Context,
     target: str,
     options: CaptureOptions,
-    price: Price,
-    context: Context,
     timeout_s: float,
-) -> Iterator[tuple[tuple[Finding, Change], float | str]]:
-    """Each change with the seconds it saves on top of those before it, or with why it is left out.
+) -> Iterator[tuple[tuple[Finding, Change], Context | str]]:
+    """Each change with the step on top of those before it, or with why it is left out.
 
     The changed programs are captured in one process, as long as nothing is left out.
     """
-    kept: list[Change] = []
-    before_s = context.estimate.time_s
     while changes:
         requests = []
         try:
@@ -207,16 +204,18 @@ def _tried(
         with closing(captures_in_child(target, requests, timeout_s)) as captured:
             for step in captured:
                 entry = changes.pop(0)
-                gain_s = before_s - price(step) if isinstance(step, Step) else 0.0
                 if isinstance(step, TilefitError):
                     yield entry, f"the program does not run with {entry[1].summary} ({step.what})"
                     break
-                if entry[1].runs and gain_s <= 0:
-                    yield entry, "it saves nothing on top of the changes above"
+                if options.compiled:
+                    step = fuse(step)
+                after = Context(step, context.gpu, estimate_step(step, context.gpu))
+                if entry[1].runs and after.estimate.time_s >= context.estimate.time_s:
+                    yield entry, "it saves nothing on top of the other changes"
                     break
-                before_s -= gain_s
+                context = after
                 kept.append(entry[1])
-                yield entry, gain_s
+                yield entry, after
 
 
 def _with(options: CaptureOptions, changes: Sequence[Change]) -> CaptureOptions:

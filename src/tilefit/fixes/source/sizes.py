@@ -14,7 +14,7 @@ from tilefit.fixes.source.change import Change, SourceFix
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.values import Literal, Search, called
+from tilefit.fixes.source.values import Literal, OtherValueError, Search, called
 from tilefit.rules import Finding
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.base import Context
@@ -73,14 +73,16 @@ class LinearFeatures(SourceFix):
     def _literals(self, size: int, group: Group, program: Program) -> list[Literal]:
         """Where the size is written, for every module that has it."""
         found = []
-        for path in {layer.module: None for layer in group.layers if size in _features(layer)}:
+        layers = [layer for layer in group.layers if size in (layer.in_features, layer.out_features)]
+        for path in dict.fromkeys(layer.module for layer in layers):
             module = program.module(path)
             if module is None:
                 raise RefusedError(f"{path} is not a module of the program")
             found += _in_constructor(path, module, size, program)
         for model in program.models.values():
             for path, module in model.named_modules():
-                if not isinstance(module, nn.Linear) and any(size in p.shape for p in _own(module)):
+                own = module.parameters(recurse=False)
+                if not isinstance(module, nn.Linear) and any(size in p.shape for p in own):
                     found += _in_constructor(path, module, size, program)
         return found
 
@@ -90,14 +92,6 @@ class Vocabulary(LinearFeatures):
 
     code = "ALN002"
     vocabularies = True
-
-
-def _features(layer: object) -> tuple[int, int]:
-    return layer.in_features, layer.out_features  # type: ignore[attr-defined]
-
-
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
 
 
 def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -> list[Literal]:
@@ -117,6 +111,8 @@ def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -
         name = argument.keyword.value if argument.keyword else ""
         try:
             found.append(search.literal(syntax, argument.value, at, name))
+        except OtherValueError:
+            continue
         except RefusedError as refused:
             # A plain value is another argument, not the reason.
             if not reason and not _is_plain(argument.value):
@@ -134,11 +130,8 @@ def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -
 def _in_configuration(search: Search, program: Program) -> list[Literal]:
     """The literal behind the one name under which the model's configuration (Hugging Face's) has the size."""
     for model in program.models.values():
-        names = [
-            name
-            for name, value in vars(getattr(model, "config", None) or model).items()
-            if value == search.value
-        ]
+        sizes = vars(model.config) if hasattr(model, "config") else {}
+        names = [name for name, value in sizes.items() if isinstance(value, int) and value == search.value]
         if len(names) == 1:
             with suppress(RefusedError):
                 return [search.anywhere(names[0])]

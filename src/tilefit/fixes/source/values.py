@@ -50,6 +50,10 @@ def called(program: Program, chain: Callers, index: int) -> tuple[Syntax, cst.Ca
     return syntax, call
 
 
+class OtherValueError(RefusedError):
+    """An expression has its value from a literal, and it is another."""
+
+
 class Origin(NamedTuple):
     """Where a value comes from.
 
@@ -88,7 +92,9 @@ class Search:
         """
         origin = self._origin(Origin(syntax, expression, at, name))
         match origin.expression:
-            case cst.Integer() as node if node.evaluated_value == self.value:
+            case cst.Integer() as node:
+                if node.evaluated_value != self.value:
+                    raise OtherValueError(f"{origin.syntax.code(node)} is not {self.value}")
                 return Literal(origin.syntax, node, origin.name)
             case cst.Attribute(value=owner, attr=attr):
                 return self._held(origin, owner, attr.value)
@@ -144,9 +150,10 @@ class Search:
 
     def _parameter(self, syntax: Syntax, parameter: cst.Param, at: int) -> Origin:
         """The argument a parameter was called with, or its default."""
-        function = syntax.around(parameter, cst.FunctionDef)
+        parameters = syntax.around(parameter, cst.Parameters)
+        function = syntax.parent(parameters) if parameters else None
         name = parameter.name.value
-        if function is None:
+        if not isinstance(function, cst.FunctionDef):
             raise RefusedError(f"{name} is a lambda's")
         while at < len(self.chain) and not self._runs(at, syntax, function):
             at += 1

@@ -55,12 +55,12 @@ class ParallelProjections(Rule):
         step = context.step
         flow = Flow(step)
         found: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)
-        for group in _groups(flow):
+        for group in groups(flow):
             names = tuple(call.layer.module.rpartition(".")[2] for call in group)
             sizes = tuple(_product(step, call.forward) for call in group)
             found[(names, sizes)].append(group)
-        for groups in found.values():
-            yield self._proposal(flow, groups)
+        for alike in found.values():
+            yield self._proposal(flow, alike)
 
     def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
         step = flow.step
@@ -101,7 +101,8 @@ def _product(step: Step, index: int) -> Gemm:
     return op
 
 
-def _groups(flow: Flow) -> Iterator[list[LinearCall]]:
+def groups(flow: Flow) -> Iterator[list[LinearCall]]:
+    """Calls of sibling layers that multiply the same input, in products of one form."""
     step = flow.step
     groups: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
     for call in linear_calls(step):

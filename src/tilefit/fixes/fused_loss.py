@@ -1,0 +1,184 @@
+"""Compile the loss over a large vocabulary alone: the logits are not copied in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from tilefit.fixes.around import around_forward, arounds
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.run import Run
+from tilefit.fixes.swap import swap
+from tilefit.ops import Gemm
+from tilefit.rules.flow import HALVES, linear_calls
+
+#: Losses of Hugging Face models that widen all logits, and do nothing else than a cross-entropy.
+_LOSSES = ("ForCausalLMLoss", "ForMaskedLMLoss")
+#: Vocabularies from this size on are worth it (as in rule NTC004).
+_LARGE_VOCABULARY = 8192
+
+Loss = Callable[..., torch.Tensor]
+
+
+class CompiledLoss:
+    """A loss function that is compiled where it runs on a GPU.
+
+    Args:
+        loss: The function: logits and labels to a number.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if logits.is_meta:
+            return _StandIn.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
+        if not logits.is_cuda or torch.compiler.is_compiling():
+            return self.loss(logits, labels, *args, **kwargs)
+        return _compiled(self.loss)(logits, labels, *args, **kwargs)
+
+
+@cache
+def _compiled(loss: Loss) -> Loss:
+    return torch.compile(loss)
+
+
+class _StandIn(Function):
+    """On shapes alone: operations that move what the compiled loss moves. It reads the logits once for
+    maximum and sum, and once more to write their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.amax().float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (logits,) = ctx.saved_tensors
+        return logits.neg()
+
+
+# ---- where the model calls it ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FusedLoss(Candidate):
+    """The ``loss_function`` of a Hugging Face model, compiled."""
+
+    @property
+    def summary(self) -> str:
+        return "Compile the loss alone (model.loss_function): the logits are not copied in fp32."
+
+    def apply(self, run: Run) -> Undo:
+        model: Any = run.model
+        loss = require_known_loss(model)
+        had = vars(model).get("_loss_function")
+        model.loss_function = CompiledLoss(loss)
+
+        def undo() -> None:
+            if had is None:
+                del model._loss_function
+            else:
+                model.loss_function = had
+
+        return undo
+
+
+@dataclass(frozen=True)
+class FusedCrossEntropy(Candidate):
+    """``F.cross_entropy`` in the model's ``forward``, compiled."""
+
+    @property
+    def summary(self) -> str:
+        return "Compile the model's cross-entropy alone: the logits are not copied in fp32."
+
+    def apply(self, run: Run) -> Undo:
+        if "forward" in vars(run.model):
+            raise RefusedError("the forward method of the model was replaced")
+        return swap(run.model, around_forward(type(run.model), with_compiled_cross_entropy))
+
+
+def with_compiled_cross_entropy(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, in which a cross-entropy over many classes runs compiled."""
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    with _CompilingCrossEntropy():
+        return forward(*args, **kwargs)
+
+
+class _CompilingCrossEntropy(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy and args and args[0].dim() > 1 and args[0].shape[1] >= _LARGE_VOCABULARY:
+            return _compiled_cross_entropy(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, *args, **kwargs)
+
+
+_compiled_cross_entropy = CompiledLoss(_cross_entropy)
+
+
+class FuseLoss(Fix):
+    """Compiles the loss of a language model, and only that.
+
+    The loss widens the logits, the largest tensor of the model, to fp32, takes a log-softmax of them and goes
+    the same way back: each step writes them to memory and some are kept. Compiled, it reads them in half
+    precision, computes in fp32 on chip, and writes their gradient in half precision. That is a few seconds
+    of compiling, not the minutes of a whole model; nothing else of the model is changed, and on the CPU the
+    loss runs as it did. It is found where it is a Hugging Face model's ``loss_function``, or a call of
+    ``F.cross_entropy`` (``nn.CrossEntropyLoss``) in the model's ``forward``; a loss of the training loop is
+    not the model's to change.
+
+    The same function: the operations are the same ones, in fp32 as before.
+
+    RefusedError: a ``loss_function`` that is not one of the library's cross-entropies.
+    """
+
+    name = "fuse-loss"
+    rules = ("NTC004",)
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        if context.run.compiled or not context.step.settings.training or not _has_wide_logits(context):
+            return
+        model = context.run.model
+        if isinstance(getattr(type(model), "loss_function", None), property):
+            try:
+                if not isinstance(require_known_loss(model), CompiledLoss):
+                    yield FusedLoss(())
+            except RefusedError as refused:
+                yield Refusal(("",), refused.what)
+        if with_compiled_cross_entropy not in arounds(model):
+            yield FusedCrossEntropy(())
+
+
+def _has_wide_logits(context: Context) -> bool:
+    for call in linear_calls(context.step):
+        op = context.step.ops[call.forward].op
+        if isinstance(op, Gemm) and op.n >= _LARGE_VOCABULARY and op.dtype in HALVES:
+            return True
+    return False
+
+
+def require_known_loss(model: nn.Module) -> Loss:
+    """The loss function of a Hugging Face model.
+
+    Raises:
+        RefusedError: it has none that can be exchanged, or one of its own.
+    """
+    loss: Any = model.loss_function
+    known = getattr(loss, "__module__", "").startswith("transformers.loss") and loss.__name__ in _LOSSES
+    if not known and not isinstance(loss, CompiledLoss):
+        raise RefusedError(
+            f"the loss function is {getattr(loss, '__name__', loss)}, not a plain cross-entropy"
+        )
+    return loss  # type: ignore[no-any-return]

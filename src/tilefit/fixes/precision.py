@@ -1,0 +1,135 @@
+"""Lower precision for products: TF32, and mixed precision in bf16. Both change what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tilefit.fixes.around import around_forward
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.run import Run
+from tilefit.fixes.swap import swap
+from tilefit.ops import Streaming
+from tilefit.rules.finding import UNSAFE
+
+
+def _products(context: Context, *dtypes: str) -> bool:
+    """Whether there are products in one of these element types."""
+    ops = (entry.op for entry in context.step.ops)
+    return any(not isinstance(op, Streaming) and op.dtype in dtypes for op in ops)
+
+
+# ---- TF32 --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tf32Products(Candidate):
+    """TF32 for products of fp32 matrices, in the whole program."""
+
+    @property
+    def summary(self) -> str:
+        return 'Multiply fp32 matrices in TF32: torch.set_float32_matmul_precision("high").'
+
+    def apply(self, run: Run) -> Undo:
+        kept, run.tf32 = run.tf32, True
+        if _on_meta(run.model):  # a trial, which must not touch the program's switches
+            return lambda: setattr(run, "tf32", kept)
+        precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        _set_tf32("high", True)
+
+        def undo() -> None:
+            run.tf32 = kept
+            _set_tf32(precision, cudnn)
+
+        return undo
+
+
+def _set_tf32(precision: str, cudnn: bool) -> None:
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+class UseTf32(Fix):
+    """Lets products of fp32 matrices run on TF32 Tensor Cores.
+
+    Unsafe: factors are rounded to 10 bits of mantissa (at most 4.9e-4 of their value); storage, range and
+    sums stay fp32. Most trainings do not notice, but nobody can prove that. It is a switch of the whole
+    program.
+    """
+
+    name = "tf32"
+    rules = ("PRC001",)
+    level = UNSAFE
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        if context.gpu.supports("tf32") and not context.step.settings.amp and _products(context, "fp32"):
+            yield Tf32Products(())
+
+
+# ---- mixed precision ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Autocast(Candidate):
+    """The model's ``forward`` under bf16 autocast."""
+
+    @property
+    def summary(self) -> str:
+        return "Run the model under bf16 autocast; its results are cast back to fp32."
+
+    def apply(self, run: Run) -> Undo:
+        if "forward" in vars(run.model):
+            raise RefusedError("the forward method of the model was replaced")
+        take_back = swap(run.model, around_forward(type(run.model), autocast))
+        kept, run.amp = run.amp, "bf16"
+
+        def undo() -> None:
+            run.amp = kept
+            take_back()
+
+        return undo
+
+
+def autocast(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` under bf16 autocast, its results in fp32."""
+    tensor = next(module.parameters())
+    with torch.autocast(tensor.device.type, torch.bfloat16):
+        output = forward(*args, **kwargs)
+    return tree_map(_widened, output)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bfloat16 else leaf
+
+
+class MixedPrecision(Fix):
+    """Runs the model under bf16 autocast.
+
+    Unsafe: products round their factors to 8 bits of mantissa. bf16 has fp32's range, so that no gradient
+    scaler is needed; on GPUs without bf16 Tensor Cores the fix is refused, for fp16 needs one around loss and
+    optimizer, which are the training loop's. Parameters and optimizer stay in fp32. The model's ``forward``
+    is run under autocast and returns fp32, as its callers expect; a loss outside of it stays as it is.
+    """
+
+    name = "mixed-precision"
+    rules = ("PRC002",)
+    level = UNSAFE
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        if context.step.settings.amp or not _products(context, "fp32", "tf32"):
+            return
+        if context.gpu.supports("bf16"):
+            yield Autocast(())
+        elif context.gpu.supports("fp16"):
+            yield Refusal(
+                ("",), f"{context.gpu.name} has no bf16 Tensor Cores, and fp16 needs a torch.amp.GradScaler"
+            )

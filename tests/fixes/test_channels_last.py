@@ -1,0 +1,293 @@
+"""Channels-last: another layout, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import tilefit
+from tilefit.capture.layouts import is_channels_last
+from tilefit.capture.torchvision_import import tolerated
+from tilefit.checker import resolve
+from tilefit.cost import estimate_step
+from tilefit.fixes import Candidate, Context, Plan, Refusal, RefusedError, Run
+from tilefit.fixes.channels_last import ChannelsLast, InChannelsLast
+
+with tolerated():
+    import torchvision
+
+IMAGES = (4, 3, 8, 8)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+        nn.Conv2d(8, 16, 1),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(16, 8, 2, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+
+
+def found(model: nn.Module, x: torch.Tensor | None = None, amp: str = "bf16") -> list[Candidate | Refusal]:
+    (gpu,) = resolve("h200")
+    run = Run(model, torch.empty(IMAGES) if x is None else x, amp=amp).on_meta()
+    step = run.capture()
+    return list(ChannelsLast().find(Context(step, gpu, estimate_step(step, gpu), run)))
+
+
+def change(model: nn.Module, x: torch.Tensor | None = None) -> InChannelsLast:
+    (candidate,) = found(model, x)
+    assert isinstance(candidate, InChannelsLast)
+    return candidate
+
+
+def turned(model: nn.Module, x: torch.Tensor | None = None) -> nn.Module:
+    model = copy.deepcopy(model)
+    change(model, x).apply(Run(model))
+    return model
+
+
+def planned(name: str, batch: int = 128) -> Plan:
+    model = getattr(torchvision.models, name)().to("meta")
+    images = torch.empty(batch, 3, 224, 224, device="meta")
+    return tilefit.optimize(model, images, gpu="h200", amp="bf16", select=["channels-last"], verify=False)
+
+
+def test_outputs_and_gradients_are_the_same() -> None:
+    original = network()
+    assert tilefit.verify(original, turned(original), torch.randn(IMAGES)).ok
+
+
+def test_under_autocast() -> None:
+    original, x = network(), torch.randn(IMAGES)
+    result = tilefit.verify(original, turned(original), x, amp="bf16", dtype=torch.float32)
+    assert result.ok, result
+
+
+def test_images_are_converted_once_and_stay_so() -> None:
+    fixed = turned(network())
+    seen: list[bool] = []
+    for layer in list(fixed)[1:7]:
+        layer.register_forward_pre_hook(lambda module, args: seen.append(is_channels_last(args[0])))
+    fixed(torch.randn(IMAGES))
+    assert seen == [True] * 6
+    assert change(network()).entries == ("0",)
+
+
+def test_only_the_layout_of_filters_changes() -> None:
+    original = network()
+    fixed = turned(original)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(fixed.state_dict()[name], tensor)
+    assert all(is_channels_last(fixed[i].weight) for i in (0, 3, 4, 6))
+    assert [type(layer) for layer in list(fixed)[1:]] == [type(layer) for layer in list(original)[1:]]
+
+
+def test_gradients_and_momenta_are_laid_out_alike() -> None:
+    """A fused optimizer takes its fast path only where all tensors of a parameter lie alike."""
+    model, x = network(), torch.randn(IMAGES)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    step()
+    change(model).apply(Run(model, x, live_optimizer=optimizer))
+    for _ in range(2):
+        for number in (0, 3, 4, 6):
+            weight = model[number].weight
+            assert weight.grad.stride() == weight.stride()
+            assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+        optimizer.zero_grad()
+        step()
+
+
+def test_training_goes_on_from_a_half_trained_optimizer() -> None:
+    x, target = torch.randn(IMAGES), torch.randint(5, (4,))
+    original = network()
+    fixed = copy.deepcopy(original)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = F.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (original, fixed))
+    assert train(original, first) == train(fixed, second)
+    change(fixed).apply(Run(fixed, live_optimizer=second))
+    for _ in range(4):
+        assert train(fixed, second) == pytest.approx(train(original, first), rel=1e-4)
+    plain = network()
+    plain.load_state_dict(fixed.state_dict())
+    third = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    third.load_state_dict(second.state_dict())
+    assert train(plain, third) == pytest.approx(train(fixed, second), rel=1e-4)
+
+
+def test_a_checkpoint_is_loaded_into_the_layout_that_is_there() -> None:
+    original, fixed = network(), turned(network())
+    file = io.BytesIO()
+    torch.save(original.state_dict(), file)
+    file.seek(0)
+    fixed.load_state_dict(torch.load(file))
+    x = torch.randn(IMAGES)
+    assert is_channels_last(fixed[0].weight)
+    assert torch.allclose(fixed.eval()(x), original.eval()(x), atol=1e-6)
+
+
+def test_copies_and_files() -> None:
+    fixed = turned(network()).eval()
+    file = io.BytesIO()
+    torch.save(fixed, file)
+    file.seek(0)
+    x = torch.randn(IMAGES)
+    for other in (copy.deepcopy(fixed), torch.load(file, weights_only=False)):
+        assert is_channels_last(other[0].weight)
+        assert torch.equal(other(x), fixed(x))
+
+
+def test_one_graph_for_the_compiler() -> None:
+    original, x = network(), torch.randn(IMAGES)
+    fixed = turned(original)
+    y = torch.compile(fixed, backend="aot_eager", fullgraph=True)(x)
+    assert torch.allclose(y, original(x), atol=1e-5)
+
+
+def test_undo_restores_layout_and_class() -> None:
+    model, x = network(), torch.randn(IMAGES)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(x).sum().backward()
+    optimizer.step()
+    attributes = [dict(vars(module)) for module in model.modules()]
+    before = [(p, p.detach().clone(), p.stride(), p.grad.stride()) for p in model.parameters()]
+    change(model).apply(Run(model, live_optimizer=optimizer))()
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+    assert type(model[0]) is nn.Conv2d
+    for parameter, (same, value, stride, gradient) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert torch.equal(parameter, value)
+        assert (parameter.stride(), parameter.grad.stride()) == (stride, gradient)
+        assert optimizer.state[parameter]["momentum_buffer"].stride() == stride
+
+
+def test_a_layout_that_is_lost_is_made_again() -> None:
+    """What an image goes through in between may leave it in NCHW."""
+
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            shuffled = x.unflatten(1, (2, 4)).transpose(1, 2).contiguous().flatten(1, 2)
+            return self.second(shuffled)
+
+    assert change(Shuffled()).entries == ("first", "second")
+    original = Shuffled()
+    assert tilefit.verify(original, turned(original), torch.randn(IMAGES)).ok
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_volumes_and_images_of_one_channel(channels: int) -> None:
+    for dims, conv in ((2, nn.Conv2d), (3, nn.Conv3d)):
+        original = nn.Sequential(conv(channels, 8, 3), nn.ReLU(), conv(8, 8, 3))
+        x = torch.randn(2, channels, *[7] * dims)
+        fixed = turned(original, x)
+        assert is_channels_last(fixed(x))
+        assert tilefit.verify(original, fixed, x).ok
+
+
+def test_a_view_that_needs_nchw_is_refused_with_the_reason() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.conv(x).view(x.shape[0], -1))
+
+    (refusal,) = found(Viewing())
+    assert isinstance(refusal, Refusal)
+    assert refusal.modules == ("conv",)
+    assert "does not run with images in NHWC" in refusal.reason
+    assert "view size is not compatible" in refusal.reason
+
+
+def test_filters_that_are_not_the_modules_own() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.conv2d(x, self.weight)
+
+    computed = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 8, 3)))
+    for model, reason in (
+        (Functional(), "computes one with filters it holds"),
+        (computed, "parametrisations"),
+    ):
+        (refusal,) = found(model)
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
+
+
+def test_filters_in_a_flat_buffer_stay_there() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    flat = torch.randn(1000)
+    model[0].weight.data = flat[: 8 * 27].view(8, 3, 3, 3)
+    with pytest.raises(RefusedError, match="part of a larger memory"):
+        change(model).apply(Run(model))
+    assert model[0].weight.data_ptr() == flat.data_ptr()
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_a_subclass_is_laid_out_too() -> None:
+    class Same(nn.Conv2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(F.pad(input, (1, 1, 1, 1)))
+
+    original = nn.Sequential(Same(3, 8, 3), nn.Conv2d(8, 8, 3))
+    fixed = turned(original)
+    assert is_channels_last(fixed[0].weight)
+    assert type(fixed[0]) is Same
+    assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok
+
+
+def test_nothing_to_do_in_full_precision_or_in_nhwc_already() -> None:
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert found(network(), amp="") == []
+    images = torch.empty(IMAGES).to(memory_format=torch.channels_last)
+    assert found(network().to(memory_format=torch.channels_last), images) == []
+
+
+def test_resnet_gains_what_it_should() -> None:
+    plan = planned("resnet50")
+    (fix,) = plan.fixes
+    assert fix.summary == "Lay out 53 convolutions in NHWC, and the images before conv1."
+    assert plan.speedup > 1.6
+
+
+def test_a_healthy_resnet_is_left_alone() -> None:
+    model = torchvision.models.resnet50().to("meta", memory_format=torch.channels_last)
+    images = torch.empty(128, 3, 224, 224, device="meta").to(memory_format=torch.channels_last)
+    plan = tilefit.optimize(
+        model, images, gpu="h200", amp="bf16", select=["channels-last", "pad-channels"], verify=False
+    )
+    assert plan.fixes == ()

@@ -1,0 +1,126 @@
+"""The loss of a Hugging Face language model, compiled alone. What needs a GPU is in tests/gpu."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tilefit
+from tilefit.capture.torchvision_import import tolerated
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fused_loss import CompiledLoss, FusedCrossEntropy, FusedLoss
+from tilefit.fixes.run import Run
+
+with tolerated():
+    transformers = pytest.importorskip("transformers")
+    GPT2 = transformers.GPT2LMHeadModel
+
+
+def model(layers: int = 1, **options: Any) -> Any:
+    config = transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=2, n_positions=32, **options)
+    torch.manual_seed(0)
+    return GPT2(config).eval()
+
+
+def tokens(batch: int = 2, length: int = 16, device: str = "cpu") -> dict[str, torch.Tensor]:
+    ids = torch.arange(batch * length, device=device).view(batch, length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def test_on_the_cpu_the_loss_is_what_it_was() -> None:
+    original = model(vocab_size=100)
+    changed = copy.deepcopy(original)
+    undo = FusedLoss(()).apply(Run(changed))
+    for which in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+        assert isinstance(which.loss_function, CompiledLoss)
+        assert torch.equal(which(**tokens()).loss, original(**tokens()).loss)
+    assert changed.state_dict().keys() == original.state_dict().keys()
+    undo()
+    assert changed.loss_function is original.loss_function
+    assert "_loss_function" not in vars(changed)
+
+
+def test_what_is_compiled_is_the_loss() -> None:
+    loss = model().loss_function
+    logits, labels = torch.randn(2, 5, 50), torch.randint(0, 50, (2, 5))
+    labels[0, 2] = -100
+    compiled = torch.compile(CompiledLoss(loss).loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(logits, labels, vocab_size=50), loss(logits, labels, vocab_size=50))
+
+
+def own_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    return logits.sum()
+
+
+def test_other_losses_are_refused() -> None:
+    changed = model(vocab_size=100)
+    changed.loss_function = own_loss
+    with pytest.raises(RefusedError, match="own_loss"):
+        FusedLoss(()).apply(Run(changed))
+    assert changed.loss_function is own_loss
+
+
+class Head(nn.Module):
+    """A model with a loss of its own."""
+
+    def __init__(self, vocabulary: int = 50000) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, vocabulary)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(self.head(x), labels)
+
+
+def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that reach the compiled function, which here is the function itself."""
+    calls = []
+    monkeypatch.setattr(CompiledLoss, "__call__", lambda self, *a, **k: calls.append(1) or self.loss(*a, **k))
+    original, x, labels = Head(), torch.randn(4, 16), torch.tensor([1, 2, -100, 3])
+    changed = copy.deepcopy(original)
+    undo = FusedCrossEntropy(()).apply(Run(changed))
+    for number, which in enumerate((changed, pickle.loads(pickle.dumps(changed))), 1):
+        assert torch.equal(which(x, labels), original(x, labels))
+        assert len(calls) == number
+    small = Head(100)
+    FusedCrossEntropy(()).apply(Run(small))
+    small(x, labels)
+    compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, labels), original(x, labels))
+    undo()
+    changed(x, labels)
+    assert len(calls) == 2
+
+
+def test_the_plan_finds_a_cross_entropy_in_the_model() -> None:
+    x = torch.empty(1 << 14, 16, device="meta")
+    labels = torch.zeros(1 << 14, dtype=torch.int64, device="meta")
+    found = plan(Head(), (x, labels))
+    assert found.candidates == (FusedCrossEntropy(()),)
+    assert found.speedup > 1.2
+
+
+def plan(which: nn.Module, inputs: Any, **options: Any) -> tilefit.Plan:
+    return tilefit.optimize(which, inputs, gpu="h200", amp="bf16", select=["fuse-loss"], **options)
+
+
+def test_the_plan_saves_time_and_memory() -> None:
+    found = plan(model(), tokens(1024, 32, "meta"))
+    (fix,) = found.fixes
+    assert fix.gain_s > 0
+    assert found.after_bytes < 0.7 * found.before_bytes
+    assert found.candidates == (FusedLoss(()),)
+    assert isinstance(found.model.loss_function, CompiledLoss)
+
+
+@pytest.mark.parametrize("options", [{"train": False}, {"compile": True}])
+def test_nothing_to_do(options: dict[str, Any]) -> None:
+    assert not plan(model(), tokens(1024, 32, "meta"), **options).fixes
+
+
+def test_a_small_vocabulary_is_left_alone() -> None:
+    assert not plan(model(vocab_size=1000), tokens(16, 32)).fixes

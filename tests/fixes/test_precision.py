@@ -1,0 +1,91 @@
+"""Lower precision is only used where it was allowed, and taken back exactly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tilefit
+from tilefit.fixes.precision import Autocast
+from tilefit.fixes.run import Run
+
+
+@pytest.fixture(autouse=True)
+def _switches() -> Iterator[None]:
+    kept = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(kept)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024), nn.Linear(1024, 1024))
+
+
+def plan(which: nn.Module, *names: str, gpu: str = "h200", **options: Any) -> tilefit.Plan:
+    x = torch.empty(1 << 18, 1024, device="meta")
+    return tilefit.optimize(which, x, gpu=gpu, select=names, **options)
+
+
+def test_nothing_unsafe_without_being_asked() -> None:
+    assert not plan(model(), "tf32", "mixed-precision").fixes
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_tf32() -> None:
+    found = plan(model(), "tf32", level="unsafe")
+    (fix,) = found.fixes
+    assert fix.level == "unsafe"
+    assert found.speedup > 1.5
+    assert found.run.tf32
+    assert torch.get_float32_matmul_precision() == "high"
+    found.undo()
+    assert found.run.tf32 is None
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_mixed_precision_is_worth_more_and_leaves_tf32_nothing() -> None:
+    found = plan(model(), "tf32", "mixed-precision", level="unsafe")
+    assert [fix.name for fix in found.fixes] == ["mixed-precision"]
+    assert found.run.amp == "bf16"
+    assert torch.get_float32_matmul_precision() == "highest"
+    found.undo()
+    assert found.run.amp == ""
+    assert type(found.model) is nn.Sequential
+
+
+def test_autocast_goes_with_the_model() -> None:
+    original = model()
+    changed = copy.deepcopy(original)
+    Autocast(()).apply(Run(changed))
+    x = torch.randn(4, 1024)
+    for which in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+        y = which(x)
+        assert y.dtype == torch.float32
+        assert not torch.equal(y, original(x))
+        torch.testing.assert_close(y, original(x), rtol=0.05, atol=0.05)
+    changed(x).square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 for p in changed.parameters())
+    assert changed.state_dict().keys() == original.state_dict().keys()
+    compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), changed(x))
+
+
+def test_a_gpu_without_bf16() -> None:
+    found = plan(model(), "mixed-precision", gpu="t4", level="unsafe")
+    assert not found.fixes
+    assert "GradScaler" in found.refused[0].reason
+    assert not plan(model(), "tf32", gpu="v100-sxm2-16gb", level="unsafe").fixes
+
+
+@pytest.mark.parametrize("options", [{"amp": "bf16"}, {"amp": "fp16"}])
+def test_a_model_in_mixed_precision_has_nothing_to_gain(options: dict[str, Any]) -> None:
+    found = plan(model(), "tf32", "mixed-precision", level="unsafe", **options)
+    assert not found.fixes
+    assert not found.refused

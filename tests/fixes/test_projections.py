@@ -1,0 +1,190 @@
+"""Merged projections: one product, the same layers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tilefit
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.projections import Merging
+from tilefit.fixes.run import Run
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a key projection without bias."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width // 2, bias=False)
+        self.v = nn.Linear(width, width // 2)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        memory = x if memory is None else memory
+        q = self.q(x)
+        q *= 0.5
+        k, v = (layer(memory).repeat_interleave(2, -1) for layer in (self.k, self.v))
+        return self.out((q @ k.mT).softmax(-1) @ v)
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return Attention().double()
+
+
+def merged(model: nn.Module, least_rows: int = 0, names: tuple[str, ...] = ("q", "k", "v")) -> nn.Module:
+    model = copy.deepcopy(model)
+    Merging(names, (names,), least_rows).apply(Run(model))
+    return model
+
+
+def products(model: nn.Module, *args: Any) -> list[int]:
+    """How many outputs each product has."""
+    found = []
+    linear = F.linear
+
+    def recording(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        found.append(weight.shape[0])
+        return linear(x, weight, bias)
+
+    with patch.object(F, "linear", recording):
+        model(*args)
+    return found
+
+
+X = torch.randn(3, 5, 16, dtype=torch.double)
+
+
+def test_one_product_the_same_function() -> None:
+    original = made()
+    model = merged(original)
+    assert products(model, X) == [32, 16]
+    result = tilefit.verify(original, model, X, steps=1)
+    assert result.ok, result
+
+
+def test_another_input_is_another_product() -> None:
+    original, memory = made(), torch.randn(3, 7, 16, dtype=torch.double)
+    model = merged(original)
+    result = tilefit.verify(original, model, (X, memory), steps=1)
+    assert result.ok, result
+    assert products(merged(original, names=("k", "v")), X, memory) == [16, 16, 16]
+
+
+def test_an_input_that_was_written_to_in_between() -> None:
+    original = made()
+    model = merged(original)
+    outputs = []
+    for which in (original, model):
+        x = X.clone()
+        first = which.q(x)
+        x.mul_(2)
+        outputs.append((first, which.k(x), which.v(x)))
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+def test_calls_of_one_layer_alone() -> None:
+    original = made()
+    model = merged(original)
+    for name in "qqvkkq":
+        torch.testing.assert_close(model.get_submodule(name)(X), original.get_submodule(name)(X))
+    with torch.no_grad():
+        quiet = model.q(X)
+    assert model.k(X).requires_grad
+    assert not quiet.requires_grad
+
+
+def test_few_rows_and_inference_mode() -> None:
+    model = merged(made(), least_rows=15)
+    assert products(model, X) == [32, 16]
+    assert products(model, X[:2]) == [16, 8, 8, 16]
+    with torch.inference_mode():
+        assert products(model, X.clone()) == [16, 8, 8, 16]
+
+
+def test_autocast() -> None:
+    original = made().float()
+    model = merged(original)
+    x = X.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = original(x), model(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    for out in (expected, found):
+        out.float().sum().backward()
+    for p, q in zip(original.parameters(), model.parameters(), strict=True):
+        assert q.grad.dtype == q.dtype
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05)
+
+
+def test_copies_checkpoints_and_the_compiler() -> None:
+    original = made()
+    model = merged(original)
+    model.q(X)  # the others' part is waiting, and is nobody else's business
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert products(other, X) == [32, 16]
+        other.v.weight.data.zero_()
+        other.v.bias.data.zero_()
+        torch.testing.assert_close(other(X), other.out.bias.expand(3, 5, 16))
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(X), original(X))
+    assert model.state_dict().keys() == original.state_dict().keys()
+    original.load_state_dict(model.state_dict())
+
+
+def test_nothing_is_kept_after_a_call() -> None:
+    model = merged(made())
+    x = X.clone()
+    alive = weakref.ref(x)
+    model(x)
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+def test_undo() -> None:
+    model = made()
+    undo = Merging(("q", "k"), (("q", "k"),), 0).apply(Run(model))
+    assert "merged" in repr(model)
+    undo()
+    assert type(model.q) is nn.Linear
+    assert not hasattr(model.q, "merged")
+
+
+def test_a_layer_that_is_no_plain_linear_is_refused() -> None:
+    model = made()
+    nn.utils.parametrizations.weight_norm(model.k)
+    with pytest.raises(RefusedError, match="parametri"):
+        merged(model)
+    assert type(model.q) is nn.Linear
+
+
+def plan(model: nn.Module, x: torch.Tensor, **options: Any) -> tilefit.Plan:
+    return tilefit.optimize(model, x, gpu="h200", select=["merge-projections"], **options)
+
+
+def test_the_plan_merges_what_pays() -> None:
+    model = nn.Sequential(*(Attention(512) for _ in range(2)))
+    found = plan(model, torch.empty(64, 256, 512), amp="bf16")
+    (fix,) = found.fixes
+    assert fix.modules == ("0.q", "0.k", "0.v", "1.q", "1.k", "1.v")
+    assert fix.gain_s > 0
+    assert found.verification is not None
+    assert found.verification.ok
+
+
+def test_stacking_weights_needs_rows_to_pay() -> None:
+    wide = Attention(4096).bfloat16().eval()
+    assert not plan(wide, torch.empty(1, 1, 4096, dtype=torch.bfloat16), train=False).fixes
+    plan(wide, torch.empty(8, 512, 4096), amp="bf16", verify=False, min_gain=0.0)
+    assert wide.q.merged.least_rows > 8
