@@ -283,13 +283,32 @@ def listed(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return torch.stack([one, 2 * one]).mean(0).softmax(-1) @ v
 
 
+def floored(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return torch.div(q @ k.mT, 0.1, rounding_mode="trunc").softmax(-1) @ v
+
+
+def with_out(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT
+        weights = torch.empty_like(scores)
+        torch.softmax(scores, -1, out=weights)
+    return weights @ v
+
+
+def named(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return torch.matmul(F.softmax(input=torch.matmul(q, k.mT), dim=-1), other=v)
+
+
 def mild(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (q @ k.mT).masked_fill(m.causal[:, :, : q.shape[2], : q.shape[2]] == 0, -2.0).softmax(-1) @ v
 
 
 @pytest.mark.parametrize(
     "core",
-    [squared, other_axis, tempered, stable, pruned, overwritten, aliased, half_detached, listed, mild],
+    [
+        *(squared, other_axis, tempered, stable, pruned, overwritten, aliased, half_detached, listed),
+        *(floored, with_out, named, mild),
+    ],
 )
 def test_whatever_else_is_done_is_done_as_before(core: Core) -> None:
     original = made(core)

@@ -15,8 +15,9 @@ import tilefit
 from tilefit.fixes.attention import Fusion
 from tilefit.fixes.compiled import REDUCE_OVERHEAD, Compilation
 from tilefit.fixes.cuda_graph import Graph
-from tilefit.fixes.fused_loss import FusedLoss
+from tilefit.fixes.fused_loss import FusedCrossEntropy, FusedLoss
 from tilefit.fixes.optimizer import FusedOptimizer
+from tilefit.fixes.projections import Merging
 from tilefit.fixes.run import Run
 
 pytestmark = pytest.mark.gpu
@@ -266,3 +267,45 @@ def test_the_compiled_loss_is_the_loss() -> None:
     for p, q in zip(original.parameters(), changed.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=0.02, atol=1e-4)
     assert peaks[3] < peaks[2]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 20000)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), labels, ignore_index=7, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("amp", ["", "bf16"])
+def test_a_compiled_cross_entropy_is_a_cross_entropy(amp: str) -> None:
+    torch.manual_seed(0)
+    original = Head()
+    changed = copy.deepcopy(original)
+    FusedCrossEntropy(()).apply(Run(changed))
+    inputs = (torch.randn(96, 64), torch.randint(0, 20000, (96,)))
+    result = tilefit.verify(original, changed, inputs, amp=amp, dtype=torch.float32, device="cuda")
+    assert result.ok, result
+
+
+# ---- layers that share a product ---------------------------------------------------------------
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(96, 96), nn.Linear(96, 40, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q(x), self.k(x)], -1).tanh()
+
+
+@pytest.mark.parametrize("amp", ["", "bf16", "fp16"])
+def test_merged_projections(amp: str) -> None:
+    original = Projections()
+    changed = copy.deepcopy(original)
+    Merging(("q", "k"), (("q", "k"),), 0).apply(Run(changed))
+    x = torch.randn(64, 96)
+    result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
+    assert result.ok, result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +131,52 @@ def test_following_weights_does_not_disturb_a_restarted_optimizer() -> None:
 
     for alone, watched in zip(train(False), train(True), strict=True):
         assert torch.equal(alone, watched)
+
+
+class _RootOfNothing(nn.Module):
+    """The root of zero is zero; its slope is not finite."""
+
+    def __init__(self, when: int) -> None:
+        super().__init__()
+        self.inner, self.calls, self.when = nn.Linear(8, 4), 0, when
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.inner(x)
+        return torch.sqrt(h * 0) if self.calls == self.when else h  # here
+
+
+_LINES = Path(__file__).read_text().splitlines()
+_LINE = next(n for n, line in enumerate(_LINES, 1) if line.endswith("# here"))
+
+
+@pytest.mark.parametrize("when", [1, 7])
+def test_the_first_nan_of_a_backward_pass_is_found_before_it_spoils_the_weights(when: int) -> None:
+    def codes(**options: bool) -> list[tuple[str, str, str]]:
+        model = _RootOfNothing(when)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with watch(model, optimizer=optimizer, **options) as w:
+            for _ in range(10):
+                x, y = batch()
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return [(alarm.code, alarm.message.partition(" ")[0], alarm.source) for alarm in w.alarms]
+
+    first = codes(find_non_finite=True)[0]
+    assert first[:2] == ("AMP026", "div")  # the slope of the root: 1 / (2 * 0)
+    assert first[2].endswith(f"test_numerics.py:{_LINE}")
+    if when == 1:
+        assert ("AMP026", "the", "") in codes()  # too late: the weights hold it
+
+
+def test_overflows_that_the_scaler_answers_are_no_origin() -> None:
+    model, s = net(), scaler(init_scale=2.0**26)
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer, scaler=s, find_non_finite=True) as w:
+        for _ in range(10):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            s.step(optimizer)
+            s.update()
+    assert w.alarms == ()

@@ -337,12 +337,24 @@ def test_a_dispatch_mode_opened_during_a_close_look_survives() -> None:
     assert _get_current_dispatch_mode_stack() == []
 
 
+class _Own(nn.Module):
+    """A module with a forward of its own: those of torch.nn are not compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        return h * 2
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_trains_alike_and_is_said_to_be_unchecked(in_place: bool) -> None:
     def train(watched: bool) -> tuple[list[Tensor], Any]:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        plain = net()
+        plain = _Own()
         model: Any = plain
         if in_place:
             plain.compile(backend="aot_eager")

@@ -37,6 +37,9 @@ def precision(
     numerics: Annotated[
         bool, typer.Option("--numerics/--no-numerics", help="Look closely at all, or keep the books alone.")
     ] = True,
+    find_non_finite: Annotated[
+        bool, typer.Option("--find-non-finite", help="Check every operation for inf and NaN; slow.")
+    ] = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +71,14 @@ def precision(
     from tilefit.precision.script import run_script
     from tilefit.precision.watching import Watch
 
-    watch = Watch(every=every, numerics=numerics, select=codes(select), ignore=codes(ignore), steps=steps)
+    watch = Watch(
+        every=every,
+        numerics=numerics,
+        steps=steps,
+        find_non_finite=find_non_finite,
+        select=codes(select),
+        ignore=codes(ignore),
+    )
     error = run_script(script, list(arguments or ()), watch)
     document = watch.report(script.name)
     if error is None and not watch.steps:

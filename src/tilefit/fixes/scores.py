@@ -220,7 +220,13 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
     scores = next((arg for arg in args if type(arg) is Scores), None)
     if scores is None:  # in a list, or named
         scores = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Scores)
-    if step is None or scores.value is not None or scores.state != _state(scores.query):
+    if (
+        step is None
+        or scores.value is not None
+        or scores.state != _state(scores.query)
+        or not any(scores is arg for arg in args)
+        or not kwargs.keys() <= _KEYWORDS
+    ):
         return scores.mode.plainly(func, args, kwargs)
     in_place = func in _IN_PLACE_STEPS
     if in_place and (scores.is_shared or scores is not args[0]):
@@ -238,6 +244,10 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
         vars(scores).update(vars(made))
         return scores
     return made
+
+
+#: Names of arguments that the functions below know.
+_KEYWORDS = frozenset("alpha mask value dim dtype _stacklevel p training inplace".split())
 
 
 def _number(mode: Fusing, value: Any) -> float | None:
@@ -322,7 +332,7 @@ def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
     return {"masks": (*scores.masks, (_narrow(mask), keep)), "fill": fill}
 
 
-def _softmax(scores: Any, dim: Any = None, *rest: Any, dtype: Any = None, **unimportant: Any) -> Any:
+def _softmax(scores: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
     if not isinstance(scores, Scores) or scores.softmaxed or dim not in (-1, scores.ndim - 1):
         return NotImplemented
     dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
@@ -339,18 +349,18 @@ def _dropout(scores: Any, p: float = 0.5, training: bool = True, inplace: bool =
     return {"dropout": p}
 
 
-def _to(scores: Any, target: Any = None, *rest: Any, dtype: Any = None, **other: Any) -> Any:
+def _to(scores: Any, target: Any = None, *rest: Any, dtype: Any = None) -> Any:
     if not isinstance(scores, Scores):  # a tensor that is to be like the scores
         return scores.to(target.device, target.dtype) if target is not None else NotImplemented
     target = getattr(target, "dtype", target) if target is not None else dtype
-    if rest or other or not isinstance(target, torch.dtype) or not target.is_floating_point:
+    if rest or not isinstance(target, torch.dtype) or not target.is_floating_point:
         return NotImplemented
     return {"dtype": target}
 
 
 def _view(scores: Any, *sizes: Any) -> Any:
     """Other sizes before the last two."""
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = tuple(sizes[0])
     if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
         return NotImplemented

@@ -257,6 +257,10 @@ class Ledger:
         """The optimizers seen."""
         return list(self._of)
 
+    def values_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """The gradients of an optimizer, those there are."""
+        return (value for gradient in self.of(optimizer) if (value := gradient.value) is not None)
+
     def of(self, optimizer: Optimizer) -> list[Gradient]:
         """The gradients of an optimizer."""
         return self._of.get(optimizer, [])

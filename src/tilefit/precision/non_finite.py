@@ -38,15 +38,18 @@ class Origin(Observer):
         recorder: Where events go.
         weights: The parameters, which may hold inf or NaN from the start.
         backward: Backward operations count too; not while a scale is at work, whose overflows are normal.
+        armed: Say what is found. It may be armed as late as at the end of the step, once it is known that inf
+            or NaN did harm.
     """
 
-    def __init__(self, recorder: Recorder, weights: Iterable[Tensor], *, backward: bool) -> None:
+    def __init__(self, recorder: Recorder, weights: Iterable[Tensor], *, backward: bool, armed: bool) -> None:
+        self.armed = armed
         self._recorder = recorder
         self._backward = backward
         self._flags: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._checked: list[_Checked] = []
         self._inputs: list[Tensor] = []
-        flags = [_finite(weight.detach()) for weight in weights if weight.is_floating_point()]
+        flags = [_finite(weight) for weight in weights if _checkable(weight)]
         self._weights = torch.stack([flag.cpu() for flag in flags]).all() if flags else None
 
     def wants(self, func: Any, name: str) -> bool:
@@ -86,6 +89,12 @@ class Origin(Observer):
         return known[1]
 
     def end(self) -> None:
+        if self.armed:
+            self._judge()
+        self._flags.clear()
+        self._checked.clear()
+
+    def _judge(self) -> None:
         if self._weights is not None and not bool(self._weights):
             self._recorder.emit(NonFinite(operation="weights", phase="", dtype=""))
             return
@@ -94,12 +103,15 @@ class Origin(Observer):
             if not bool(one.finite_out) and all(map(bool, one.finite_in)):
                 self._recorder.emit(one.event)
                 break
-        self._flags.clear()
-        self._checked.clear()
 
 
 def _checkable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and is_plain(tensor) and bool(tensor.numel())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; waits for the device."""
+    return not _checkable(tensor) or bool(_finite(tensor))
 
 
 def _finite(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from tilefit.precision.exponents import Exponents, Histogram
 from tilefit.precision.ledger import Ledger, Stepped
 from tilefit.precision.look import Look, Observer
 from tilefit.precision.movement import Accumulators, GradientSums, OptimizerStates, Weights
-from tilefit.precision.non_finite import Origin
+from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
@@ -61,6 +61,8 @@ class Watch:
         every: A close look at one step in this many, after the first four.
         numerics: Look closely at all; False leaves the bookkeeping alone.
         steps: Stop by itself after this many steps; None for never.
+        find_non_finite: Check every operation of every step for inf and NaN, which is slow. Without it that
+            is done once a loss is not finite, when the weights may be beyond help.
         select, ignore: Codes of rules, or their beginnings, as for ``tilefit check``.
 
     Raises:
@@ -76,6 +78,7 @@ class Watch:
         every: int = EVERY,
         numerics: bool = True,
         steps: int | None = None,
+        find_non_finite: bool = False,
         select: Sequence[str] = (),
         ignore: Sequence[str] = (),
     ) -> None:
@@ -89,6 +92,7 @@ class Watch:
         self._every = every
         self._numerics = numerics
         self._last = steps
+        self._find_non_finite = find_non_finite
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
         self._patches = patches = Patches()
         self._ledger = ledger = Ledger(recorder, patches)
@@ -113,6 +117,7 @@ class Watch:
         self._module_names: dict[int, str] = {}
         self._look: Look | None = None
         self._seek_origin = False
+        self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
         self._primary: weakref.ref[Optimizer] | None = None
         self._running = False
@@ -168,6 +173,9 @@ class Watch:
         # Not is_available(), which fixes the visible devices before the script can choose them.
         if torch.version.cuda is not None:
             self._patches.wrap(torch.cuda.CUDAGraph, "replay", self._around_replay)
+        if self._find_non_finite and self._numerics:
+            # The first step is the likeliest; whether a scale is at work is not known yet.
+            self._begin_look(scaled=self._given_scaler is not None)
 
     def stop(self) -> None:
         """End: everything is put back as it was. Does nothing where the watch has ended."""
@@ -273,11 +281,14 @@ class Watch:
             self._ledger.judge_scale(stepped.scaler)
         scaled = stepped.scaler is not None
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
+        collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
         if not all(map(bool, self._losses_finite)):
-            collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
             self._seek_origin |= collapsed if scaled else True
             recorder.look_soon |= self._seek_origin
         self._losses_finite.clear()
+        if self._origin is not None and not self._origin.armed:
+            spoilt = not scaled and not all(map(is_finite, self._ledger.values_of(stepped.optimizer)))
+            self._origin.armed = self._seek_origin or collapsed or spoilt
         self._finish_look()
         recorder.step += 1
         if self._last is not None and recorder.step >= self._last:
@@ -293,7 +304,8 @@ class Watch:
 
     def _is_due(self) -> bool:
         """Whether this step is looked at closely on every rank."""
-        return self._recorder.step < FIRST_STEPS or self._recorder.step % self._every == 0
+        step = self._recorder.step
+        return step < FIRST_STEPS or step % self._every == 0 or self._find_non_finite
 
     def _begin_look(self, scaled: bool) -> None:
         if self._look is not None:
@@ -317,11 +329,17 @@ class Watch:
             self._exponents,
             self._statistics,
         ]
-        if self._seek_origin:
+        self._origin = None
+        if self._seek_origin or self._find_non_finite:
             weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
-            observers.append(Origin(self._recorder, weights, backward=not scaled))
+            self._origin = Origin(self._recorder, weights, backward=not scaled, armed=self._seek_origin)
+            observers.append(self._origin)
         self._look = Look(
-            self._ledger, observers, self._module_names, self._recorder.names, all_lines=self._seek_origin
+            self._ledger,
+            observers,
+            self._module_names,
+            self._recorder.names,
+            all_lines=self._origin is not None,
         )
         self._lost.follow(self._look)
         self._seek_origin = False
@@ -372,30 +390,5 @@ def _frames_compiled() -> int:
     return 0 if dynamo is None else sum(dynamo.counters["frames"].values())
 
 
-def watch(
-    model: nn.Module | Iterable[nn.Module] | None = None,
-    *,
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    scaler: Any = None,
-    every: int = EVERY,
-    numerics: bool = True,
-    steps: int | None = None,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-) -> Watch:
-    """Watch the training loop in a ``with`` block; see :class:`Watch` for the arguments.
-
-    >>> with watch(model, optimizer=optimizer, scaler=scaler) as w:  # doctest: +SKIP
-    ...     for batch in data: ...
-    >>> print(w.report())  # doctest: +SKIP
-    """
-    return Watch(
-        model,
-        optimizer=optimizer,
-        scaler=scaler,
-        every=every,
-        numerics=numerics,
-        steps=steps,
-        select=select,
-        ignore=ignore,
-    )
+#: ``with watch(model, optimizer=optimizer) as w:`` reads better than the class's name.
+watch = Watch

@@ -15,7 +15,8 @@ class NonFiniteOrigin(PrecisionRule):
     What it sees: After a loss that is not finite, or after three steps in a row that the scaler skipped with
     losses that are not finite, one step is run with every operation checked, and the first whose inputs are
     finite and whose output is not is named, forward or backward. Overflow of scaled gradients that the scaler
-    answers by halving the scale is normal and never reported.
+    answers by halving the scale is normal and never reported. `watch(..., find_non_finite=True)` checks every
+    step, for those whose first inf ends up in the weights.
 
     Why nobody notices: What raises the alarm is the loss, or a layer far behind the one that overflowed.
 
@@ -43,7 +44,7 @@ class NonFiniteOrigin(PrecisionRule):
                 event,
                 ERROR,
                 "the weights hold inf or NaN already: an earlier step brought them there",
-                "Start again with watch(..., every=1), which finds the step and the operation.",
+                "Start again with watch(..., find_non_finite=True), or --find-non-finite.",
             )
             return
         limit = LARGEST.get(event.dtype)
