@@ -16,9 +16,10 @@ def rule(
     """Explain a rule: what it sees, why it costs time, the arithmetic, an example, the source."""
     from tilefit.precision.rules import all_rules as all_precision_rules
     from tilefit.rules import all_rules
-    from tilefit.rules.registry import pick
+    from tilefit.rules.registry import Titled, pick
 
-    found = pick(code, (*all_rules(), *all_precision_rules()))
+    every: tuple[Titled, ...] = (*all_rules(), *all_precision_rules())
+    found = pick(code, every)
     page = f"# {found.code}: {found.title}\n\n{inspect.getdoc(type(found))}"
     console = output.stdout()
     if console.is_terminal:

@@ -11,8 +11,10 @@ def rules() -> None:
 
     from tilefit.precision.rules import all_rules as all_precision_rules
     from tilefit.rules import all_rules
+    from tilefit.rules.registry import Titled
 
+    every: tuple[Titled, ...] = (*all_rules(), *all_precision_rules())
     table = output.table("", "")
-    for rule in (*all_rules(), *all_precision_rules()):
+    for rule in every:
         table.add_row(Text(rule.code, style="bold"), Text(rule.title))
     output.stdout().print(table)

@@ -17,28 +17,28 @@ from tilefit.ops import FORWARD, OPTIMIZER, Attention, Conv, Gemm, Op, Recurrent
 CALL_S: dict[type[Op], float] = {Gemm: 14e-6, Conv: 12e-6, Attention: 17e-6}
 #: One forward operation of a model: the call, with the modules, the views and the Python around it.
 FORWARD_S: dict[type[Op], float] = {
-    Gemm: 15e-6,
-    Conv: 51e-6,
-    Attention: 215e-6,
+    Gemm: 31e-6,
+    Conv: 53e-6,
+    Attention: 60e-6,
     Recurrent: 300e-6,
-    Streaming: 22e-6,
+    Streaming: 24e-6,
 }
 #: One operation of the backward pass, with the views and the accumulation of gradients that go with it.
 BACKWARD_S: dict[type[Op], float] = {
-    Gemm: 66e-6,
-    Conv: 71e-6,
-    Attention: 202e-6,
+    Gemm: 78e-6,
+    Conv: 83e-6,
+    Attention: 100e-6,
     Recurrent: 300e-6,
-    Streaming: 7.5e-6,
+    Streaming: 6.5e-6,
 }
 #: One further kernel of the same operation.
-KERNEL_S = 6.7e-6
+KERNEL_S = 6.8e-6
 #: Before the first operation of the forward pass, and of the backward pass.
-FIXED_S = {"forward": 0.6e-3, "backward": 1.2e-3}
+FIXED_S = {"forward": 0.4e-3, "backward": 1.1e-3}
 #: A multi-tensor operation of an optimizer, and each further launch of it: gathering the addresses of the
 #: 30 to 110 tensors that one launch holds is what takes the time.
-OPTIMIZER_S = 110e-6
-OPTIMIZER_KERNEL_S = 63e-6
+OPTIMIZER_S = 113e-6
+OPTIMIZER_KERNEL_S = 66e-6
 #: One operation of a compiled graph, launched from the Python that the compiler generates (without CUDA
 #: graphs): from the host-bound steps of ``benchmarks/results/whole_steps_compiled.json``.
 COMPILED_S = 22e-6

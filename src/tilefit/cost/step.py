@@ -43,9 +43,7 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
             host_s += scale * FIXED_S.get(part, 0.0)
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
-        launch = scale * (
-            GRAPHED_S if replayed else launch_s(entry.op, entry.phase, device, step.settings)
-        )
+        launch = scale * (GRAPHED_S if replayed else launch_s(entry.op, entry.phase, device, step.settings))
         count = max(1, kernels(entry.op, device))
         # The first kernel can start when it is launched, the last one when all are.
         start_s = max(free_s, host_s + launch / count)

@@ -60,13 +60,23 @@ class Gradient:
         stepped_in: The autocast region in which its parameter was stepped last; 0 for none.
     """
 
-    __slots__ = ("consumed", "divided", "fresh", "marks", "parameter", "reference", "stepped_in", "version")
+    __slots__ = (
+        "consumed",
+        "divided",
+        "fresh",
+        "marks",
+        "next_version",
+        "parameter",
+        "reference",
+        "stepped_in",
+        "version",
+    )
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
         self.stepped_in = 0
         self.reference: weakref.ref[Tensor] | None = None
-        self.version = -1
+        self.version = self.next_version = -1
         self.marks: Marks | None = EMPTY
         self.fresh = False
         self.consumed = False
@@ -75,14 +85,14 @@ class Gradient:
         if gradient is not None:
             # It is older than the watch.
             self.reference = weakref.ref(gradient)
-            self.version = gradient._version
+            self.version = self.next_version = gradient._version
             self.marks = None
             self.fresh = True
 
     def clear(self) -> None:
         """There is no gradient."""
         self.reference = None
-        self.version = -1
+        self.version = self.next_version = -1
         self.marks = EMPTY
         self.fresh = False
         self.consumed = False
@@ -115,7 +125,8 @@ class Gradient:
             return False
         before = self.value
         version = gradient._version
-        if before is gradient and version == self.version:
+        if before is gradient and version in (self.version, self.next_version):
+            self.version, self.next_version = version, version
             return False
         if marks is None:
             # Clipping and the like after unscale_ leaves a gradient plain; all else is beyond us here.
@@ -127,7 +138,7 @@ class Gradient:
             self.marks |= marks
         if self.reference is None or before is not gradient:
             self.reference = weakref.ref(gradient)
-        self.version = version
+        self.version = self.next_version = version
         self.fresh = True
         if marks is not None:
             self.consumed = False
@@ -142,8 +153,14 @@ class Gradient:
             return
         if self.value is not gradient:
             self.reference = weakref.ref(gradient)
-        self.version = gradient._version
+        self.version = self.next_version = gradient._version
         self.marks = marks
+
+    def written(self, marks: Marks | None) -> None:
+        """An operation that is just ending has written to it, after which it has these marks."""
+        self.accept(marks)
+        # Autograd counts the write when the operation has returned, unless it went through ``.data``.
+        self.next_version = self.version + 1
 
 
 @dataclass(slots=True)
@@ -226,6 +243,7 @@ class Ledger:
         self._scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
         self._reached: set[Mark] = set()
         self._stepping: list[Optimizer] = []
+        self._evaluates = False  # the optimizer that steps calls a closure
         self._scaler_step: tuple[Any, Optimizer] | None = None
         self._ran = False
         self._skipped_last: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -369,6 +387,10 @@ class Ledger:
         return run
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
+        if self._stepping and not self._evaluates:
+            # No step is running: the last one raised.
+            self._stepping.clear()
+            self.in_use = 0
         self._reached.clear()
         self.observe()
         self.chain, self.scan = graph.Chain(), graph.Scan()
@@ -605,6 +627,7 @@ class Ledger:
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return None  # an optimizer inside another one
+        self._evaluates = False
         self._ran = True
         self.adopt(optimizer)
         closure = kw.get("closure") if "closure" in kw else args[1] if len(args) > 1 else None
@@ -612,6 +635,7 @@ class Ledger:
             self._judge_step(optimizer)
             self.in_use += 1
             return None
+        self._evaluates = True
         judged = False
 
         def evaluate() -> Any:

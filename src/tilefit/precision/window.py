@@ -265,7 +265,7 @@ class Window(Observer):
 
     def _accept(self, gradients: list[Gradient], marks: Marks | None) -> None:
         for gradient in gradients:
-            gradient.accept(marks)
+            gradient.written(marks)
 
 
 def _same(event: GradientsWritten) -> GradientsWritten:

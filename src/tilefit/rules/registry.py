@@ -28,6 +28,12 @@ class Coded(Protocol):
     code: ClassVar[str]
 
 
+class Titled(Coded, Protocol):
+    """What has a title as well: a rule with a page."""
+
+    title: ClassVar[str]
+
+
 _R = TypeVar("_R", bound=Coded)
 
 
