@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ def _torchvision() -> None:
     """Loaded first, and without the operations its build may lack: the libraries below look for it."""
     with tolerated():
         pytest.importorskip("torchvision")
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    """Skips before a watch is begun, which would miss its steps."""
+    missing = importlib.util.find_spec(library) is None
+    return pytest.mark.skipif(missing, reason=f"{library} is not installed")
 
 
 @pytest.fixture
@@ -335,9 +342,9 @@ def test_sparse_embeddings(w: Watch) -> None:
 # ---- libraries' own loops ------------------------------------------------------------------------
 
 
+@needs("accelerate")
 @pytest.mark.parametrize("settings", [{"bf16": True}, {}], ids=["bf16", "fp32"])
 def test_transformers_trainer(w: Watch, tmp_path: Path, settings: dict[str, Any]) -> None:
-    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     import transformers
 
     arguments = transformers.TrainingArguments(
@@ -358,9 +365,9 @@ def test_transformers_trainer(w: Watch, tmp_path: Path, settings: dict[str, Any]
 
 
 @pytest.mark.gpu
+@needs("accelerate")
 @pytest.mark.parametrize("settings", [{"bf16": True}, {"fp16": True}], ids=["bf16", "fp16"])
 def test_transformers_trainer_on_a_gpu(w: Watch, tmp_path: Path, settings: dict[str, Any]) -> None:
-    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     import transformers
 
     arguments = transformers.TrainingArguments(
@@ -377,8 +384,10 @@ def test_transformers_trainer_on_a_gpu(w: Watch, tmp_path: Path, settings: dict[
     transformers.Trainer(model=gpt2(), args=arguments, train_dataset=Tokens()).train()
 
 
+@needs("accelerate")
 def test_accelerate(w: Watch, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model = gpt2()
@@ -398,7 +407,7 @@ def test_accelerate(w: Watch, tmp_path: Path) -> None:
 
 
 def _lightning() -> tuple[Any, Any]:
-    lightning = pytest.importorskip("pytorch_lightning")
+    import pytorch_lightning as lightning
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -420,6 +429,7 @@ def _lightning() -> tuple[Any, Any]:
     return lightning, Module()
 
 
+@needs("pytorch_lightning")
 @pytest.mark.parametrize("dtype", ["bf16-mixed", "16-mixed"])
 def test_lightning(w: Watch, tmp_path: Path, dtype: str) -> None:
     lightning, module = _lightning()
@@ -452,7 +462,7 @@ def test_a_script_ends_after_the_steps_asked_for(tmp_path: Path) -> None:
         "    optimizer.zero_grad()\n"
         "    model(torch.randn(2, 4)).sum().backward()\n"
         "    optimizer.step()\n"
-        "    open('steps', 'a').write('.')\n"
+        f"    open({str(tmp_path / 'steps')!r}, 'a').write('.')\n"
     )
     watching = Watch(steps=3)
     assert run_script(script, ["10"], watching) is None
