@@ -12,6 +12,8 @@ _SOURCE = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")]))
 # Nor do they find the profiles of whoever runs them.
 os.environ["XDG_DATA_HOME"] = str(Path(__file__).parent / "no-such-folder")
+# As many processes test as there are cores; threads of theirs would only wait for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
