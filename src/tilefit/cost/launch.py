@@ -42,8 +42,9 @@ OPTIMIZER_KERNEL_S = 66e-6
 #: One operation of a compiled graph, launched from the Python that the compiler generates (without CUDA
 #: graphs): from the host-bound steps of ``benchmarks/results/whole_steps_compiled.json``.
 COMPILED_S = 22e-6
-#: One operation that is replayed from a CUDA graph.
-GRAPHED_S = 1e-6
+#: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
+#: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
+GRAPHED_S = 0.35e-6
 #: One time step of cuDNN's standard recurrent algorithm, forward and backward, per layer and direction: the
 #: medians of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent`` timed from outside.
 RECURRENT_STEP_S = 22e-6
