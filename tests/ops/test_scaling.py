@@ -8,7 +8,7 @@ import pytest
 
 from builders import StepBuilder, gpt2, resnet
 from tilefit.errors import UsageError
-from tilefit.ops import Gemm, Memory, Step
+from tilefit.ops import Gemm, Memory, Step, Streaming
 from tilefit.ops.scaling import scale_batch
 
 
@@ -64,3 +64,27 @@ def test_memory_inputs_and_batch() -> None:
 def test_nonsense_is_refused(factor: float) -> None:
     with pytest.raises(UsageError):
         scale_batch(gpt2(), factor)
+
+
+def test_statistics_over_the_batch_are_of_more_elements() -> None:
+    """One block normalises a channel in NCHW: twice the images take it twice as long."""
+    images = Streaming(
+        "normalization",
+        64 * 56 * 56 * 128,
+        10**8,
+        10**8,
+        "bf16",
+        inner=56 * 56 * 128,
+        function="native_batch_norm",
+    )
+    rows = Streaming(
+        "normalization", 4096 * 768, 10**7, 10**7, "bf16", inner=768, function="native_layer_norm"
+    )
+    total = Streaming("reduction", 10**6, 2 * 10**6, 4, "bf16", inner=10**6, function="sum")
+    b = StepBuilder(128)
+    x, y, loss = b.tensor(128, 64, 56, 56), b.tensor(128, 64, 56, 56), b.tensor()
+    b.add(images, "bn", inputs=(x,), outputs=(y,))
+    b.add(rows, "ln", inputs=(x,), outputs=(y,))
+    b.add(total, "loss", inputs=(x,), outputs=(loss,))
+    twice = [op.inner for op in scaled_ops(b.step(), 2)]  # type: ignore[attr-defined]
+    assert twice == [2 * images.inner, rows.inner, 2 * total.inner]

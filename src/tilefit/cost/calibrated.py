@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+#: The logarithm of a spread is trained up to this (a factor of e^7); beyond it says nothing.
+WIDEST = 2.0
 #: A tile is named where the network gives it at least this probability; else it is unsure.
 SURE = 0.4
 
@@ -124,7 +126,7 @@ class Profile:
             rows = np.array([row for _, row in described], dtype=np.float32)
         outputs = network(rows)
         times = (baselines * np.exp(outputs[:, 0])).tolist()
-        spreads = np.exp(outputs[:, 1])
+        spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
         low, high = (np.exp(quantile * spreads).tolist() for quantile in network.quantiles)
         ends = 2 + len(network.families)
         families = _choices(outputs[:, 2:ends])

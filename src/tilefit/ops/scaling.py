@@ -138,9 +138,12 @@ def _scaled(entry: StepOp, factor: float, reads: tuple[int, int], writes: tuple[
         return op
     read = _growth(op.read_bytes, reads, factor)
     write = _growth(op.write_bytes, writes, factor)
+    # What is normalised or reduced over the batch is more for each result, of which there are no more.
+    over_batch = "batch_norm" in op.function or (op.role == "reduction" and write == 1.0)
     return replace(
         op,
         elements=_times(op.elements, factor if grows else 1),
+        inner=_times(op.inner, factor) if grows and over_batch and op.inner else op.inner,
         read_bytes=round(op.read_bytes * read),
         write_bytes=round(op.write_bytes * write),
     )

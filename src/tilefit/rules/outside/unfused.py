@@ -7,14 +7,19 @@ from collections.abc import Iterator
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.ops import Step, Streaming
+from tilefit.ops import Conv, Gemm, Op, Step, Streaming
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
 
 _WORST = 3
-#: Fusion, and padding by the compiler, are worth a word from this share of the step on.
+#: Fusion, and the compiler's other work, are worth a word from this share of the step on.
 _LEAST_SHARE = 0.005
+#: What else the compiler does, by the kind of operation that gains by it.
+_OTHER_WORK: dict[type[Op], str] = {
+    Gemm: "padding of misaligned products",
+    Conv: "layout of convolutions, NHWC",
+}
 
 
 class Unfused(Rule):
@@ -51,9 +56,12 @@ class Unfused(Rule):
         if _count(fused) == _count(step):
             return
         after = estimate_step(fused, gpu)
-        padded_s = _products_s(step, before) - _products_s(fused, after)
-        if before.time_s - after.time_s - padded_s < _LEAST_SHARE * before.time_s:
-            return  # all the compiler would do is pad, and the alignment rules say that
+        others_s = {
+            what: _time_s(kind, step, before) - _time_s(kind, fused, after)
+            for kind, what in _OTHER_WORK.items()
+        }
+        if before.time_s - after.time_s - sum(others_s.values()) < _LEAST_SHARE * before.time_s:
+            return  # all the compiler would do is what the alignment and layout rules say
         outside_s = sum(
             e.time_s for op, e in zip(step.ops, before.ops, strict=True) if isinstance(op.op, Streaming)
         )
@@ -63,7 +71,12 @@ class Unfused(Rule):
                 saved[_class(step, entry.site.module)] += sign * estimate.time_s
         ranked = sorted(saved.items(), key=lambda item: -item[1])
         worst = [f"{name} {seconds(time_s)}" for name, time_s in ranked[:_WORST] if time_s > 0]
-        pads = f"; {seconds(padded_s)} of the saving is the compiler's own padding of misaligned products"
+        least_s = _LEAST_SHARE * before.time_s
+        others = [
+            f"; {seconds(time_s)} of the saving is the compiler's own {what}"
+            for what, time_s in others_s.items()
+            if time_s > least_s
+        ]
         yield Proposal(
             module="",
             source="",
@@ -73,8 +86,7 @@ class Unfused(Rule):
             safety=SAFE,
             change=Change(step=fused),
             arithmetic=(
-                f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}"
-                + (pads if padded_s > _LEAST_SHARE * before.time_s else ""),
+                f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}{''.join(others)}",
                 f"most GPU time is saved in {', '.join(worst)}",
             ),
         )
@@ -88,10 +100,8 @@ def _count(step: Step) -> int:
     return sum(isinstance(entry.op, Streaming) for entry in step.ops)
 
 
-def _products_s(step: Step, estimate: StepEstimate) -> float:
-    return sum(
-        e.time_s for op, e in zip(step.ops, estimate.ops, strict=True) if not isinstance(op.op, Streaming)
-    )
+def _time_s(kind: type[Op], step: Step, estimate: StepEstimate) -> float:
+    return sum(e.time_s for op, e in zip(step.ops, estimate.ops, strict=True) if isinstance(op.op, kind))
 
 
 def _moved(step: Step) -> int:
