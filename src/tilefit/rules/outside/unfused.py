@@ -72,11 +72,11 @@ class Unfused(Rule):
         ranked = sorted(saved.items(), key=lambda item: -item[1])
         worst = [f"{name} {seconds(time_s)}" for name, time_s in ranked[:_WORST] if time_s > 0]
         least_s = _LEAST_SHARE * before.time_s
-        others = [
+        others = "".join(
             f"; {seconds(time_s)} of the saving is the compiler's own {what}"
             for what, time_s in others_s.items()
             if time_s > least_s
-        ]
+        )
         yield Proposal(
             module="",
             source="",
@@ -86,7 +86,7 @@ class Unfused(Rule):
             safety=SAFE,
             change=Change(step=fused),
             arithmetic=(
-                f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}{''.join(others)}",
+                f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}{others}",
                 f"most GPU time is saved in {', '.join(worst)}",
             ),
         )
