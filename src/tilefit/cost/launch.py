@@ -1,10 +1,10 @@
 """What the host spends to launch an operation.
 
-The constants are seconds on one H200's host (PyTorch 2.11, 16 virtual cores): ``benchmarks/fit_launch.py``
-fits them to what 17 eager training steps spent in their forward pass, backward pass and optimizer
-(``benchmarks/results/whole_steps.json``), to which they agree within 15 % in the median. Another host moves
-them all together: two of the same kind differed by up to a factor of two. ``tilefit calibrate`` measures
-that factor. A step that the GPU bounds does not depend on them.
+The constants are seconds on one H200's host (PyTorch 2.11, 16 virtual cores). ``benchmarks/fit_launch.py``
+fits them to what 19 eager training steps spent in their forward pass, backward pass and optimizer
+(``benchmarks/results/whole_steps.json``), from which they differ by 9, 9 and 25 % in the median. Another
+host moves them all together: two of the same kind differed by up to a factor of two. ``tilefit calibrate``
+measures that factor. A step that the GPU bounds does not depend on them.
 """
 
 from __future__ import annotations
