@@ -4,8 +4,9 @@
 
 The test set is that of pack_h200.py: whole families of shapes, so that no test shape has a near neighbour in
 the training set. Operations of some models (Llama and Whisper; of convolutions DenseNet and SqueezeNet) are
-never trained on either; they are scored apart where nothing else has the same weight. A tenth of the remaining families calibrates the intervals.
-What is fitted is the time with operands cold in L2 (``us``); the ratio of the warm time to it is recorded.
+never trained on either; they are scored apart where nothing else has the same weight. A tenth of the remaining
+families calibrates the intervals. What is fitted is the time with operands cold in L2 (``us``); the ratio of
+the warm time to it is recorded.
 
 Each kind has an ensemble of networks of two to four hidden layers, trained on the mean absolute error of the
 logarithm (so that being twice too slow and twice too fast weigh alike; of convolutions on the relative error
