@@ -4,7 +4,7 @@
 
 The test set is that of pack_h200.py: whole families of shapes, so that no test shape has a near neighbour in
 the training set. Operations of some models (Llama and Whisper; of convolutions DenseNet and SqueezeNet) are
-never trained on either; they are scored apart where nothing else has the same weight. A tenth of the remaining
+never trained on either; they are scored apart where nothing else has the same weight. A tenth of the other
 families calibrates the intervals. What is fitted is the time with operands cold in L2 (``us``); the ratio of
 the warm time to it is recorded.
 
