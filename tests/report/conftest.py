@@ -22,8 +22,9 @@ from tilefit.ops import (
     StepOp,
     Streaming,
 )
-from tilefit.report import Comparison, Report, build
+from tilefit.report import Comparison, Report, Table, Watched, build
 from tilefit.rules import Finding
+from tilefit.rules.finding import Alarm
 
 HOSTILE = "[red]<script>alert(1)</script>|`*_x_*`[/red]\x1b[31m\n# y"
 
@@ -198,3 +199,35 @@ def hostile() -> Report:
     )
     step = replace(STEP, ops=ops, model=name, inputs=(name,), notes=(name,))
     return build(step, replace(GPU, title=name), estimate(), (finding,))
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched(
+        title="train.py",
+        setup=("autocast float16", "loss scale 65536", "AdamW"),
+        steps=20,
+        findings=(
+            Alarm(
+                code="AMP001",
+                severity="error",
+                source="project/train.py:14",
+                message="clipped at 1 while the gradients carry a loss scale of 65536",
+                fix="Call scaler.unscale_(optimizer) first.",
+                arithmetic=("effective limit 1 / 65536 = 1.5e-05",),
+                steps=20,
+            ),
+            Alarm(
+                code="AMP018",
+                severity="note",
+                source="project/train.py:12",
+                message="4 losses are not averaged",
+                fix="Divide each loss by 4.",
+                module="AdamW",
+                first_step=2,
+            ),
+        ),
+        tables=(Table("Operations", ("operation", "float16"), (("mm", "12"),)),),
+        unchecked=("a compiled graph",),
+        version="1.0",
+    )

@@ -12,7 +12,7 @@ from tilefit.report.build import largest_batch
 
 
 def test_the_contract_of_the_json(report: Report) -> None:
-    data = json.loads(report.to_json(ops=True))
+    data = json.loads(report.to_json())
     assert data["schema_version"] == 1
     assert data["gpu"] == "big"
     assert {"time_s", "gpu_time_s", "flop", "memory_bytes"} <= data["step"].keys()
@@ -34,10 +34,6 @@ def test_the_contract_of_the_json(report: Report) -> None:
         *("layout", "time_s", "bound", "provenance"),
     }
     assert (operation["kind"], operation["shape"], operation["layout"]) == ("gemm", "16384x3072x768", "TN")
-
-
-def test_operations_are_in_the_json_only_when_asked_for(report: Report) -> None:
-    assert "ops" not in json.loads(report.to_json())
 
 
 def test_the_rate_counts_matrix_arithmetic_over_the_whole_step(report: Report) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import html
+import re
+from dataclasses import replace
+from typing import Any
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from markdown_it import MarkdownIt
 
-from tilefit.report import Comparison, Report, render
-from tilefit.report.markdown import escape
+from tilefit import units
+from tilefit.report import Comparison, Report, Watched, render
+from tilefit.report.markdown import LIMIT_BYTES, escape
 
 
 def test_a_report(report: Report) -> None:
@@ -133,3 +139,75 @@ def test_names_cannot_become_markup(hostile: Report) -> None:
     assert "<em>" not in page
     assert page.count("<h1>") == 1
     assert "[red]&lt;script&gt;alert(1)&lt;/script&gt;|`*_x_*`[/red]" in page
+
+
+# ---- the limit ---------------------------------------------------------------------------------
+
+
+def _many(report: Report, count: int, **changes: Any) -> Report:
+    findings = tuple(
+        replace(report.findings[0], module=f"layers.{index}", gain_s=(count - index) * 1e-4, **changes)
+        for index in range(count)
+    )
+    return replace(report, findings=findings)
+
+
+def test_a_long_report_keeps_what_saves_most_and_says_what_it_leaves_out(report: Report) -> None:
+    text = render(_many(report, 30), "markdown")
+    assert len(text.encode()) <= LIMIT_BYTES
+    # The first three have their arithmetic, the others a line each.
+    assert text.count("50257 = 29 x 1733") == 3
+    shown = re.findall(r"^(\d+)\. \*\*ALN002\*\*", text, re.MULTILINE)
+    assert shown == [str(number) for number in range(1, len(shown) + 1)]
+    assert 3 < len(shown) < 30
+    last = text.splitlines()[-1]
+    best_s = (30 - len(shown)) * 1e-4
+    assert last.startswith(f"Left out, to keep this short: {30 - len(shown)} findings, ")
+    assert f"saving at most {units.seconds(best_s)} each" in last
+
+
+def test_all_of_it_has_no_limit(report: Report) -> None:
+    text = render(_many(report, 30), "markdown", show_all=True)
+    assert text.count("50257 = 29 x 1733") == 30
+    assert "Left out" not in text
+
+
+def test_the_operations_go_before_the_findings_do(report: Report) -> None:
+    ops = tuple(
+        replace(op, module=f"layer_{index}", shape=f"{index}") for index, op in enumerate(report.ops * 20)
+    )
+    text = render(replace(report, ops=ops), "markdown", ops=True)
+    assert len(text.encode()) <= LIMIT_BYTES
+    assert text.count("Fix (") == 2
+    assert re.search(r"Left out, to keep this short: \d+ rows of operations\.\n$", text)
+
+
+def test_a_long_watched_run(watched: Watched) -> None:
+    table = replace(watched.tables[0], rows=tuple((f"op {index}", "1") for index in range(1000)))
+    text = render(replace(watched, findings=watched.findings * 20, tables=(table,)), "markdown")
+    assert len(text.encode()) <= LIMIT_BYTES
+    assert "rows of Operations" in text.splitlines()[-1]
+
+
+@given(
+    word=st.text(min_size=1, max_size=3000),
+    findings=st.integers(0, 60),
+    inputs=st.integers(0, 60),
+    gpus=st.integers(1, 30),
+    ops=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_limit_holds_whatever_the_report_holds(
+    report: Report, word: str, findings: int, inputs: int, gpus: int, ops: bool
+) -> None:
+    big = replace(
+        _many(report, findings, message=word, fix=word, arithmetic=(word,) * 3, source=word),
+        model=word,
+        inputs=(word,) * inputs,
+        notes=(word,) * 5,
+        device=replace(report.device, title=word),
+    )
+    document = big if gpus == 1 else Comparison((big,) * gpus)
+    text = render(document, "markdown", ops=ops)
+    assert len(text.encode(errors="replace")) <= LIMIT_BYTES
+    assert text.startswith("# ")

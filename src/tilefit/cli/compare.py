@@ -1,28 +1,81 @@
-"""``tilefit compare``: two sets of measurements, operation by operation."""
+"""``tilefit compare``: two reports, or two sets of measurements, operation by operation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tilefit.cli import bench, output
+from tilefit.cli.report_output import OutputFile
+from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
     from tilefit.measure.store import Measurement
 
+Format = Literal["text", "markdown", "json"]
+
 
 def compare(
     first: Annotated[
-        Path, typer.Argument(metavar="A", show_default=False, help="A store, or a Parquet file.")
+        Path,
+        typer.Argument(
+            metavar="A",
+            show_default=False,
+            help="A report (.json), or measurements: a store, or a Parquet file.",
+        ),
     ],
     second: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other.")],
     limit: Annotated[int, typer.Option(min=0, help="Operations shown; 0: all.")] = 30,
+    output_format: Annotated[
+        Format, typer.Option(metavar="FORMAT", help="Of reports: text, markdown or json.")
+    ] = "text",
+    output_file: OutputFile = None,
 ) -> None:
-    """Compare the measurements of two GPUs, drivers or versions: B against A, largest change first."""
+    """Compare two reports of a step, or the measurements of two GPUs or versions: B against A.
+
+    Of reports: what got faster or slower, and why. Exit code: 0, or 2 could not run.
+    """
+    reports = [path.suffix == ".json" for path in (first, second)]
+    if all(reports):
+        _reports(first, second, limit, output_format, output_file)
+        return
+    if any(reports):
+        raise UsageError(
+            "one is a report and the other holds measurements",
+            where=f"{first}, {second}",
+            hint="Name two reports (.json), or two sets of measurements.",
+        )
+    if output_format != "text" or output_file is not None:
+        raise UsageError("measurements are compared as text", hint="Leave the options of the output out.")
+    _measurements(first, second, limit)
+
+
+def _reports(first: Path, second: Path, limit: int, output_format: Format, output_file: Path | None) -> None:
+    from tilefit.cli import compare_output
+    from tilefit.report import load
+    from tilefit.report.changes import changes
+
+    every = changes(load(first, note=output.note), load(second, note=output.note))
+    console = output.stdout()
+    if output_format == "text" and output_file is None and console.is_terminal:
+        console.print(compare_output.terminal(every, limit))
+        return
+    if output_format == "text":
+        text = output.as_text(compare_output.terminal(every, limit))
+    elif output_format == "markdown":
+        text = compare_output.as_markdown(every, limit)
+    else:
+        text = compare_output.as_json(every)
+    if output_file is None:
+        print(text, end="")
+    else:
+        output.write_file(output_file, text)
+
+
+def _measurements(first: Path, second: Path, limit: int) -> None:
     from tilefit import units
-    from tilefit.errors import UsageError
     from tilefit.measure.comparison import compare as compared
     from tilefit.measure.comparison import geometric_mean_ratio
 
@@ -57,7 +110,6 @@ def compare(
 
 
 def _read(path: Path) -> list[Measurement]:
-    from tilefit.errors import UsageError
     from tilefit.measure.store import read_parquet
 
     if not path.is_file():

@@ -2,6 +2,7 @@
 
 from tilefit.report.build import build
 from tilefit.report.formats import FORMATS, render
+from tilefit.report.json_reader import load, loads
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, Report
 from tilefit.report.watched import Table, Watched
 
@@ -14,5 +15,7 @@ __all__ = [
     "Table",
     "Watched",
     "build",
+    "load",
+    "loads",
     "render",
 ]

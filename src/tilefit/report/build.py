@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tilefit import __version__
-from tilefit.cost import Estimate, StepEstimate
+from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
-from tilefit.ops import PHASES, Gemm, Memory, Step, StepOp, Streaming
-from tilefit.report.report import Device, MemoryUse, OpRow, Report, StepSummary, Unmodelled
+from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp, Streaming
+from tilefit.ops.scaling import scale_batch
+from tilefit.report.report import BatchPoint, Device, MemoryUse, OpRow, Report, StepSummary, Unmodelled
+from tilefit.rules import all_rules
 from tilefit.rules.finding import Finding
+from tilefit.rules.registry import pages
+
+#: The batch curve ends at this multiple of the step's own batch.
+_LARGEST_FACTOR = 64
 
 _Priced = Sequence[tuple[StepOp, Estimate]]
 
 
 def build(
-    step: Step, gpu: Gpu, estimate: StepEstimate, findings: Sequence[Finding], profile: str = ""
+    step: Step,
+    gpu: Gpu,
+    estimate: StepEstimate,
+    findings: Sequence[Finding],
+    profile: str = "",
+    *,
+    batch_curve: Sequence[BatchPoint] = (),
+    environment: Mapping[str, str] | None = None,
+    safe_gain_s: float | None = None,
 ) -> Report:
     """The report of a step on a GPU. Pure: the same arguments give the same report."""
     priced = list(zip(step.ops, estimate.ops, strict=True))
@@ -31,7 +45,15 @@ def build(
         batch=step.batch,
         settings=step.settings,
         gpu=gpu.name,
-        device=Device(gpu.title, gpu.memory_bytes, gpu.memory_bandwidth_bytes_per_s, dtype, peak),
+        device=Device(
+            gpu.title,
+            gpu.memory_bytes,
+            gpu.memory_bandwidth_bytes_per_s,
+            dtype,
+            peak,
+            gpu.sms,
+            {name: gpu.peak_flop_per_s(name) for name in gpu.flop_per_clock_per_sm},
+        ),
         step=StepSummary(
             time_s=estimate.time_s,
             low_s=estimate.low_s,
@@ -69,7 +91,36 @@ def build(
         notes=step.notes,
         version=__version__,
         profile=profile,
+        batch_curve=tuple(batch_curve),
+        environment=dict(environment or {}),
+        safe_gain_s=safe_gain_s,
+        rules=pages((finding.code for finding in findings), all_rules()),
     )
+
+
+def batch_curve(step: Step, gpu: Gpu, estimate: StepEstimate) -> tuple[BatchPoint, ...]:
+    """The step on powers of two up to 64 times its batch, as far as the GPU's memory goes.
+
+    Args:
+        estimate: The price of the step on its own batch.
+
+    Returns:
+        The points by increasing batch, the step's own among them; nothing where the batch or the memory is
+        not known, or where no other batch fits.
+    """
+    most = min(largest_batch(step.memory, step.batch, gpu.memory_bytes) or 0, _LARGEST_FACTOR * step.batch)
+    others = {1 << power for power in range(most.bit_length())} - {step.batch}
+    if not others:
+        return ()
+    points = [_point(step, estimate)]
+    for batch in others:
+        scaled = scale_batch(step, batch / step.batch)
+        points.append(_point(scaled, estimate_step(scaled, gpu)))
+    return tuple(sorted(points, key=lambda point: point.batch))
+
+
+def _point(step: Step, time: StepEstimate) -> BatchPoint:
+    return BatchPoint(step.batch, time.time_s, time.low_s, time.high_s, step.memory.peak_bytes)
 
 
 def kind(entry: StepOp) -> str:
@@ -115,7 +166,18 @@ def _row(entry: StepOp, time: Estimate) -> OpRow:
         flop=entry.op.flop,
         moved_bytes=entry.op.moved_bytes,
         kernel_family=time.kernel_family,
+        product=_product(entry),
+        tile=time.tile,
+        waves=time.waves,
+        reason=time.reason,
     )
+
+
+def _product(entry: StepOp) -> tuple[int, int, int, int] | None:
+    if not isinstance(entry.op, Gemm | Conv):
+        return None
+    gemm = entry.op if isinstance(entry.op, Gemm) else entry.op.implicit_gemm
+    return gemm.m, gemm.n, gemm.k, gemm.batch
 
 
 def _unmodelled(priced: _Priced) -> tuple[Unmodelled, ...]:

@@ -14,13 +14,14 @@ def render(document: Document) -> str:
         return "".join(f"{_alarm(document, alarm)}\n" for alarm in document.findings)
     several = len(document.reports) > 1
     return "".join(
-        f"{_line(report, finding)}{f' on {report.gpu}' if several else ''}\n"
+        f"{line(report, finding)}{f' on {report.gpu}' if several else ''}\n"
         for report in document.reports
         for finding in report.findings
     )
 
 
-def _line(report: Report, finding: Finding) -> str:
+def line(report: Report, finding: Finding) -> str:
+    """``source: CODE message [gain]``."""
     where = finding.source or finding.module or report.model
     return f"{text.plain(where)}: {finding.code} {text.plain(finding.message)} [{text.gain(finding)}]"
 

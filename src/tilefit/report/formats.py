@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilefit.errors import UsageError
-from tilefit.report import concise, markdown, terminal
+from tilefit.report import concise, github, junit, markdown, sarif, terminal
 from tilefit.report.report import Document
 
-FORMATS = ("text", "concise", "json", "markdown")
+_WHOLE: dict[str, Callable[[Document], str]] = {
+    "concise": concise.render,
+    "json": lambda document: document.to_json() + "\n",
+    "html": lambda document: document.to_html(),
+    "sarif": sarif.render,
+    "github": github.render,
+    "junit": junit.render,
+}
+FORMATS = ("text", "markdown", *_WHOLE)
 
 
 def render(
@@ -17,8 +27,9 @@ def render(
     Args:
         document: What to write.
         format: Its format.
-        show_all: Every finding and total (``text``); the other formats always hold them all.
-        ops: The operations too.
+        show_all: Every finding and total (``text``), of any length (``markdown``); the other formats always
+            hold them all.
+        ops: The operations too (``text`` and ``markdown``).
         width: Columns of the ``text`` format.
 
     Raises:
@@ -26,10 +37,8 @@ def render(
     """
     if format == "text":
         return terminal.render(document, show_all=show_all, ops=ops, width=width)
-    if format == "concise":
-        return concise.render(document)
-    if format == "json":
-        return document.to_json(ops=ops) + "\n"
     if format == "markdown":
-        return markdown.render(document, ops=ops)
+        return markdown.render(document, ops=ops, show_all=show_all)
+    if format in _WHOLE:
+        return _WHOLE[format](document)
     raise UsageError(f"unknown format {format!r}", hint=f"Use one of: {', '.join(FORMATS)}.")

@@ -1,73 +1,51 @@
-"""For pull requests and notes: GitHub-flavoured Markdown."""
+"""For pull requests, chats and notes: GitHub-flavoured Markdown, short enough for any of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
-from tilefit.rules.finding import Finding
+from tilefit.rules.finding import Alarm, Finding
+
+#: The most a report takes unless all of it is asked for, in UTF-8: what a message of a chat may hold.
+LIMIT_BYTES = 4000
+#: Of it, kept for the line that says what was left out.
+_LAST_LINE_BYTES = 400
+#: A paragraph, and an item in one line, of a report that is too long.
+_PARAGRAPH_BYTES = 600
+_ITEM_BYTES = 300
+#: Findings that come with their arithmetic in a report that is too long.
+_IN_DETAIL = 3
 
 #: What Markdown or the HTML inside it gives a meaning to, anywhere or at the start of a line.
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~&$@#])")
 _LEADING = re.compile(r"^(\d*)([-+=.)])")
 
 
-def render(document: Document, *, ops: bool = False) -> str:
-    """The whole report, with the table of operations by time where ``ops`` is set."""
-    if isinstance(document, Watched):
-        return _watched(document)
-    reports = document.reports
-    first = reports[0]
-    lines = [f"# {escape(text.heading(first))}", "", _and(map(escape, text.setup(first))), ""]
-    labels = [escape(report.device.title) for report in reports]
-    lines += _table(["", *labels], [[label, *map(cell, reports)] for label, cell in text.COMPARED])
-    if len(reports) > 1:
-        rows = [[row.code, escape(row.module), *map(text.gain_cell, row.per_gpu)] for row in across(reports)]
-        lines += ["", "## What each change saves", "", *_table(["rule", "module", *labels], rows)]
-    for report in reports:
-        lines += [
-            "",
-            f"## Findings on {escape(report.device.title)}" if len(reports) > 1 else "## Findings",
-            "",
-        ]
-        lines += _findings(report)
-        if ops:
-            lines += ["", "### Operations by time", "", *_ops(report)]
-        lines += [
-            "",
-            f"Covers {escape(text.coverage(report))}. "
-            f"Times {text.times(report.step.provenance, report.profile)}.",
-        ]
-        lines += [f"\n{escape(note)}" for note in report.notes]
-    return "\n".join(lines) + "\n"
+def render(document: Document, *, ops: bool = False, show_all: bool = False) -> str:
+    """The report in at most :data:`LIMIT_BYTES`, or with ``show_all`` whatever its length.
+
+    Where it is too long, the findings that save most keep their arithmetic, the others have a line each, and
+    the last line says what was left out.
+
+    Args:
+        document: What to write.
+        ops: The operations by time too.
+        show_all: Everything.
+    """
+    parts = _watched(document) if isinstance(document, Watched) else _checked(document, ops)
+    return page(parts, show_all=show_all)
 
 
-def _watched(document: Watched) -> str:
-    lines = [f"# {escape(text.watched_heading(document))}", "", _and(map(escape, document.setup)), ""]
-    lines += ["## Findings", ""]
-    for number, alarm in enumerate(document.findings, 1):
-        where = [escape(alarm.source), escape(alarm.module)]
-        lines.append(
-            ", ".join([f"{number}. **{alarm.code}** {text.seen(alarm)}", *filter(None, where)]) + "  "
-        )
-        lines.append(f"   {escape(alarm.message)}")
-        lines += [f"   - {escape(line)}" for line in alarm.arithmetic]
-        lines.append(f"   - Fix: {escape(alarm.fix)}")
-    lines += [] if document.findings else [text.NOTHING_WRONG]
-    for table in document.tables:
-        cells = [[escape(cell) for cell in row] for row in table.rows]
-        lines += [
-            "",
-            f"## {escape(table.title)}",
-            "",
-            *_table([escape(head) for head in table.header], cells),
-        ]
-    lines += [f"\nNot checked: {escape(what)}" for what in document.unchecked]
-    return "\n".join(lines) + "\n"
+def page(parts: Sequence[Part], *, show_all: bool = False) -> str:
+    """Parts with an empty line between them, in at most :data:`LIMIT_BYTES` unless ``show_all`` is set."""
+    whole = "\n\n".join(part.whole for part in parts) + "\n"
+    return whole if show_all or _size(whole) <= LIMIT_BYTES else _shortened(parts)
 
 
 def escape(value: str) -> str:
@@ -75,23 +53,103 @@ def escape(value: str) -> str:
     return _LEADING.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", text.plain(value)))
 
 
-def _findings(report: Report) -> list[str]:
-    if not report.findings:
-        return [text.NOTHING]
-    lines: list[str] = []
-    for number, finding in enumerate(report.findings, 1):
-        lines += [f"{number}. {_head(finding)}  ", f"   {escape(finding.message)}"]
-        lines += [f"   - {escape(line)}" for line in finding.arithmetic]
-        lines.append(f"   - Fix ({finding.safety}): {escape(finding.fix)}")
-    return lines
+# ---- what there is to say ----------------------------------------------------------------------
 
 
-def _head(finding: Finding) -> str:
-    where = [escape(text.site(finding)), escape(finding.source)]
-    return ", ".join([f"**{finding.code}** {text.gain(finding)}", *filter(None, where)])
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A paragraph, or a list or table with its heading.
+
+    Attributes:
+        head: The paragraph, or what comes before the items.
+        items: Findings or rows; none in a paragraph.
+        brief: The findings in a line each.
+        worth: What each finding saves.
+        noun: What the items are, or the paragraph is, for the words on what was left out.
+        optional: It gets the room that the other parts leave.
+    """
+
+    head: str
+    items: tuple[str, ...] = ()
+    brief: tuple[str, ...] = ()
+    worth: tuple[str, ...] = ()
+    noun: str = ""
+    optional: bool = False
+
+    @property
+    def whole(self) -> str:
+        return "\n".join((self.head, *self.items))
 
 
-def _ops(report: Report) -> list[str]:
+def _checked(document: Document, ops: bool) -> list[Part]:
+    reports = document.reports
+    first = reports[0]
+    parts = _head(text.heading(first), text.setup(first))
+    labels = [escape(report.device.title) for report in reports]
+    facts = [[label, *map(cell, reports)] for label, cell in text.COMPARED]
+    parts.append(table(["", *labels], facts, "rows of figures"))
+    if len(reports) > 1:
+        rows = [[row.code, escape(row.module), *map(text.gain_cell, row.per_gpu)] for row in across(reports)]
+        parts.append(table(["rule", "module", *labels], rows, "savings", "## What each change saves\n\n"))
+    for report in reports:
+        on = f" on {escape(report.device.title)}" if len(reports) > 1 else ""
+        parts.append(_findings(f"## Findings{on}\n", report.findings, f"findings{on}", text.NOTHING))
+        if ops:
+            parts.append(_ops(report))
+        if report.measured is not None:
+            lines = [f"- {label}: {escape(words)}" for label, words in text.measured(report.measured)]
+            parts.append(Part("\n".join(["## The run\n", *lines]), noun="the run"))
+        covers = f"Covers {escape(text.coverage(report))}."
+        times = f"Times {text.times(report.step.provenance, report.profile)}."
+        parts.append(Part(f"{covers} {times}", noun="the coverage"))
+        parts += [Part(escape(note), noun="a note") for note in report.notes]
+    return parts
+
+
+def _watched(document: Watched) -> list[Part]:
+    parts = _head(text.watched_heading(document), document.setup)
+    parts.append(_findings("## Findings\n", document.findings, "findings", text.NOTHING_WRONG))
+    for figures in document.tables:
+        header = [escape(head) for head in figures.header]
+        rows = [[escape(cell) for cell in row] for row in figures.rows]
+        title = escape(figures.title)
+        parts.append(table(header, rows, f"rows of {title}", f"## {title}\n\n", optional=True))
+    parts += [
+        Part(f"Not checked: {escape(what)}", noun="what was not checked") for what in document.unchecked
+    ]
+    return parts
+
+
+def _head(heading: str, setup: Iterable[str]) -> list[Part]:
+    return [
+        Part(f"# {escape(heading)}", noun="the heading"),
+        Part(" · ".join(map(escape, setup)), noun="the settings"),
+    ]
+
+
+def _findings(head: str, findings: Sequence[Finding | Alarm], noun: str, nothing: str) -> Part:
+    """Findings as a numbered list; ``nothing`` where there is none."""
+    if not findings:
+        return Part(f"{head}\n{nothing}", noun=noun)
+    items, brief, worth = [], [], []
+    for number, each in enumerate(findings, 1):
+        if isinstance(each, Finding):
+            what, site, fix = text.gain(each), text.site(each), f"Fix ({each.safety})"
+            where = [site, each.source]
+            worth.append(f", saving at most {units.seconds(each.gain_s)} each")
+        else:
+            what, fix = text.seen(each), "Fix"
+            where = [each.source, each.module]
+            worth.append("")
+        place = ", ".join([f"{number}. **{each.code}** {what}", *map(escape, filter(None, where))])
+        brief.append(_clipped(f"{place}: {escape(each.message)}", _ITEM_BYTES))
+        details = [*map(escape, each.arithmetic), f"{fix}: {escape(each.fix)}"]
+        lines = [f"{place}  ", f"   {escape(each.message)}", *(f"   - {line}" for line in details)]
+        items.append("\n".join(lines))
+    return Part(head, tuple(items), tuple(brief), tuple(worth), noun)
+
+
+def _ops(report: Report) -> Part:
     groups = text.grouped(report.ops)
     total_s = sum(group.time_s for group in groups) or 1.0
     rows = [
@@ -106,13 +164,71 @@ def _ops(report: Report) -> list[str]:
         ]
         for group in groups
     ]
-    return _table(["time", "share", "count", "operation", "phase", "bound", "module"], rows)
+    header = ["time", "share", "count", "operation", "phase", "bound", "module"]
+    return table(header, rows, "rows of operations", "### Operations by time\n\n", optional=True)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    noun: str,
+    title: str = "",
+    *,
+    optional: bool = False,
+) -> Part:
+    """A table of escaped cells, its title with the empty line after it."""
+    head, rule, *body = (f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+    return Part(f"{title}{head}\n{rule}", tuple(body), noun=noun, optional=optional)
 
 
-def _and(phrases: Iterable[str]) -> str:
-    return " · ".join(phrases)
+# ---- what of it fits ---------------------------------------------------------------------------
+
+
+def _shortened(parts: Sequence[Part]) -> str:
+    """As much as fits, part by part and item by item, and what was left out."""
+    room = LIMIT_BYTES - _LAST_LINE_BYTES
+    kept: dict[int, str] = {}
+    left_out: dict[int, str] = {}
+    for index in sorted(range(len(parts)), key=lambda index: parts[index].optional):
+        part = parts[index]
+        head = part.head if part.items else _clipped(part.head, _PARAGRAPH_BYTES)
+        items = _that_fit(part, room - _size(head) - 2)
+        missing = len(part.items) - len(items)
+        if missing:
+            worth = part.worth[len(items)] if part.worth else ""
+            left_out[index] = f"{missing} {part.noun}{worth}"
+        block = "\n".join((head, *items))
+        if _size(block) + 2 <= room and (items or not part.items):
+            kept[index] = block
+            room -= _size(block) + 2
+        elif not missing:
+            left_out[index] = part.noun
+    words = "; ".join(left_out[index] for index in sorted(left_out))
+    last = _clipped(f"Left out, to keep this short: {words}.", _LAST_LINE_BYTES - 2)
+    return "\n\n".join([*(kept[index] for index in sorted(kept)), last]) + "\n"
+
+
+def _that_fit(part: Part, room: int) -> list[str]:
+    """The first items of a part, in detail or in a line each, as far as the room goes."""
+    fitting: list[str] = []
+    for index, item in enumerate(part.items):
+        detailed = not part.brief or index < _IN_DETAIL
+        choices = [*([item] if detailed else []), *part.brief[index : index + 1]]
+        chosen = next((choice for choice in choices if _size(choice) + 1 <= room), None)
+        if chosen is None:
+            break
+        fitting.append(chosen)
+        room -= _size(chosen) + 1
+    return fitting
+
+
+def _clipped(line: str, limit_bytes: int) -> str:
+    """The beginning of escaped text, cut between two characters and not within an escape."""
+    if _size(line) <= limit_bytes:
+        return line
+    start = line.encode(errors="replace")[: limit_bytes - len("…".encode())].decode(errors="ignore")
+    return start.rstrip("\\") + "…"
+
+
+def _size(value: str) -> int:
+    return len(value.encode(errors="replace"))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilefit.ops import Settings
-from tilefit.rules.finding import Finding
+from tilefit.rules.finding import SAFE, Finding, RulePage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 #: Version of the JSON form of a report. It grows when a field changes its meaning or goes away; new fields
-#: may appear within a version.
+#: may appear within a version, and have a default, so that what was written without them still opens.
 REPORT_SCHEMA = 1
 
 
@@ -28,6 +28,8 @@ class Device:
         memory_bytes, memory_bandwidth_bytes_per_s: From its datasheet.
         peak_dtype: The element type most of the step's matrix arithmetic is done in.
         peak_flop_per_s: The GPU's dense peak in that type.
+        sms: Streaming multiprocessors; 0 where unknown.
+        peaks_flop_per_s: The dense peak of every element type the GPU has a path for.
     """
 
     title: str
@@ -35,6 +37,8 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     peak_dtype: str
     peak_flop_per_s: float
+    sms: int = 0
+    peaks_flop_per_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,123 @@ class Unmodelled:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchPoint:
+    """The step on another batch, priced in the same way.
+
+    Attributes:
+        batch: Samples.
+        time_s: Predicted wall time; ``low_s`` and ``high_s`` bound it (80 %).
+        memory_bytes: The most memory alive at once.
+    """
+
+    batch: int
+    time_s: float
+    low_s: float
+    high_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOp:
+    """What one operation did in a profiled run; its row's ``time_s`` is then the measured time.
+
+    Attributes:
+        predicted_s: What the model had predicted.
+        kernels: Short names of the GPU kernels of one step, in order.
+        tensor_core: It multiplied on the Tensor Cores; None where the kernels' names do not tell.
+        older_path: It used Tensor Core code of an older generation than the GPU's.
+        flop_per_s, bytes_per_s: What was achieved; 0 where its work or its bytes are not known.
+        roof_share: The least time the GPU's datasheet allows over the measured time; 0 where not known.
+    """
+
+    predicted_s: float
+    kernels: tuple[str, ...]
+    tensor_core: bool | None
+    older_path: bool
+    flop_per_s: float
+    bytes_per_s: float
+    roof_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """A place where the host waited for the GPU.
+
+    Attributes:
+        call: The CUDA call that waited.
+        operation: The operation it was made for; may be empty.
+        module, source: Where; may be empty.
+        count: How often in one step.
+        time_s: Seconds waited in one step.
+    """
+
+    call: str
+    operation: str
+    module: str
+    source: str
+    count: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A profiled run in a few numbers; times are those of one step, the median of several.
+
+    Attributes:
+        source: What was profiled: ``a run``, or the name of a trace.
+        steps: Steps that were profiled.
+        time_s: Wall time of a step; without the profiler where ``overhead`` is known.
+        low_s, high_s: The least and the most of the steps.
+        profiled_time_s: Wall time under the profiler, which the times below are shares of.
+        overhead: What the profiler added, as a share of the time without it; None where that is not known.
+        kernel_s: Sum of the times of everything that ran on the GPU; ``kernels`` is how many.
+        busy_s: Time in which something ran on the GPU.
+        launch_bound_s: Time in which the GPU had nothing to do until the host launched the next kernel.
+        predicted_s, predicted_gpu_s: What the model had predicted for the step, and for its kernels.
+        attributed_s: Part of ``kernel_s`` that belongs to a known module or to the optimizer.
+        tensor_core_s: Part of it in kernels that multiply on the Tensor Cores; ``unknown_s`` in kernels whose
+            names do not tell; ``older_path_s`` in Tensor Core code of an older generation than the GPU's.
+        memory_bound_s: Part of it in operations that memory bounds.
+        communication_s: Part of it in communication between GPUs; ``exposed_communication_s`` of that while
+            nothing else ran.
+        waits: Where the host waited for the GPU, longest first.
+        unmatched_s: Part of it in operations that the captured step does not have.
+    """
+
+    source: str
+    steps: int
+    time_s: float
+    low_s: float
+    high_s: float
+    profiled_time_s: float
+    overhead: float | None
+    kernel_s: float
+    kernels: int
+    busy_s: float
+    launch_bound_s: float
+    predicted_s: float
+    predicted_gpu_s: float
+    attributed_s: float
+    tensor_core_s: float
+    unknown_s: float
+    older_path_s: float
+    memory_bound_s: float
+    communication_s: float
+    exposed_communication_s: float
+    waits: tuple[HostWait, ...] = ()
+    unmatched_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class OpRow:
-    """One operation of the step with its estimate, in the order of the step."""
+    """One operation of the step with its estimate, in the order of the step.
+
+    Attributes:
+        product: Rows and columns of the result, contraction and count of the matrix product that it is, or
+            that a convolution is computed as; None for the others.
+        tile, waves, reason: As of :class:`tilefit.cost.Estimate`.
+        measured: What it did in a profiled run; None without one, and where the run has no trace of it.
+    """
 
     kind: str
     phase: str
@@ -137,6 +256,11 @@ class OpRow:
     flop: int
     moved_bytes: int
     kernel_family: str
+    product: tuple[int, int, int, int] | None = None
+    tile: tuple[int, int] | None = None
+    waves: float | None = None
+    reason: str = ""
+    measured: MeasuredOp | None = None
 
 
 class Document(ABC):
@@ -156,12 +280,18 @@ class Document(ABC):
         return int(any(report.findings for report in self.reports))
 
     @abstractmethod
-    def to_dict(self, *, ops: bool = False) -> dict[str, Any]:
-        """JSON-ready data, with every operation where ``ops`` is set."""
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data: all that there is, so that any renderer can show it later."""
 
-    def to_json(self, *, ops: bool = False) -> str:
-        """:meth:`to_dict` as text."""
-        return json.dumps(self.to_dict(ops=ops), indent=2, ensure_ascii=False)
+    def to_json(self) -> str:
+        """:meth:`to_dict` as text; :func:`tilefit.report.load` opens it again."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def to_html(self) -> str:
+        """A page of its own: one file that needs nothing else, with every operation."""
+        from tilefit.report.html_page import render
+
+        return render(self)
 
     def __rich__(self) -> RenderableType:
         from tilefit.report.terminal import Terminal
@@ -198,6 +328,12 @@ class Report(Document):
         notes: What a reader must know about the capture.
         version: The version of tilefit.
         profile: Where the measurements behind the estimates are from; empty where there are none.
+        batch_curve: The step on other batches that fit the GPU's memory, and on its own, by increasing batch.
+        environment: Versions of what the step was captured with, by name.
+        safe_gain_s: What the findings with a safe fix save together, in seconds per step, no operation's time
+            counted twice; None where it was not priced. See :func:`tilefit.rules.safe_gain_s`.
+        rules: The documentation of the rules behind the findings.
+        measured: The profiled run that the times are from; None where they are predicted.
     """
 
     model: str
@@ -215,16 +351,29 @@ class Report(Document):
     notes: tuple[str, ...]
     version: str
     profile: str = ""
+    batch_curve: tuple[BatchPoint, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    safe_gain_s: float | None = None
+    rules: tuple[RulePage, ...] = ()
+    measured: MeasuredStep | None = None
+
+    @property
+    def waste(self) -> float:
+        """Share of the step's predicted time that the findings with a safe fix would save together.
+
+        No operation's time is counted twice; see ``safe_gain_s``. Where that was not priced, it is the
+        largest saving of one of them.
+        """
+        if self.safe_gain_s is None:
+            return max((f.gain_fraction for f in self.findings if f.safety == SAFE), default=0.0)
+        return self.safe_gain_s / self.step.time_s if self.step.time_s else 0.0
 
     @property
     def reports(self) -> tuple[Report, ...]:  # type: ignore[override]  # itself, not a field
         return (self,)
 
-    def to_dict(self, *, ops: bool = False) -> dict[str, Any]:
-        data = {"schema_version": REPORT_SCHEMA, **asdict(self)}
-        if not ops:
-            del data["ops"]
-        return data
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": REPORT_SCHEMA, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +389,8 @@ class Comparison(Document):
                 return report
         raise KeyError(gpu)
 
-    def to_dict(self, *, ops: bool = False) -> dict[str, Any]:
-        return {
-            "schema_version": REPORT_SCHEMA,
-            "reports": [report.to_dict(ops=ops) for report in self.reports],
-        }
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": REPORT_SCHEMA, "reports": [report.to_dict() for report in self.reports]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ FEWEST_FINDINGS = 3
 #: Rows of the table of operations unless all are asked for.
 OP_ROWS = 25
 
+#: Columns of the table of operations that are numbers.
+_NUMBERS = ("time", "share", "count", "predicted", "roof")
 _INDENT = 8
 _BAR_WIDTH = 12
 #: Narrower than this, the table of operations does without the bound.
@@ -112,12 +114,16 @@ def _headline(report: Report, width: int) -> RenderableType:
     memory = f"{units.capacity(step.memory_bytes)} of {units.capacity(report.device.memory_bytes)}"
     fit = "" if step.largest_batch is None else f"  largest batch that fits {step.largest_batch}"
     too_much = step.memory.share > 1
-    grid.add_row(
-        "Memory",
-        Text.assemble(
-            (memory, "bold red" if too_much else "bold"), f" ({units.share(step.memory.share)})", fit
-        ),
-    )
+    if step.memory_bytes:  # a trace does not tell
+        grid.add_row(
+            "Memory",
+            Text.assemble(
+                (memory, "bold red" if too_much else "bold"), f" ({units.share(step.memory.share)})", fit
+            ),
+        )
+    if report.measured is not None:
+        for label, words in text.measured(report.measured):
+            grid.add_row(label, Text(words))
     return Group(title, setup, Text(), grid)
 
 
@@ -271,7 +277,9 @@ def _ops_table(report: Report, width: int, show_all: bool) -> RenderableType:
     shown = groups if show_all else groups[:OP_ROWS]
     total_s = sum(group.time_s for group in groups) or 1.0
     wide = width >= _WIDE
-    header = ["time", "share", "count", "operation", "phase", *(["bound"] if wide else []), "module"]
+    measured = list(text.MEASURED_CELLS if wide else text.MEASURED_CELLS[:1]) if report.measured else []
+    bound = ["bound"] if wide else []
+    header = ["time", "share", "count", "operation", "phase", *bound, *measured, "module"]
     rows = [
         [
             units.seconds(group.time_s),
@@ -280,6 +288,7 @@ def _ops_table(report: Report, width: int, show_all: bool) -> RenderableType:
             _shortened(text.op_label(group.op), width // 2 - 4),
             text.PHASES[group.op.phase],
             *([group.op.bound] if wide else []),
+            *text.measured_cells(group)[: len(measured)],
             text.plain(group.module),
         ]
         for group in shown
@@ -288,9 +297,7 @@ def _ops_table(report: Report, width: int, show_all: bool) -> RenderableType:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     room = max(8, width - sum(widths[:-1]) - 2 * len(widths[:-1]))
     for name in header:
-        table.add_column(
-            name, justify="right" if name in ("time", "share", "count") else "left", no_wrap=True
-        )
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for *cells, module in rows:
         table.add_row(*map(Text, cells), Text(_shortened(module, room)))
     if len(shown) == len(groups):

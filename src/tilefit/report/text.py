@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
-from tilefit.report.report import Document, OpRow, Report
+from tilefit.report.report import Document, MeasuredStep, OpRow, Report
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ERROR, Alarm, Finding
 from tilefit.rules.sites import pattern
@@ -62,8 +62,74 @@ def setup(report: Report) -> list[str]:
         *(["channels-last"] if settings.channels_last else []),
         *(["compiled"] if settings.compiled else []),
         *([optimizer] if settings.training and optimizer else []),
-        f"{units.count(report.step.parameter_count)} parameters",
+        *(
+            [f"{units.count(report.step.parameter_count)} parameters"]
+            if report.step.parameter_count
+            else []  # a trace does not tell
+        ),
     ]
+
+
+#: Places where the host waited that are shown.
+_WAITS = 3
+
+
+def measured(run: MeasuredStep) -> list[tuple[str, str]]:
+    """What a profiled run did, a line each: (label, words)."""
+
+    def of_step(time_s: float) -> str:
+        return units.share(time_s / run.profiled_time_s if run.profiled_time_s else 0.0)
+
+    def of_kernels(time_s: float) -> str:
+        return units.share(time_s / run.kernel_s if run.kernel_s else 0.0)
+
+    profiler = "what the profiler adds was not measured"
+    if run.overhead is not None:
+        profiler = f"under the profiler {'+' if run.overhead >= 0 else ''}{units.share(run.overhead)}"
+    lines = [
+        (
+            "Run",
+            f"{run.steps} steps of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)}), "
+            f"predicted {units.seconds(run.predicted_s)}; {profiler}",
+        ),
+        (
+            "GPU",
+            f"busy {of_step(run.busy_s)}, waiting for the host's launches {of_step(run.launch_bound_s)}; "
+            f"{run.kernels} kernels of {units.seconds(run.kernel_s)}, predicted "
+            f"{units.seconds(run.predicted_gpu_s)}",
+        ),
+        (
+            "Kernels",
+            ", ".join(
+                [
+                    f"on Tensor Cores {of_kernels(run.tensor_core_s)}",
+                    *([f"in older code {of_kernels(run.older_path_s)}"] if run.older_path_s else []),
+                    *([f"not told {of_kernels(run.unknown_s)}"] if run.unknown_s else []),
+                    f"memory-bound {of_kernels(run.memory_bound_s)}",
+                    f"of a known module or the optimizer {of_kernels(run.attributed_s)}",
+                ]
+            ),
+        ),
+    ]
+    if run.communication_s:
+        lines.append(
+            (
+                "Between GPUs",
+                f"{units.seconds(run.communication_s)}, "
+                f"of which {units.seconds(run.exposed_communication_s)} while nothing else ran",
+            )
+        )
+    for wait in run.waits[:_WAITS]:
+        place = " ".join(filter(None, (wait.operation, wait.module, wait.source)))
+        times = f"{wait.count} times, " if wait.count > 1 else ""
+        lines.append(
+            (
+                "Host waits",
+                f"{times}{units.seconds(wait.time_s)} in {plain(wait.call)}"
+                + (f" for {plain(place)}" if place else ""),
+            )
+        )
+    return lines
 
 
 def gain(finding: Finding) -> str:
@@ -147,12 +213,14 @@ class OpGroup:
         count: How many there are.
         time_s: Their time together.
         module: Their sites' common pattern.
+        ops: All of them.
     """
 
     op: OpRow
     count: int
     time_s: float
     module: str
+    ops: tuple[OpRow, ...]
 
 
 def grouped(ops: Iterable[OpRow]) -> list[OpGroup]:
@@ -162,10 +230,33 @@ def grouped(ops: Iterable[OpRow]) -> list[OpGroup]:
         key = (_what(op), op.phase, op.shape, op.dtype, op.layout, op.bound, op.kernel_family)
         groups.setdefault(key, []).append(op)
     rows = [
-        OpGroup(same[0], len(same), sum(op.time_s for op in same), pattern(op.module for op in same))
+        OpGroup(
+            op=same[0],
+            count=len(same),
+            time_s=sum(op.time_s for op in same),
+            module=pattern(op.module for op in same),
+            ops=tuple(same),
+        )
         for same in groups.values()
     ]
     return sorted(rows, key=lambda row: -row.time_s)
+
+
+#: Headings of :func:`measured_cells`.
+MEASURED_CELLS = ("cores", "predicted", "roof")
+
+
+def measured_cells(group: OpGroup) -> tuple[str, str, str]:
+    """Of a group that was measured: Tensor Cores or not, predicted time, and the share of the GPU's roof."""
+    ran = [op.measured for op in group.ops if op.measured is not None]
+    if not ran:
+        return "", "", ""
+    uses = {op.tensor_core for op in ran}
+    cores = "tensor" if True in uses else "?" if None in uses else "no"
+    if any(op.older_path for op in ran):
+        cores = "older"
+    roof = sum(op.roof_share for op in ran) / len(ran)
+    return cores, units.seconds(sum(op.predicted_s for op in ran)), units.share(roof) if roof else ""
 
 
 def op_label(op: OpRow) -> str:

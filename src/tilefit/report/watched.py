@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilefit.report.report import REPORT_SCHEMA, Document, Report
-from tilefit.rules.finding import Alarm
+from tilefit.rules.finding import Alarm, RulePage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Watched(Document):
         tables: Figures beside them.
         unchecked: What could not be looked at, and why.
         version: The version of tilefit.
+        rules: The documentation of the rules behind the findings.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Watched(Document):
     tables: tuple[Table, ...]
     unchecked: tuple[str, ...]
     version: str
+    rules: tuple[RulePage, ...] = ()
 
     @property
     def reports(self) -> tuple[Report, ...]:  # type: ignore[override]  # it is about no GPU
@@ -48,6 +50,6 @@ class Watched(Document):
     def exit_code(self) -> int:
         return int(bool(self.findings))
 
-    def to_dict(self, *, ops: bool = False) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """JSON-ready data; ``kind`` tells it from the report of a check."""
         return {"schema_version": REPORT_SCHEMA, "kind": "watched", **asdict(self)}

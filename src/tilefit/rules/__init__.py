@@ -1,8 +1,20 @@
 """Rules: what wastes the GPU in a step, and what changing it is worth."""
 
 from tilefit.rules.base import Change, Context, Proposal, Rule
-from tilefit.rules.engine import run
+from tilefit.rules.engine import find, run, safe_gain_s
 from tilefit.rules.finding import Finding
 from tilefit.rules.registry import all_rules, get, select
 
-__all__ = ["Change", "Context", "Finding", "Proposal", "Rule", "all_rules", "get", "run", "select"]
+__all__ = [
+    "Change",
+    "Context",
+    "Finding",
+    "Proposal",
+    "Rule",
+    "all_rules",
+    "find",
+    "get",
+    "run",
+    "safe_gain_s",
+    "select",
+]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import hypot
 
@@ -12,7 +12,7 @@ from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.rules.base import Change, Context, Proposal
-from tilefit.rules.finding import ERROR, NOTE, WARNING, Finding
+from tilefit.rules.finding import ERROR, NOTE, SAFE, WARNING, Finding
 from tilefit.rules.registry import select as select_rules
 
 #: A finding worth this share of the step is a warning, below it a note.
@@ -22,6 +22,14 @@ WARNING_SHARE = 0.05
 OPERATION_SHARE = 0.03
 #: The part of an interval that an operation does not share with one on the same path.
 _OWN_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A finding with the change that it was priced by; None where the step cannot run at all."""
+
+    finding: Finding
+    change: Change | None
 
 
 def run(
@@ -34,6 +42,29 @@ def run(
     min_gain: float = 0.005,
     per_module_ignores: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Finding]:
+    """The findings of :func:`find`; arguments and errors are its own."""
+    found = find(
+        step,
+        gpu,
+        estimate,
+        select=select,
+        ignore=ignore,
+        min_gain=min_gain,
+        per_module_ignores=per_module_ignores,
+    )
+    return [each.finding for each in found]
+
+
+def find(
+    step: Step,
+    gpu: Gpu,
+    estimate: StepEstimate | None = None,
+    *,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    min_gain: float = 0.005,
+    per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+) -> list[Found]:
     """What is worth changing in a step on a GPU, best first; errors before everything.
 
     Every proposal is priced by estimating the whole step again with the change made, its costs (padded
@@ -58,7 +89,7 @@ def run(
         for pattern, codes in (per_module_ignores or {}).items()
         if codes
     }
-    findings = []
+    found = []
     for rule in select_rules(select, ignore):
         for proposal in rule.check(context):
             if any(
@@ -68,8 +99,38 @@ def run(
                 continue
             finding = _price(context, rule.code, proposal)
             if finding.severity == ERROR or _is_worth(context, proposal, finding, min_gain):
-                findings.append(finding)
-    return sorted(findings, key=lambda f: (f.severity != ERROR, -f.gain_s, f.code, f.module))
+                found.append(Found(finding, proposal.change))
+    return sorted(
+        found,
+        key=lambda f: (f.finding.severity != ERROR, -f.finding.gain_s, f.finding.code, f.finding.module),
+    )
+
+
+def safe_gain_s(step: Step, gpu: Gpu, before: StepEstimate, found: Iterable[Found]) -> float:
+    """What the findings with a safe fix save together, in seconds per step.
+
+    Gains overlap and do not add up, so the step is priced once with the changes made together, the largest
+    first; one that touches an operation that is changed already is left out. A change of the whole step
+    (compilation) or of its work stands alone. The better of the two counts: no operation's time is counted
+    twice, and what several changes of one operation might save beyond the best of them is not counted.
+
+    Args:
+        before: The price of the step as it is.
+        found: The findings, best first.
+    """
+    together: dict[int, tuple[StepOp, ...]] = {}
+    gains_s = [0.0]
+    for each in found:
+        if each.change is None or each.finding.safety != SAFE:
+            continue
+        gains_s.append(each.finding.gain_s)
+        alone = each.change.step is not None or each.change.work_ratio != 1.0
+        if not alone and together.keys().isdisjoint(each.change.replace):
+            together |= each.change.replace
+    if together:
+        after = estimate_step(changed(step, Change(together)), gpu)
+        gains_s.append(before.time_s - after.time_s)
+    return max(gains_s)
 
 
 def changed(step: Step, change: Change) -> Step:

@@ -48,6 +48,20 @@ class Finding:
     next_command: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RulePage:
+    """What a rule says of itself.
+
+    Attributes:
+        code, title: The rule's.
+        text: Its documentation, as Markdown.
+    """
+
+    code: str
+    title: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     """One thing wrong in a run that was watched: a finding without a price.

@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 from tilefit.errors import UsageError
 from tilefit.rules.base import Rule
+from tilefit.rules.finding import RulePage
 
 _PACKAGE = "tilefit.rules"
 _FOLDER = str(Path(__file__).parent)
@@ -82,6 +83,16 @@ def pick(code: str, rules: Sequence[_R]) -> _R:
         if rule.code == code.upper():
             return rule
     raise _unknown(code, rules)
+
+
+def pages(codes: Iterable[str], rules: Iterable[Titled]) -> tuple[RulePage, ...]:
+    """The documentation of those of ``rules`` that have one of the codes."""
+    wanted = set(codes)
+    return tuple(
+        RulePage(rule.code, rule.title, inspect.getdoc(type(rule)) or "")
+        for rule in rules
+        if rule.code in wanted
+    )
 
 
 def choose(rules: Sequence[_R], select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[_R, ...]:

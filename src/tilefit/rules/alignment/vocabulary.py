@@ -56,6 +56,11 @@ class Vocabulary(Rule):
         sizes, resized, streams = group.padded(context)
         old = max(group.vocabularies)
         new = sizes.pop(old)
+        # Of a tensor-parallel step the rank has a part of it.
+        ranks, whole = next(
+            ((s.ranks, s.size) for s in step.shards if s.what == "vocabulary" and s.per_rank == old), (1, old)
+        )
+        shard = f"a rank's {old} tokens of the vocabulary are" if ranks > 1 else f"a vocabulary of {old} is"
         heads = [layer for layer in group.layers if layer.out_features == old]
         names = dict.fromkeys(layer.parameter for layer in heads)
         tied = [alias for name in names if name in step.parameters for alias in step.parameters[name].aliases]
@@ -66,13 +71,13 @@ class Vocabulary(Rule):
             module=pattern(layer.module for layer in heads),
             source=heads[0].source,
             message=(
-                f"a vocabulary of {old} is no multiple of {elements_per_access(group.dtype)} "
+                f"{shard} no multiple of {elements_per_access(group.dtype)} "
                 f"({group.dtype}, 16 bytes): {run_on(context, products)}"
             ),
             fix=(
-                f"Pad the vocabulary to {new}: vocab_size={new} in the configuration, or "
-                f"model.resize_token_embeddings({new}); mask the {new - old} added logits where outputs "
-                "must not change."
+                f"Pad the vocabulary to {new * ranks}: vocab_size={new * ranks} in the configuration, or "
+                f"model.resize_token_embeddings({new * ranks}); mask the {new * ranks - whole} added logits "
+                "where outputs must not change."
             )
             + (f" It pays together with {pairs(sizes)}, which the same layers have." if sizes else ""),
             safety=SAFE,

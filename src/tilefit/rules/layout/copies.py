@@ -56,6 +56,8 @@ class LayoutCopies(Rule):
             modules = list(dict.fromkeys(ops[index].site.module for index in indices))
             moved = sum(ops[index].op.moved_bytes for index in indices)
             time_s = sum(context.estimate.ops[index].time_s for index in indices)
+            if not time_s:
+                continue  # a profiled run did without them
             names = ", ".join(dict.fromkeys(ops[index].name for index in indices if ops[index].name))
             yield Proposal(
                 module=pattern(modules),

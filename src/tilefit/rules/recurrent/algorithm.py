@@ -117,7 +117,7 @@ class PersistentAlgorithm(Rule):
                     assert isinstance(entry.op, Recurrent)
                     replaced[index] = tuple(replace(entry, op=new) for new in _applied(entry.op, changes))
             after = _applied(op, changes)[-1]
-            advice = "; ".join(change.advice.format(op=after) for change in changes)
+            advice = _advice(op, changes)
             first = step.ops[places[0][1][0]].site
             yield Proposal(
                 module=pattern(module for module, _ in places),
@@ -132,6 +132,16 @@ class PersistentAlgorithm(Rule):
                 ),
                 sites=len(places),
             )
+
+
+def cheapest_change(op: Recurrent, gpu: Gpu, directions: set[str]) -> str:
+    """The fewest changes with which cuDNN's persistent algorithm runs every pass; empty if there are none."""
+    return _advice(op, _fewest(op, gpu, directions))
+
+
+def _advice(op: Recurrent, changes: list[_Change]) -> str:
+    after = _applied(op, changes)[-1]
+    return "; ".join(change.advice.format(op=after) for change in changes)
 
 
 def _applied(op: Recurrent, changes: list[_Change]) -> list[Recurrent]:

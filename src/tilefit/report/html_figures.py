@@ -1,0 +1,367 @@
+"""Geometry of the figures on the HTML page: the roofline, and curves over the batch.
+
+Everything is in the pixels of a figure's own coordinate system; the page scales it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import atan2, ceil, degrees, floor, log2, log10, sqrt
+
+from tilefit import units
+from tilefit.cost.curve import knee
+from tilefit.report import text
+from tilefit.report.plot import ceiling
+from tilefit.report.report import BatchPoint, Device, OpRow, Report
+from tilefit.report.text import OpGroup
+
+#: Kinds that have a colour of their own; the others share one.
+COLORED_KINDS = ("gemm", "conv", "attention", "recurrent", "pointwise", "copy", "normalization", "optimizer")
+#: Kinds whose arithmetic runs in their own element type; the others' runs on the fp32 pipelines.
+_PRODUCTS = ("gemm", "conv", "attention", "recurrent")
+
+#: Radius of the point of an operation that takes the whole step, and of the smallest points.
+_LARGEST_RADIUS = 22.0
+_SMALLEST_RADIUS = 2.5
+#: The roofline's vertical axis ends this far below the highest roof; slower operations lie on its lower edge.
+_DEPTH = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The area of a figure that data is drawn in."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A place on an axis, with its label."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """A limit of the GPU: a horizontal line from ``x`` to the right edge."""
+
+    x: float
+    y: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """Operations that are the same.
+
+    Attributes:
+        index: Their row in the table.
+        color: A kind of :data:`COLORED_KINDS`, or ``other``.
+    """
+
+    index: int
+    x: float
+    y: float
+    radius: float
+    color: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The roofline plot.
+
+    Attributes:
+        memory: Both ends of the slanted roof.
+        memory_label: What it stands for.
+        angle: Its slope, in degrees.
+    """
+
+    frame: Frame
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    memory: tuple[float, float, float, float]
+    memory_label: str
+    angle: float
+    roofs: tuple[Roof, ...]
+    dots: tuple[Dot, ...]
+    colors: tuple[str, ...]
+
+
+def peaks(device: Device) -> dict[str, float]:
+    """The peak of each element type; of the main one alone in a report that does not hold the others."""
+    return device.peaks_flop_per_s or {device.peak_dtype: device.peak_flop_per_s}
+
+
+def peak_dtype(op: OpRow, device: Device) -> str:
+    """The element type whose peak an operation's arithmetic can reach."""
+    wanted = op.dtype if op.kind in _PRODUCTS or op.dtype == "fp64" else "fp32"
+    return next((name for name in (wanted, "fp32") if name in peaks(device)), device.peak_dtype)
+
+
+def floor_s(op: OpRow, device: Device) -> float:
+    """The time an operation would take on the roof: its arithmetic at the peak, or its bytes at full rate."""
+    peak = peaks(device)[peak_dtype(op, device)]
+    return max(op.flop / peak, op.moved_bytes / device.memory_bandwidth_bytes_per_s)
+
+
+def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) -> Roofline:
+    """Every operation by its arithmetic intensity and its rate, under the roofs of the GPU.
+
+    Args:
+        groups: The operations, in the order of the table.
+        rates: The rate of each, in FLOP/s.
+    """
+    device = report.device
+    limits = peaks(device)
+    dtypes = {peak_dtype(group.op, device) for group in groups} | {device.peak_dtype}
+    used = sorted((name for name in dtypes if name in limits), key=lambda name: -limits[name])
+    placed = [
+        (index, group, group.op.flop / group.op.moved_bytes, rate)
+        for index, (group, rate) in enumerate(zip(groups, rates, strict=True))
+        if group.op.flop and group.op.moved_bytes
+    ]
+    ridge = limits[used[0]] / device.memory_bandwidth_bytes_per_s
+    x_first = floor(log10(min([1.0, *(x for _, _, x, _ in placed)])))
+    x_last = ceil(log10(max([10 * ridge, *(x for _, _, x, _ in placed)])))
+    y_last = log10(3 * limits[used[0]])
+    slowest = min([limits[used[-1]] / 100, *(y for *_, y in placed)])
+    y_first = floor(log10(max(slowest, _DEPTH * limits[used[0]])))
+    frame = Frame(left=62, top=26, right=700, bottom=366)
+
+    def x_at(value: float) -> float:
+        share = (log10(value) - x_first) / (x_last - x_first)
+        return round(frame.left + share * (frame.right - frame.left), 1)
+
+    def y_at(value: float) -> float:
+        share = (log10(value) - y_first) / (y_last - y_first)
+        return round(frame.bottom - max(share, 0.0) * (frame.bottom - frame.top), 1)
+
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    start = max(10.0**x_first, 10.0**y_first / bandwidth)
+    memory = (x_at(start), y_at(start * bandwidth), x_at(ridge), y_at(limits[used[0]]))
+    total_s = sum(group.time_s for group in groups) or 1.0
+    dots = [
+        Dot(
+            index,
+            x_at(intensity),
+            y_at(rate),
+            round(max(_SMALLEST_RADIUS, _LARGEST_RADIUS * sqrt(group.time_s / total_s)), 1),
+            color(group.op.kind),
+            f"{text.op_label(group.op)}: {units.share(group.time_s / total_s)} of the GPU time",
+        )
+        for index, group, intensity, rate in placed
+    ]
+    return Roofline(
+        frame=frame,
+        x_ticks=tuple(Tick(x_at(10.0**p), _power(p)) for p in range(x_first, x_last + 1)),
+        y_ticks=tuple(Tick(y_at(10.0**p), _power(p)) for p in range(y_first, ceil(y_last))),
+        memory=memory,
+        memory_label=f"memory: {units.size(bandwidth)}/s",
+        angle=_angle(memory),
+        roofs=tuple(
+            Roof(x_at(limits[name] / bandwidth), y_at(limits[name]), f"{name}: {units.rate(limits[name])}")
+            for name in used
+        ),
+        # The small ones lie on top, where they can be pointed at.
+        dots=tuple(sorted(dots, key=lambda dot: -dot.radius)),
+        colors=tuple(dict.fromkeys(color(group.op.kind) for group in groups)),
+    )
+
+
+def color(kind: str) -> str:
+    """The colour class of a kind of operation."""
+    return kind if kind in COLORED_KINDS else "other"
+
+
+def _angle(line: tuple[float, float, float, float]) -> float:
+    x1, y1, x2, y2 = line
+    return round(degrees(atan2(y2 - y1, x2 - x1)), 1)
+
+
+def _short(value: float) -> str:
+    """A number for an axis: ``250``, ``4096``, ``32.8k``, ``1.6M``."""
+    if value < 10_000:
+        return f"{value:.4g}"
+    power, prefix = (1e6, "M") if value >= 1e6 else (1e3, "k")
+    return f"{value / power:.3g}{prefix}"
+
+
+def _power(exponent: int) -> str:
+    """A power of ten as a person writes it: ``0.1``, ``100``, ``10k``, ``1T``."""
+    if exponent < 3:
+        return f"{10.0**exponent:g}"
+    thousands, rest = divmod(exponent, 3)
+    return f"{10**rest}{'kMGTPE'[thousands - 1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Measured over predicted times; ``equal`` are both ends of the line on which they are the same."""
+
+    frame: Frame
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    equal: tuple[float, float, float, float]
+    dots: tuple[Dot, ...]
+
+
+def agreement(groups: Sequence[OpGroup]) -> Agreement | None:
+    """Every operation that was measured, by its predicted and its measured time; None where none was.
+
+    Args:
+        groups: The operations, in the order of the table.
+    """
+    placed = []
+    for index, group in enumerate(groups):
+        pairs = [(op.measured.predicted_s, op.time_s) for op in group.ops if op.measured]
+        predicted_s, measured_s = (
+            (sum(column) / len(pairs) for column in zip(*pairs, strict=True)) if pairs else (0, 0)
+        )
+        if predicted_s > 0 and measured_s > 0:
+            placed.append((index, group, predicted_s, measured_s))
+    if not placed:
+        return None
+    times = [time_s for *_, predicted_s, measured_s in placed for time_s in (predicted_s, measured_s)]
+    first, last = floor(log10(min(times))), max(ceil(log10(max(times))), floor(log10(min(times))) + 1)
+    frame = Frame(left=76, top=26, right=452, bottom=326)
+
+    def share(time_s: float) -> float:
+        return (log10(time_s) - first) / (last - first)
+
+    def x_at(time_s: float) -> float:
+        return round(frame.left + share(time_s) * (frame.right - frame.left), 1)
+
+    def y_at(time_s: float) -> float:
+        return round(frame.bottom - share(time_s) * (frame.bottom - frame.top), 1)
+
+    total_s = sum(group.time_s for group in groups)
+    dots = [
+        Dot(
+            index,
+            x_at(predicted_s),
+            y_at(measured_s),
+            round(max(_SMALLEST_RADIUS, _LARGEST_RADIUS * sqrt(group.time_s / total_s)), 1),
+            color(group.op.kind),
+            f"{text.op_label(group.op)}: predicted {units.seconds(predicted_s)}, "
+            f"measured {units.seconds(measured_s)}",
+        )
+        for index, group, predicted_s, measured_s in placed
+    ]
+    powers = [10.0**power for power in range(first, last + 1)]
+    return Agreement(
+        frame=frame,
+        x_ticks=tuple(Tick(x_at(time_s), _round_time(time_s)) for time_s in powers),
+        y_ticks=tuple(Tick(y_at(time_s), _round_time(time_s)) for time_s in powers),
+        equal=(frame.left, frame.bottom, frame.right, frame.top),
+        dots=tuple(sorted(dots, key=lambda dot: -dot.radius)),
+    )
+
+
+def _round_time(time_s: float) -> str:
+    """A power of ten seconds without decimals: ``10 µs``."""
+    value, unit = units.seconds(time_s).split()
+    return f"{float(value):g} {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One curve over the batch.
+
+    Attributes:
+        title: What is drawn.
+        line, band: SVG points of the curve, and of the area of its interval.
+        marks: The points themselves, with what to say of each.
+        own: The place of the step's own batch.
+    """
+
+    title: str
+    frame: Frame
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    line: str
+    band: str
+    marks: tuple[tuple[float, float, str], ...]
+    own: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCurve:
+    """Rate and time over the batch; ``knee`` is the smallest batch within 5 % of the best rate."""
+
+    panels: tuple[Panel, ...]
+    knee: int
+    largest: int
+
+
+def batch_curve(report: Report) -> BatchCurve | None:
+    """Both panels; None where the report has no curve."""
+    points = report.batch_curve
+    if len(points) < 2:
+        return None
+    return BatchCurve(
+        panels=(
+            _panel(
+                "samples per second",
+                report.batch,
+                [(p, p.batch / p.time_s, p.batch / p.high_s, p.batch / p.low_s) for p in points],
+                _short,
+            ),
+            _panel(
+                "time of a step",
+                report.batch,
+                [(p, p.time_s, p.low_s, p.high_s) for p in points],
+                units.seconds,
+            ),
+        ),
+        knee=knee({p.batch: p.batch / p.time_s for p in points}),
+        largest=points[-1].batch,
+    )
+
+
+def _panel(
+    title: str,
+    own: int,
+    points: Sequence[tuple[BatchPoint, float, float, float]],
+    label: Callable[[float], str],
+) -> Panel:
+    """A curve of (point, value, low, high) over the logarithm of the batch; the other axis begins at 0."""
+    frame = Frame(left=76, top=12, right=452, bottom=212)
+    top = ceiling(max(high for *_, high in points))
+    first, last = points[0][0].batch, points[-1][0].batch
+
+    def x_at(batch: int) -> float:
+        share = log2(batch / first) / log2(last / first)
+        return round(frame.left + share * (frame.right - frame.left), 1)
+
+    def y_at(value: float) -> float:
+        return round(frame.bottom - value / top * (frame.bottom - frame.top), 1)
+
+    edge = [(x_at(p.batch), y_at(high)) for p, _, _, high in points]
+    edge += [(x_at(p.batch), y_at(low)) for p, _, low, _ in reversed(points)]
+    at = [(x_at(p.batch), y_at(value)) for p, value, *_ in points]
+    powers = [p.batch for p, *_ in points if p.batch.bit_count() == 1]
+    return Panel(
+        title=title,
+        frame=frame,
+        x_ticks=tuple(Tick(x_at(batch), _short(batch)) for batch in powers[:: ceil(len(powers) / 7)]),
+        y_ticks=tuple(
+            Tick(y_at(top * part / 5), label(top * part / 5) if part else "0") for part in range(6)
+        ),
+        line=_points(at),
+        band=_points(edge),
+        marks=tuple(
+            (*place, f"batch {p.batch}: {label(value)}")
+            for place, (p, value, *_) in zip(at, points, strict=True)
+        ),
+        own=next(place for place, (p, *_) in zip(at, points, strict=True) if p.batch == own),
+    )
+
+
+def _points(at: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x},{y}" for x, y in at)

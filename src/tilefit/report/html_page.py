@@ -1,0 +1,189 @@
+"""The HTML page: one file that needs no network, with everything a report holds.
+
+The templates, the style and the script lie in ``page/``. Every name comes from the user's code: Jinja escapes
+all that it inserts, and the content security policy allows no script but the page's own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tilefit import units
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
+from tilefit.report import html_figures, html_measured, html_modules, html_operations, text
+from tilefit.report.report import Document, Report, across
+from tilefit.report.watched import Table, Watched
+from tilefit.rules.finding import ERROR
+
+_LOADER = PackageLoader("tilefit.report", "page")
+
+#: Rows of the table of operations that are shown until all are asked for.
+ROWS_SHOWN = 40
+
+#: What the page calls the phases.
+_PHASE_NAMES = {
+    FORWARD: "forward",
+    BACKWARD_DATA: "data gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+    OPTIMIZER: "optimizer",
+}
+
+
+def render(document: Document) -> str:
+    """The page of a report, a comparison, or a watched run."""
+    if isinstance(document, Watched):
+        tables = [(table, _numeric(table)) for table in document.tables]
+        title = text.watched_heading(document)
+        return _page("watched.html", title=title, document=document, tables=tables)
+    first = document.reports[0]
+    views = [_view(report) for report in document.reports]
+    return _page(
+        "report.html",
+        title=f"{text.heading(first)} on {', '.join(report.device.title for report in document.reports)}",
+        heading=text.heading(first),
+        setup=text.setup(first),
+        views=views,
+        compared=[(label, [cell(report) for report in document.reports]) for label, cell in text.COMPARED],
+        across=across(document.reports),
+        version=first.version,
+    )
+
+
+def _view(report: Report) -> dict[str, Any]:
+    """A report with what its figures and tables are drawn from."""
+    rows = html_operations.rows(report)
+    return {
+        "report": report,
+        "bars": _bars(report),
+        "memory": _memory(report),
+        "run": html_measured.facts(report.measured) if report.measured else [],
+        "agreement": html_figures.agreement([row.group for row in rows]),
+        "differences": html_measured.differences(rows),
+        "curve": html_figures.batch_curve(report),
+        "modules": html_modules.tree(report.ops),
+        "rows": rows,
+        "unit": html_operations.time_unit(rows),
+        "roofline": html_figures.roofline(report, [row.group for row in rows], [row.rate for row in rows]),
+        "data": html_operations.data(report, rows),
+        "gpu_s": sum(op.time_s for op in report.ops),
+    }
+
+
+def _bars(report: Report) -> list[tuple[str, list[tuple[str, str, float]]]]:
+    """Three ways to divide the time: (title, parts), a part being (colour class, name, seconds)."""
+    step = report.step
+    kinds = sorted(step.kinds_s.items(), key=lambda pair: -pair[1])
+    colored = [(name, name, time_s) for name, time_s in kinds if name in html_figures.COLORED_KINDS]
+    rest_s = sum(step.kinds_s.values()) - sum(time_s for *_, time_s in colored)
+    return [
+        ("limited by", [(name, name, time_s) for name, time_s in step.bounds_s.items() if time_s]),
+        (
+            "by pass",
+            [
+                (phase, name, step.phases_s[phase])
+                for phase, name in _PHASE_NAMES.items()
+                if step.phases_s.get(phase)
+            ],
+        ),
+        ("by kind", [*colored, *([("other", "other kinds", rest_s)] if rest_s > 0 else [])]),
+    ]
+
+
+def _memory(report: Report) -> list[tuple[str, str, int]]:
+    """What fills the memory at its fullest: (colour class, name, bytes)."""
+    memory = report.step.memory
+    held = [
+        ("parameters", "parameters", memory.parameter_bytes),
+        ("gradients", "gradients", memory.gradient_bytes),
+        ("optimizer-state", "optimizer state", memory.optimizer_bytes),
+        ("buffers", "buffers", memory.buffer_bytes),
+        ("saved", "activations kept for the backward pass", memory.saved_bytes),
+    ]
+    rest = memory.peak_bytes - sum(size for *_, size in held)
+    parts = [*held, ("temporary", "temporary results at the fullest moment", rest)]
+    return [part for part in parts if part[2] > 0]
+
+
+def _numeric(table: Table) -> list[bool]:
+    """Which columns hold numbers, and are aligned to the right."""
+    return [
+        all(not row[column] or row[column][0].isdigit() for row in table.rows)
+        for column in range(len(table.header))
+    ]
+
+
+def _page(template: str, **values: Any) -> str:
+    environment = _environment()
+    style, script = (
+        _LOADER.get_source(environment, "page.css")[0],
+        _LOADER.get_source(environment, "page.js")[0],
+    )
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = environment.get_template(template).render(
+        style=Markup(style), script=Markup(script), policy=policy, **values
+    )
+    return page.rstrip("\n") + "\n"
+
+
+def _hash(content: str) -> str:
+    """A content security policy's name of what lies between two tags."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _marked(paragraph: str) -> Markup:
+    """A paragraph of a rule's page, with what is between backticks as code."""
+    parts = re.split(r"`+([^`]+)`+", text.plain(paragraph))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if index % 2 else part for index, part in enumerate(parts)
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=_LOADER,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Names may hold control characters and line ends; what is markup already is the page's own.
+        finalize=lambda value: text.plain(value) if type(value) is str else value,
+    )
+    environment.globals.update(
+        gain=text.gain,
+        gain_cell=text.gain_cell,
+        site=text.site,
+        seen=text.seen,
+        coverage=text.coverage,
+        seconds=units.seconds,
+        capacity=units.capacity,
+        interval=units.interval,
+        times=text.times,
+        next_commands=text.next_commands,
+        nothing=text.NOTHING,
+        nothing_wrong=text.NOTHING_WRONG,
+        rows_shown=ROWS_SHOWN,
+        phases=_PHASE_NAMES,
+        error=ERROR,
+    )
+    environment.filters.update(
+        seconds=units.seconds,
+        share=units.share,
+        size=units.size,
+        capacity=units.capacity,
+        rate=units.rate,
+        number=units.number,
+        marked=_marked,
+    )
+    return environment
