@@ -14,6 +14,8 @@ import pytest
 import tilefit as package
 from tilefit.cli import main
 
+_REPORT = str(Path(__file__).parent.parent / "report" / "data" / "first-report.json")
+
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -30,6 +32,8 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
         ["gpu", "h200"],
         ["gemm", "64", "64", "64", "--gpu", "h200"],
         ["check", "hf:gpt2", "--gpu", "nope"],
+        ["report", _REPORT, "--output-format", "html"],
+        ["compare", _REPORT, _REPORT],
     ],
 )
 def test_what_needs_no_model_does_not_import_torch(arguments: list[str]) -> None:

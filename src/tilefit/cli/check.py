@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from tilefit.cli import config, output, step_options
-from tilefit.cli.profile import ProfileFile
+from tilefit.cli import config, output, report_output, step_options
+from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.step_options import codes
 
-Format = Literal["text", "concise", "json", "markdown"]
-
 _RULES = "Rules"
-_OUTPUT = "Output"
 
 
 def check(
@@ -38,6 +35,10 @@ def check(
     channels_last: step_options.ChannelsLast = False,
     compile: step_options.Compile = False,
     on_cpu: step_options.OnCpu = False,
+    tensor_parallel: step_options.TensorParallel = 1,
+    pipeline_parallel: step_options.PipelineParallel = 1,
+    data_parallel: step_options.DataParallel = 1,
+    micro_batches: step_options.MicroBatches = 0,
     timeout: step_options.Timeout = step_options.TIMEOUT_S,
     select: Annotated[
         list[str] | None,
@@ -49,26 +50,17 @@ def check(
     ] = None,
     ignore: step_options.Ignore = None,
     min_gain: step_options.MinGain = None,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Every finding with all its arithmetic.", rich_help_panel=_OUTPUT)
-    ] = False,
-    ops: Annotated[
-        bool, typer.Option("--ops", help="The operations too, by time.", rich_help_panel=_OUTPUT)
-    ] = False,
-    output_format: Annotated[
-        Format,
-        typer.Option(metavar="FORMAT", help="text, concise, json or markdown.", rich_help_panel=_OUTPUT),
-    ] = "text",
-    output_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write there instead of to stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    show_all: report_output.ShowAll = False,
+    ops: report_output.Operations = False,
+    output_format: report_output.OutputFormat = "text",
+    output_file: report_output.OutputFile = None,
 ) -> int:
     """Check a model: what a step costs on a GPU, where it wastes it, what to change and what that saves.
 
     Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
     from tilefit.checker import MIN_GAIN, assess, resolve
+    from tilefit.parallel import Split, plan, rank_step
     from tilefit.rules import select as select_rules
 
     settled = config.load(Path.cwd())
@@ -96,6 +88,9 @@ def check(
     )
     with output.progress(f"Capturing {target}"):
         step = capture_in_child(target, options, timeout)
+    split = Split(tensor_parallel, pipeline_parallel, data_parallel, micro_batches)
+    if not split.is_trivial:
+        step = rank_step(plan(step, split), devices)
     with output.progress("Looking for waste"):
         document = assess(
             step,
@@ -106,16 +101,5 @@ def check(
             per_module_ignores=settled.per_module_ignores,
         )
 
-    from tilefit.report import render
-    from tilefit.report.terminal import Terminal
-
-    console = output.stdout()
-    if output_format == "text" and output_file is None and console.is_terminal:
-        console.print(Terminal(document, show_all=show_all, ops=ops))
-        return document.exit_code
-    text = render(document, output_format, show_all=show_all, ops=ops, width=console.width)
-    if output_file is None:
-        print(text, end="")
-    else:
-        output.write_file(output_file, text)
+    report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
     return document.exit_code

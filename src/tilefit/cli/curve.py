@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from tilefit.cli import output, step_options
+from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.curve_sizes import Sizes, read_sizes
 from tilefit.cli.groups import TargetGroup
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
-from tilefit.cli.profile import ProfileFile
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:

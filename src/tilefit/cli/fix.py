@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tilefit.cli import config, output, step_options
+from tilefit.cli import config, output, report_output, step_options
+from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
-from tilefit.cli.profile import ProfileFile
 from tilefit.cli.step_options import codes
 from tilefit.errors import UsageError
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tilefit.ops import Step
     from tilefit.rules import Finding
 
-Format = Literal["text", "json", "markdown"]
 Level = Literal["safe", "unsafe"]
 
 _FIXES = "Fixes"
@@ -110,12 +109,15 @@ def fix(
         bool, typer.Option("--write", help="Change your files.", rich_help_panel=_OUTPUT)
     ] = False,
     output_format: Annotated[
-        Format, typer.Option(metavar="FORMAT", help="text, json or markdown.", rich_help_panel=_OUTPUT)
+        report_output.Format,
+        typer.Option(
+            metavar="FORMAT",
+            help="text, json or markdown; concise, html, sarif, github and junit show the findings, as "
+            "tilefit check does.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = "text",
-    output_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write there instead of to stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output_file: report_output.OutputFile = None,
 ) -> int:
     """Fix a model: what to change, what each change saves, and the proof that it is the same model.
 
@@ -374,11 +376,14 @@ def _print_diff(outcome: Outcome) -> None:
     Console(stderr=True, highlight=False).print(beside_diff(outcome), crop=False)
 
 
-def _print(outcome: Outcome, output_format: Format, output_file: Path | None) -> None:
+def _print(outcome: Outcome, output_format: report_output.Format, output_file: Path | None) -> None:
     from rich.console import Console
 
     from tilefit.cli import fix_output
 
+    if output_format not in ("text", "json", "markdown"):
+        report_output.show(outcome.report, output_format, output_file)
+        return
     console = output.stdout()
     if output_format == "text":
         if output_file is None:

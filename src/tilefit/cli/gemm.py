@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tilefit.cli import output
+from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
-from tilefit.cli.profile import ProfileFile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -73,6 +73,13 @@ def _facts(device: Gpu) -> RenderableType:
             f"{units.capacity(device.shared_memory_bytes_per_sm)} per SM",
             "shared_memory_bytes_per_sm",
         ),
+        (
+            "link to others",
+            f"{device.link}, {units.size(device.link_bandwidth_bytes_per_s)}/s both ways"
+            if device.link
+            else "unknown",
+            "link",
+        ),
     ):
         facts.add_row(Text(label, style="dim"), value, Text(device.sources.get(key, ""), style="dim"))
     peaks = output.table("dtype", ">FLOP/clock/SM", ">dense peak", ">ops:byte")

@@ -21,8 +21,11 @@ from tilefit.cli import (
     gemm,
     gpu,
     precision,
+    profile,
+    report,
     rule,
     rules,
+    sweep,
 )
 from tilefit.errors import TilefitError
 
@@ -41,10 +44,12 @@ app = typer.Typer(
 _VERBS: tuple[Callable[..., object], ...] = (
     check.check,
     fix.fix,
+    report.report,
     rules.rules,
     rule.rule,
     gpu.gpu,
     gemm.gemm,
+    sweep.sweep,
     compare.compare,
     calibrate.calibrate,
     doctor.doctor,
@@ -53,6 +58,7 @@ for _verb in _VERBS:
     app.command()(_verb)
 # What stands behind the script is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(precision.precision)
+app.command(cls=profile.ProfileCommand)(profile.profile)
 #: Verbs with kinds of their own.
 _GROUPS = {"bench": bench.app, "curve": curve.app}
 for _group in _GROUPS.values():

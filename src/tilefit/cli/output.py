@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
 Item = TypeVar("Item")
@@ -41,6 +42,15 @@ def table(*columns: str) -> Table:
     return made
 
 
+def as_text(shown: RenderableType) -> str:
+    """What would be on the terminal, without colour."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=stdout().width, color_system=None).print(shown)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+
+
 @contextmanager
 def progress(message: str) -> Iterator[None]:
     """Say what is going on while it is, if anybody watches."""
@@ -63,6 +73,11 @@ def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:
     return track(items, what, total, console=Console(stderr=True))
 
 
+def note(message: str) -> None:
+    """Say something beside the data, on stderr."""
+    print(f"note: {message}", file=sys.stderr)
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a report or a picture to a file.
 
@@ -70,6 +85,6 @@ def write_file(path: Path, content: str | bytes) -> None:
         UsageError: it cannot be written.
     """
     try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error

@@ -8,12 +8,9 @@ from typing import Annotated
 
 import typer
 
-from tilefit.cli import output, step_options
-from tilefit.cli.check import Format
+from tilefit.cli import report_output, step_options
 from tilefit.cli.step_options import codes
 from tilefit.errors import TargetError, UsageError
-
-_OUTPUT = "Output"
 
 #: Steps a script is watched for.
 STEPS = 100
@@ -50,16 +47,10 @@ def precision(
     ] = None,
     ignore: step_options.Ignore = None,
     show_all: Annotated[
-        bool, typer.Option("--all", help="The tables as well.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--all", help="The tables as well.", rich_help_panel=report_output.PANEL)
     ] = False,
-    output_format: Annotated[
-        Format,
-        typer.Option(metavar="FORMAT", help="text, concise, json or markdown.", rich_help_panel=_OUTPUT),
-    ] = "text",
-    output_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write there instead of to stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output_format: report_output.OutputFormat = "text",
+    output_file: report_output.OutputFile = None,
 ) -> int:
     """Watch a training script: is its mixed precision silently wrong? Options go before the script.
 
@@ -90,23 +81,7 @@ def precision(
     # One rank speaks for all; what ranks disagree on, it knows.
     first = os.environ.get("RANK", "0") == "0"
     if first and (error is None or document.findings):
-        _show(document, show_all, output_format, output_file)
+        report_output.show(document, output_format, output_file, show_all=show_all)
     if error is not None:
         raise error
     return document.exit_code if first else 0
-
-
-def _show(document: object, show_all: bool, output_format: Format, output_file: Path | None) -> None:
-    from tilefit.report import Watched, render
-    from tilefit.report.terminal import Terminal
-
-    assert isinstance(document, Watched)
-    console = output.stdout()
-    if output_format == "text" and output_file is None and console.is_terminal:
-        console.print(Terminal(document, show_all=show_all))
-        return
-    text = render(document, output_format, show_all=show_all, width=console.width)
-    if output_file is None:
-        print(text, end="")
-    else:
-        output.write_file(output_file, text)

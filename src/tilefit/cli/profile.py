@@ -1,29 +1,200 @@
-"""The option that names a profile."""
+"""``tilefit profile``: what a real run spends its time on."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from tilefit.cli import config, output, report_output, step_options
+from tilefit.cli.calibrated_profile import ProfileFile
+from tilefit.cli.step_options import codes
+from tilefit.errors import TilefitError, UsageError
+
+if TYPE_CHECKING:
+    from tilefit.profiling.session import Profile
+
+_RUN = "The run"
+_TRACES = (".json", ".json.gz", ".pt.trace.json", ".pt.trace.json.gz")
 
 
-def _use(context: typer.Context, path: Path | None) -> Path | None:
-    """Estimates of this command rest on the file."""
-    if path is not None and not context.resilient_parsing:
-        from tilefit.cost.lookup import using
+class ProfileCommand(TyperCommand):
+    """What stands behind a script is the script's own."""
 
-        context.with_resource(using(path))
-    return path
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(_is_script(each) for each in args):
+            ctx.allow_interspersed_args = False
+        return super().parse_args(ctx, args)
 
 
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        metavar="FILE",
-        callback=_use,
-        help="Estimate with a profile that tilefit calibrate wrote; default: your own of the GPU, else the "
-        "one that ships.",
-    ),
-]
+def _is_script(text: str) -> bool:
+    return text.endswith(".py")
+
+
+def _is_trace(text: str) -> bool:
+    return text.endswith(_TRACES) and not text.startswith("hf:")
+
+
+def profile(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET|SCRIPT|TRACE",
+            help="A model as for tilefit check, a script (train.py), or a trace that torch.profiler exported "
+            "(trace.json, trace.json.gz).",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="GPU that rates are compared with. Default: the one in this machine, or the trace's.",
+        ),
+    ] = None,
+    profile: ProfileFile = None,
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Steps to profile.", rich_help_panel=_RUN)
+    ] = 3,
+    skip: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Steps before anything is measured. A script's step is one of its optimizer; with --skip 0 "
+            "--plain 0 profiling begins with the script.",
+            rich_help_panel=_RUN,
+        ),
+    ] = 5,
+    plain: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Steps then timed without the profiler, to tell what it adds.",
+            rich_help_panel=_RUN,
+        ),
+    ] = 5,
+    input: step_options.Inputs = None,
+    batch: step_options.Batch = None,
+    seq: step_options.Seq = None,
+    image_size: step_options.ImageSize = None,
+    train: step_options.Train = True,
+    amp: step_options.Precision = "off",
+    tf32: step_options.Tf32 = None,
+    optimizer: step_options.OptimizerName = "adamw",
+    fused_optimizer: step_options.FusedOptimizer = False,
+    channels_last: step_options.ChannelsLast = False,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel="The step"),
+    ] = False,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CODE",
+            help="Only these rules, by code or its beginning; repeat or separate by commas.",
+            rich_help_panel="Rules",
+        ),
+    ] = None,
+    ignore: step_options.Ignore = None,
+    min_gain: step_options.MinGain = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the trace with the findings, for ui.perfetto.dev; .json or .json.gz.",
+            rich_help_panel=report_output.PANEL,
+        ),
+    ] = None,
+    show_all: report_output.ShowAll = False,
+    ops: report_output.Operations = False,
+    output_format: report_output.OutputFormat = "text",
+    output_file: report_output.OutputFile = None,
+) -> int:
+    """Profile a run: which operation, module and line the GPU's time goes to, and what to change.
+
+    Options go before a script. Nothing that a script computes is changed; it is ended after its profiled
+    steps. A trace needs no GPU. Exit code: 0 nothing found, 1 findings, 2 could not run.
+    """
+    from tilefit.checker import MIN_GAIN
+    from tilefit.rules import select as select_rules
+
+    settled = config.load(Path.cwd())
+    rules: dict[str, Any] = {
+        "select": codes(select) or settled.select,
+        "ignore": (*settled.ignore, *codes(ignore)),
+        "min_gain": next(gain for gain in (min_gain, settled.min_gain, MIN_GAIN) if gain is not None),
+        "per_module_ignores": settled.per_module_ignores,
+    }
+    select_rules(rules["select"], rules["ignore"])
+    if arguments and not _is_script(target):
+        raise UsageError(
+            f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
+        )
+    error: TilefitError | None = None
+    if _is_trace(target):
+        from tilefit.profiling.imported import Imported
+
+        with output.progress(f"Reading {target}"):
+            run: Imported | Profile = Imported(Path(target), gpu, **rules)
+            document = run.report
+    elif _is_script(target):
+        run, error = _script(Path(target), list(arguments or ()), gpu, steps, skip, plain, rules)
+        if error is not None and not run.profiled:
+            raise error
+        document = run.report
+    else:
+        from tilefit.capture.child import CaptureOptions
+        from tilefit.profiling.target import profile_target
+
+        options = CaptureOptions(
+            inputs=tuple(input or ()),
+            batch=batch,
+            seq=seq,
+            image_size=image_size,
+            train=train,
+            amp="" if amp == "off" else amp,
+            tf32=tf32,
+            optimizer=optimizer,
+            fused_optimizer=fused_optimizer,
+            channels_last=channels_last,
+            compiled=compile,
+        )
+        with output.progress(f"Profiling {target}"):
+            run = profile_target(target, options, gpu=gpu, steps=steps, skip=skip, plain=plain, **rules)
+            document = run.report
+    report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
+    if export is not None:
+        run.export(export)
+        print(f"Trace written to {export}; open it in ui.perfetto.dev", file=sys.stderr)
+    if error is not None:
+        raise error
+    return document.exit_code
+
+
+def _script(
+    script: Path,
+    arguments: list[str],
+    gpu: str | None,
+    steps: int,
+    skip: int,
+    plain: int,
+    rules: dict[str, Any],
+) -> tuple[Profile, TilefitError | None]:
+    if not script.is_file():
+        raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
+    from tilefit.precision.script import run_script
+    from tilefit.profiling.session import Profile, require_gpu
+
+    require_gpu()
+    run = Profile(
+        steps=steps, skip=skip, plain=plain, gpu=gpu, name=script.name, optimizer_steps=True, **rules
+    )
+    return run, run_script(script, arguments, run)

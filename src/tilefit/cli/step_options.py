@@ -11,6 +11,8 @@ Optimizer = Literal["adamw", "sgd", "none"]
 
 _STEP = "The step"
 _RULES = "Rules"
+#: Options that split the step over several GPUs.
+SPLIT = "Split over GPUs"
 
 #: Seconds a capture may take before it counts as hanging.
 TIMEOUT_S = 300.0
@@ -68,6 +70,26 @@ OnCpu = Annotated[
     bool,
     typer.Option(
         "--on-cpu", help="Capture with real data, for code that depends on values.", rich_help_panel=_STEP
+    ),
+]
+TensorParallel = Annotated[
+    int, typer.Option(min=1, metavar="N", help="GPUs that share each layer.", rich_help_panel=SPLIT)
+]
+PipelineParallel = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Stages, each a part of the layers.", rich_help_panel=SPLIT)
+]
+DataParallel = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Replicas, each with a part of the batch.", rich_help_panel=SPLIT),
+]
+MicroBatches = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Parts of a replica's batch; default: as many as stages.",
+        show_default=False,
+        rich_help_panel=SPLIT,
     ),
 ]
 Timeout = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilefit.cost.attention import estimate_attention
+from tilefit.cost.collective import estimate_collective
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
@@ -10,7 +11,7 @@ from tilefit.cost.profiles import Constants, constants
 from tilefit.cost.recurrent import estimate_recurrent
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
-from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
+from tilefit.ops import Attention, Collective, Conv, Gemm, Op, Recurrent, Streaming
 
 
 def analytic(op: Op, gpu: Gpu, fitted: Constants | None = None) -> Estimate:
@@ -36,5 +37,7 @@ def analytic(op: Op, gpu: Gpu, fitted: Constants | None = None) -> Estimate:
             return estimate_attention(op, gpu, fitted)
         case Recurrent():
             return estimate_recurrent(op, gpu, fitted)
+        case Collective():
+            return estimate_collective(op, gpu)
         case _:
             raise TypeError(f"no cost model for {type(op).__name__}")

@@ -9,6 +9,7 @@ from tilefit import gpus
 from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
 from tilefit.cost.launch import FIXED_S, GRAPHED_S, kernels, launch_s
 from tilefit.cost.lookup import profile
+from tilefit.cost.measured import measured_run
 from tilefit.cost.model import estimate_all
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
@@ -29,9 +30,16 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         estimates: Times of the step's operations, where they are known better (measured).
     """
     device = gpus.get(gpu) if isinstance(gpu, str) else gpu
-    estimates = tuple(estimates or estimate_all((entry.op for entry in step.ops), device))
+    run = measured_run(device.name)
+    if estimates is None:
+        estimates = estimate_all((entry.op for entry in step.ops), device)
+        if run is not None:
+            estimates = [run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
+    estimates = tuple(estimates)
     fitted = profile(device)
     scale = fitted.launch_scale if fitted else 1.0
+    if run is not None and run.launch_scale is not None:
+        scale = run.launch_scale
     host_s = free_s = gpu_s = 0.0
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)

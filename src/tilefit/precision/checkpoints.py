@@ -58,7 +58,8 @@ class Checkpoints:
     def _around_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load_state_dict(optimizer: Optimizer, *args: Any, **kw: Any) -> None:
             original(optimizer, *args, **kw)
-            self._loaded_at = user_line()
+            if optimizer.state:  # else it only changed places, before the first step
+                self._loaded_at = user_line()
 
         return load_state_dict
 

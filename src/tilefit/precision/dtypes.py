@@ -151,7 +151,7 @@ class LostGradients:
 
     def _ran(self, module: nn.Module, name: str, output: Any) -> None:
         region = self._region()
-        if not region or next(module.parameters(recurse=False), None) is None or self._ledger.depth:
+        if not region or self._ledger.depth or not any(p is not None for p in module._parameters.values()):
             return
         if not torch.is_grad_enabled():
             self._without[id(module)] = region

@@ -13,8 +13,9 @@ from torch import Tensor
 from tilefit.precision.dtypes import PRODUCTS
 from tilefit.precision.look import Call, Observer, is_plain, sampled
 
-#: Elements looked at of each gradient.
+#: Elements looked at of each gradient, and about as many gradients in a step, others in the next one.
 SAMPLE = 2048
+GRADIENTS = 64
 #: fp16: the exponent of the smallest subnormal number, of the smallest normal one, and of the largest.
 SMALLEST, NORMAL, LARGEST = -24, -14, 15
 #: Bits kept free above the largest gradient seen, and the share of gradients that may be lost below.
@@ -78,6 +79,9 @@ class Exponents(Observer):
         self.histograms: dict[torch.dtype, Histogram] = {}
         #: Of this step, on the device.
         self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._seen = 0
+        self._step = 1
+        self._first = 0
 
     def wants(self, func: Any, name: str) -> bool:
         return name in _BACKWARD
@@ -88,6 +92,9 @@ class Exponents(Observer):
         outs = call.out if isinstance(call.out, list | tuple) else [call.out]
         for out in outs:
             if isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16) and is_plain(out):
+                self._seen += 1
+                if self._seen % self._step != self._first:
+                    continue
                 sample = sampled(out, SAMPLE).clone()
                 self._samples.setdefault((out.dtype, out.device), []).append(sample)
 
@@ -119,3 +126,6 @@ class Exponents(Observer):
             histogram.zeros += found.zeros
             histogram.counts.update({e - carried: count for e, count in found.counts.items()})
         self._samples.clear()
+        self._step = max(1, self._seen // GRADIENTS)
+        self._first = (self._first + 1) % self._step
+        self._seen = 0

@@ -112,7 +112,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._observers = tuple(observers)
-        self._plans: dict[Any, _Plan] = {}
+        #: By ``id`` of the operation: these live on, and their own hash is computed in Python.
+        self._plans: dict[int, _Plan] = {}
         self._all_lines = all_lines
         self._names = names
         self._parameter_names = parameter_names
@@ -201,9 +202,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused or self._capturing():
             return func(*args, **kwargs)
-        plan = self._plans.get(func)
+        plan = self._plans.get(id(func))
         if plan is None:
-            plan = self._plans[func] = self._plan(func)
+            plan = self._plans[id(func)] = self._plan(func)
         name, before, after = plan
         backward = self._ledger.depth > 0
         call = Call(self, func, name, args, kwargs, backward)
@@ -260,12 +261,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:
-    """At most about ``most`` elements, evenly spread over memory; a view, except of unusual layouts."""
-    values = tensor.detach()
-    if values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last):
-        values = values.permute(0, 2, 3, 1)
-    flat = values.reshape(-1)
-    return flat[:: max(1, flat.numel() // most)]
+    """About ``most`` elements, evenly spread over memory; a view, except of unusual layouts."""
+    values, number = tensor.detach(), tensor.numel()
+    step = max(1, number // most)
+    dense = values.is_contiguous() or (
+        values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    )
+    # One operation, of which there is one for every gradient.
+    return values.as_strided((-(-number // step),), (step,)) if dense else values.reshape(-1)[::step]
 
 
 def _is_scalar(out: Any) -> bool:

@@ -201,7 +201,8 @@ class Accumulators(Observer):
         for index, target in enumerate(targets):
             if target.dtype not in HALF or not is_plain(target) or not target.numel():
                 continue
-            if not self._ledger.knows(target):
+            # What a graph has made is an activation of this step.
+            if target.is_leaf and not self._ledger.knows(target):
                 old = _spread(target).float()
                 new = _intended(call, target, old, index)
                 if new is not None:

@@ -19,6 +19,7 @@ from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules import all_rules
 from tilefit.report.watched import Table, Watched
+from tilefit.rules.registry import pages
 
 #: Steps made before a checkpoint is taken, and after it.
 STEPS_BEFORE = 3
@@ -85,6 +86,7 @@ def judged(title: str, events: list[Event], *tables: Table, unchecked: tuple[str
         tables=tables,
         unchecked=unchecked,
         version=__version__,
+        rules=pages((alarm.code for alarm in recorder.alarms), all_rules()),
     )
 
 

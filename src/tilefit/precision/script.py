@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol
 
 from tilefit.capture.sites import user_line
 from tilefit.errors import TargetError, TilefitError
-from tilefit.precision.watching import Watch
 
 
 class _Enough(BaseException):
     """The watch has seen its steps. No script catches what is no Exception."""
 
 
-def run_script(script: Path, arguments: list[str], watch: Watch) -> TilefitError | None:
+class Watching(Protocol):
+    """What looks on while a script runs, and ends it through ``on_end``."""
+
+    on_end: Callable[[], None]
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitError | None:
     """Run a script as ``python script arguments`` does, under a watch, until it ends or the watch has.
 
     What the script prints goes to stderr.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,21 @@ class _Pending:
     judge: Callable[[list[float]], None]
 
 
+class _Mask(NamedTuple):
+    """A sum that may be a mask.
+
+    Attributes:
+        tensor: The sum, or what it was passed on to.
+        overflowed: Whether finite terms gave -inf, on the device.
+        source, dtype: Of the sum.
+    """
+
+    tensor: weakref.ref[Tensor]
+    overflowed: Tensor
+    source: str
+    dtype: torch.dtype
+
+
 class Shadows(Observer):
     """Repeats risky operations in fp32, looks for merged integers and for masks that overflow.
 
@@ -66,7 +81,7 @@ class Shadows(Observer):
         self._pending: list[_Pending] = []
         self._calls: dict[tuple[str, str], int] = {}
         self._underflowed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self._masks: dict[int, tuple[weakref.ref[Tensor], Tensor, str]] = {}
+        self._masks: dict[int, _Mask] = {}
 
     def wants(self, func: Any, name: str) -> bool:
         return name in _POINTWISE or name in _REDUCTIONS or name in _HANDLERS
@@ -82,6 +97,8 @@ class Shadows(Observer):
         out = call.out
         if call.name in _HANDLERS:
             _HANDLERS[call.name](self, call, first)
+        if call.name == "_softmax":
+            self._through_mask(call, first)  # which autocast has made an fp32 one
         if first.dtype not in HALF or not isinstance(out, Tensor) or out.dtype not in HALF:
             return
         if call.name in _POINTWISE:
@@ -132,7 +149,6 @@ class Shadows(Observer):
             # Small probabilities may become zero, which matters where a logarithm follows.
             lost = ((kept == 0) & (wide > 0)).any()
             self._underflowed[id(out)] = weakref.ref(out), lost
-            self._through_mask(call, x)
 
     def _compare(self, call: Call, wide: Tensor, got: Tensor, dtype: torch.dtype) -> None:
         good = torch.isfinite(wide)
@@ -203,31 +219,31 @@ class Shadows(Observer):
         source = call.source
         if before is not None:
             # What overflowed earlier stays overflowed; the earlier line is to blame.
-            flag, source = flag | before[1], before[2]
-        self._masks[id(out)] = weakref.ref(out), flag, source
+            flag, source = flag | before.overflowed, before.source
+        self._masks[id(out)] = _Mask(weakref.ref(out), flag, source, out.dtype)
 
     def _pass_on(self, call: Call, first: Tensor) -> None:
         """A view or a copy of a mask is one."""
         known = next(filter(None, map(self._mask_of, call.tensors())), None)
         if known is not None and isinstance(call.out, Tensor):
-            self._masks[id(call.out)] = weakref.ref(call.out), known[1], known[2]
+            self._masks[id(call.out)] = known._replace(tensor=weakref.ref(call.out))
 
-    def _mask_of(self, tensor: Tensor) -> tuple[weakref.ref[Tensor], Tensor, str] | None:
+    def _mask_of(self, tensor: Tensor) -> _Mask | None:
         known = self._masks.get(id(tensor))
-        return known if known is not None and known[0]() is tensor else None
+        return known if known is not None and known.tensor() is tensor else None
 
     def _through_mask(self, call: Call, scores: Tensor) -> None:
         known = self._mask_of(scores)
-        if known is None:
+        if known is None or not self._counts(call, "mask"):
             return
         rows = torch.isneginf(scores).all(call.args[1]).sum()
-        source, dtype = known[2], name_of(scores.dtype)
+        source, dtype = known.source, name_of(known.dtype)
 
         def judge(numbers: list[float]) -> None:
             if numbers[0]:
                 self._recorder.emit(MaskOverflowed(source=source, dtype=dtype, rows=int(numbers[1])))
 
-        self._pending.append(_Pending(torch.stack([known[1].float(), rows.float()]), judge))
+        self._pending.append(_Pending(torch.stack([known.overflowed.float(), rows.float()]), judge))
 
     # ---- integers --------------------------------------------------------------------------
 
@@ -273,9 +289,9 @@ class Shadows(Observer):
 
         self._pending.append(_Pending(numbers.float(), judge))
 
-    def _counts(self, call: Call) -> bool:
-        """Whether this call is among the first few of its kind on its line."""
-        key = call.name, call.source
+    def _counts(self, call: Call, kind: str = "") -> bool:
+        """Whether this call is among the first few of its kind (its name) on its line."""
+        key = kind or call.name, call.source
         self._calls[key] = self._calls.get(key, 0) + 1
         return self._calls[key] <= CALLS
 

@@ -32,7 +32,7 @@ from tilefit.precision.statistics import table_of
 from tilefit.precision.window import Window
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import Alarm
-from tilefit.rules.registry import choose
+from tilefit.rules.registry import choose, pages
 from tilefit.units import share
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ class Watch:
             tables=tuple(self._tables()),
             unchecked=self._recorder.unchecked,
             version=__version__,
+            rules=pages((alarm.code for alarm in self.alarms), all_rules()),
         )
 
     def _setup(self) -> list[str]:

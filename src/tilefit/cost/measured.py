@@ -1,0 +1,101 @@
+"""Prices a step, and changes of it, by what a run of it was measured to take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+from tilefit.cost.estimate import MEASURED, Estimate
+from tilefit.ops import Step, StepOp, Streaming
+
+_RUN: ContextVar[MeasuredRun | None] = ContextVar("run", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTime:
+    """Seconds one operation took on the GPU: the median of the steps, the least and the most."""
+
+    time_s: float
+    low_s: float
+    high_s: float
+
+
+class MeasuredRun:
+    """Measured times of a step's operations.
+
+    An operation of the step costs what was measured. One that was not in the run (what a rule would put in
+    its place) costs what the model predicts, times the factor by which the model was off on the operations
+    that are most like it: of the same module and phase, else of the same kind, else all.
+
+    Args:
+        gpu: Name of the GPU of the run.
+        step: What was run.
+        times: Of each operation; None where no time is known.
+        predicted: The model's estimates of the same operations.
+        launch_scale: How much longer than the model's host this one takes to launch.
+    """
+
+    def __init__(
+        self,
+        gpu: str,
+        step: Step,
+        times: Sequence[MeasuredTime | None],
+        predicted: Sequence[Estimate],
+        launch_scale: float | None = None,
+    ) -> None:
+        self.gpu = gpu
+        self.launch_scale = launch_scale
+        # Entries are told apart by identity: equal operations of equal layers took different times.
+        self._entries = step.ops
+        self._times = {id(entry): time for entry, time in zip(step.ops, times, strict=True)}
+        sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for entry, time, estimate in zip(step.ops, times, predicted, strict=True):
+            if time is None or not time.time_s:
+                continue
+            for key in _keys(entry):
+                sums[key][0] += time.time_s
+                sums[key][1] += estimate.time_s
+        self._factors: Mapping[tuple[str, ...], float] = {
+            key: took / guessed for key, (took, guessed) in sums.items() if guessed
+        }
+
+    def corrected(self, entry: StepOp, predicted: Estimate) -> Estimate:
+        """What an operation costs, by the run where it was in it."""
+        time = self._times.get(id(entry))
+        if time is not None:
+            return replace(
+                predicted, time_s=time.time_s, low_s=time.low_s, high_s=time.high_s, provenance=MEASURED
+            )
+        factor = next((self._factors[key] for key in _keys(entry) if key in self._factors), 1.0)
+        return replace(
+            predicted,
+            time_s=factor * predicted.time_s,
+            low_s=factor * predicted.low_s,
+            high_s=factor * predicted.high_s,
+        )
+
+
+def _keys(entry: StepOp) -> tuple[tuple[str, ...], ...]:
+    """What operations have in common that err alike, the closest first."""
+    kind = entry.op.role if isinstance(entry.op, Streaming) else entry.op.kind
+    part = entry.phase
+    return ((kind, part, entry.site.module), (kind, part), (kind,), ())
+
+
+@contextmanager
+def measured(run: MeasuredRun | None) -> Iterator[None]:
+    """Within the block, steps are priced by a run on its GPU; None changes nothing."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
+def measured_run(gpu: str) -> MeasuredRun | None:
+    """The run that steps are priced by on a GPU; None where there is none."""
+    run = _RUN.get()
+    return run if run is not None and run.gpu == gpu else None

@@ -1,0 +1,145 @@
+"""Profiles the step of a target on this machine's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tilefit.capture.child import CaptureOptions
+from tilefit.capture.optimizer import OPTIMIZERS
+from tilefit.capture.run import AMP_DTYPES, call, capture, loss_of_output
+from tilefit.capture.targets import InputOptions, load
+from tilefit.cost.fusion import fuse
+from tilefit.gpus import Gpu
+from tilefit.profiling.session import PLAIN_STEPS, PROFILED_STEPS, SKIPPED_STEPS, Profile, require_gpu
+
+
+def profile_target(
+    target: str,
+    options: CaptureOptions,
+    *,
+    gpu: str | Gpu | None = None,
+    steps: int = PROFILED_STEPS,
+    skip: int = SKIPPED_STEPS,
+    plain: int = PLAIN_STEPS,
+    device: str = "cuda",
+    **rules: Any,
+) -> Profile:
+    """Run a target's step a few times and profile it; every kernel is joined to the captured step.
+
+    Args:
+        target, options: As of :func:`tilefit.capture.child.capture_target`; ``compiled`` compiles the model
+            with ``torch.compile``.
+        gpu: The GPU that the rates are compared with; None for this machine's.
+        steps, skip, plain: As of :class:`~tilefit.profiling.session.Profile`.
+        device: Where to run; on the CPU only to see whether the step runs.
+        rules: Further arguments for the rules.
+
+    Raises:
+        TilefitError: the target cannot be built or captured, or there is no GPU.
+    """
+    if device == "cuda":
+        require_gpu()
+    sizes = (options.batch, options.seq, options.image_size)
+    wanted = InputOptions(options.inputs, *sizes, options.train, "cpu", options.arguments)
+    loaded = load(target, wanted)
+    shapes = load(target, replace(wanted, device="meta"))
+    captured = capture(
+        shapes.model,
+        shapes.inputs,
+        train=options.train,
+        amp=options.amp,
+        tf32=options.tf32,
+        optimizer=options.optimizer,
+        fused_optimizer=options.fused_optimizer,
+        channels_last=options.channels_last,
+        compiled=options.compiled,
+        loss=shapes.loss,
+        name=shapes.name,
+        notes=shapes.notes,
+    )
+    if options.compiled:
+        captured = fuse(captured)
+    profile = Profile(
+        steps=steps, skip=skip, plain=plain, gpu=gpu, name=loaded.name, captured=captured, **rules
+    )
+    with _tf32(options.tf32), profile:
+        step = real_step(loaded.model, loaded.inputs, loaded.loss, options, device)
+        for _ in range(skip + plain + steps):
+            step()
+            profile.step()
+    return profile
+
+
+def real_step(
+    model: nn.Module | Callable[..., Any],
+    inputs: Any,
+    loss_of: Callable[[Any], torch.Tensor] | None,
+    options: CaptureOptions,
+    device: str,
+) -> Callable[[], None]:
+    """The step that :func:`tilefit.capture.capture` captures, with real tensors on a device."""
+    inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+    if not isinstance(model, nn.Module):
+        return partial(call, model, inputs)
+    module = model.to(device).train(options.train)
+    if options.channels_last:
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = tree_map(_channels_last, inputs)
+    run: Callable[..., Any] = torch.compile(module) if options.compiled else module
+    optimizer = None
+    if options.train and options.optimizer in OPTIMIZERS:
+        # With a rate of zero the weights stay what they are, and the same kernels run.
+        make = OPTIMIZERS[options.optimizer]
+        optimizer = make(module.parameters(), lr=0.0, fused=options.fused_optimizer or None)
+    # Real gradients under fp16 need the scaler, whose kernels are part of the captured step.
+    scaler = torch.amp.GradScaler(device, enabled=options.amp == "fp16" and options.train)
+
+    def step() -> None:
+        amp = torch.autocast(
+            device, dtype=AMP_DTYPES.get(options.amp, torch.bfloat16), enabled=bool(options.amp)
+        )
+        with torch.set_grad_enabled(options.train), amp:
+            output = call(run, inputs)
+            loss = loss_of_output(output, loss_of)[0] if options.train else None
+        if loss is None:
+            return
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        module.zero_grad()
+
+    return step
+
+
+def _channels_last(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
+        return leaf.to(memory_format=torch.channels_last)
+    return leaf
+
+
+class _tf32:  # noqa: N801 - used like a function
+    """Within the block, TF32 for fp32 products is on or off; None leaves PyTorch's settings."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        if self._wanted is not None:
+            self._set(self._wanted, self._wanted)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(*self._kept)
+
+    @staticmethod
+    def _set(matmul: bool, conv: bool) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+        torch.backends.cudnn.allow_tf32 = conv
