@@ -59,9 +59,9 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 # Operations that launch no kernel although their schema does not call them views.
 _FREE = frozenset(
     """empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach alias lift lift_fresh
-    _unsafe_view _reshape_alias is_same_size sym_size sym_stride sym_numel sym_storage_offset resize_ set_
-    _version scalar_tensor _has_compatible_shallow_copy_type record_stream
-    as_strided_ is_pinned _conj _neg_view resolve_conj resolve_neg""".split()
+    _unsafe_view unsafe_split unsafe_split_with_sizes _reshape_alias is_same_size sym_size sym_stride
+    sym_numel sym_storage_offset resize_ set_ _version scalar_tensor _has_compatible_shallow_copy_type
+    record_stream as_strided_ is_pinned _conj _neg_view resolve_conj resolve_neg""".split()
 )
 
 

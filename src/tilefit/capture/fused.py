@@ -185,6 +185,42 @@ def _recurrent(mode_name: str) -> Callable[..., Any]:
     return replacement
 
 
+def recurrent_layer(
+    mode: SemanticMode,
+    x: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None,
+    b_hh: torch.Tensor | None,
+    h0: torch.Tensor | None,
+    c0: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    reset: torch.Tensor | None,
+    cell: str,
+    *options: str,
+) -> Any:
+    """One layer of :mod:`tilefit.nn`, called as its operator (see :mod:`tilefit.rnn.operator`)."""
+    steps, batch, inputs = x.shape
+    directions, _, hidden = w_hh.shape
+    dtype = DTYPES[x.dtype]
+    op = Recurrent(
+        mode=cell.upper(),
+        input_size=inputs,
+        hidden_size=hidden,
+        seq_len=steps,
+        batch=batch,
+        bidirectional=directions == 2,
+        packed=lengths is not None,
+        dtype="tf32" if dtype == "fp32" and mode.recorder.tf32_conv else dtype,
+    )
+    tensors = [t for t in (x, w_ih, w_hh, b_ih, b_hh, h0, c0) if t is not None]
+    shape = (steps, batch, directions, hidden)
+    out, *states = _Recurrence.apply(mode, op, shape, *tensors)  # type: ignore[no-untyped-call]
+    # What the operator saves for backward, this autograd function has saved already.
+    empty = x.new_empty(0)
+    return (out, *states, *[empty] * (4 - len(states)))
+
+
 class _CellPointwise(torch.autograd.Function):
     """The gates of a recurrent cell: one fused kernel over the two products."""
 
@@ -340,6 +376,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "gru": _recurrent("GRU"),
     "rnn_tanh": _recurrent("RNN_TANH"),
     "rnn_relu": _recurrent("RNN_RELU"),
+    "recurrent.default": recurrent_layer,
     "lstm_cell": _cell(2),
     "gru_cell": _cell(1),
     "dropout": dropout,

@@ -87,7 +87,9 @@ def sweep(
         missing = [size for size in wanted if size not in found and size not in failed]
         if not missing:
             return
-        with closing(capture(target, [_at(options, over, size) for size in missing], timeout_s)) as captures:
+        with closing(
+            capture(target, [at_size(options, over, size) for size in missing], timeout_s)
+        ) as captures:
             for size, captured in zip(missing, watch(captures, len(missing)), strict=True):
                 if isinstance(captured, TilefitError):
                     failed[size] = captured
@@ -136,7 +138,18 @@ def _is_constant(found: dict[int, Step]) -> bool:
     return len(found) > 1 and len({(step.inputs, step.ops) for step in found.values()}) == 1
 
 
-def _at(options: CaptureOptions, over: str, size: int) -> CaptureOptions:
+def first_captures(options: CaptureOptions, over: str, sizes: Sequence[int]) -> list[CaptureOptions]:
+    """The captures that :func:`sweep` begins with, in its order; mostly they are all it needs."""
+    many = [size for size in sizes if size > 1]
+    if over in SMOOTH and len(many) > CAPTURES + 1:
+        wanted = [*_chosen(many), *(size for size in sizes if size == 1)]
+    else:
+        wanted = list(sizes[:: -(-len(sizes) // MOST_CAPTURES)])
+    return [at_size(options, over, size) for size in wanted]
+
+
+def at_size(options: CaptureOptions, over: str, size: int) -> CaptureOptions:
+    """The options with one size: of the inputs, or of the model."""
     own = over in ("batch", "seq", "image_size")
     changed: dict[str, Any] = {over: size} if own else {"arguments": {**options.arguments, over: size}}
     return replace(options, **changed)

@@ -31,6 +31,9 @@ class Gpu:
         shared_memory_bytes_per_sm: The most one SM offers.
         memory_bus_width_bits: Pins of the memory interface.
         memory_data_rate_bits_per_s: Of one pin.
+        link: The link to other GPUs of the same machine, such as ``NVLink 4``; where NVLink joins pairs only,
+            the PCIe slot; empty where unknown.
+        link_bandwidth_bytes_per_s: Its published bandwidth, both directions together; 0 where unknown.
         clock_hz_by_dtype: Clock of the types whose published peak is not at ``boost_clock_hz``: NVIDIA states
             Hopper's fp32 and fp64 at a higher clock than its other Tensor Core types.
         datasheet_peak_flop_per_s: The published dense peaks by element type; for comparison, nothing is
@@ -52,6 +55,8 @@ class Gpu:
     shared_memory_bytes_per_sm: int
     memory_bus_width_bits: int = 0
     memory_data_rate_bits_per_s: float = 0.0
+    link: str = ""
+    link_bandwidth_bytes_per_s: float = 0.0
     clock_hz_by_dtype: Mapping[str, float] = field(default_factory=dict)
     datasheet_peak_flop_per_s: Mapping[str, float] = field(default_factory=dict)
     datasheet_bandwidth_bytes_per_s: float = 0.0

@@ -41,6 +41,7 @@ def load(path: Path) -> tuple[Gpu, tuple[str, ...]]:
     needs_source = root.values.keys() - _UNSOURCED
     sources = root.table("sources")
     datasheet = root.table("datasheet")
+    link = root.table("link") if "link" in root.values else None
     bus_width_bits = root.take("memory_bus_width_bits", int)
     data_rate_bits_per_s = root.take("memory_data_rate_bits_per_s", float)
     gpu = Gpu(
@@ -57,13 +58,15 @@ def load(path: Path) -> tuple[Gpu, tuple[str, ...]]:
         shared_memory_bytes_per_sm=root.take("shared_memory_bytes_per_sm", int),
         memory_bus_width_bits=bus_width_bits,
         memory_data_rate_bits_per_s=data_rate_bits_per_s,
+        link=link.take("name", str) if link else "",
+        link_bandwidth_bytes_per_s=link.take("bandwidth_bytes_per_s", float) if link else 0.0,
         clock_hz_by_dtype=root.table("clock_hz").by_dtype(float) if "clock_hz" in root.values else {},
         datasheet_peak_flop_per_s=datasheet.table("peak_flop_per_s").by_dtype(float, required=("fp32",)),
         datasheet_bandwidth_bytes_per_s=datasheet.take("memory_bandwidth_bytes_per_s", float),
         sources={key: sources.take(key, str) for key in sorted(needs_source)},
     )
     aliases = root.texts("aliases")
-    for table in (root, datasheet, sources):
+    for table in (root, datasheet, sources, *([link] if link else [])):
         table.finish()
     return gpu, aliases
 

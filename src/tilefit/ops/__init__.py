@@ -2,10 +2,11 @@
 
 from tilefit.ops.attention import Attention
 from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PHASES, Op
+from tilefit.ops.collective import Collective
 from tilefit.ops.conv import Conv, Conv2d
 from tilefit.ops.gemm import Gemm
 from tilefit.ops.recurrent import Recurrent
-from tilefit.ops.step import Memory, Parameter, Settings, Site, Step, StepOp, TensorRef
+from tilefit.ops.step import Memory, Parameter, Settings, Shard, Site, Step, StepOp, TensorRef
 from tilefit.ops.streaming import Streaming
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "OPTIMIZER",
     "PHASES",
     "Attention",
+    "Collective",
     "Conv",
     "Conv2d",
     "Gemm",
@@ -23,6 +25,7 @@ __all__ = [
     "Parameter",
     "Recurrent",
     "Settings",
+    "Shard",
     "Site",
     "Step",
     "StepOp",

@@ -9,6 +9,7 @@ from math import prod
 from tilefit.errors import UsageError
 from tilefit.ops.attention import Attention
 from tilefit.ops.base import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Op
+from tilefit.ops.collective import Collective
 from tilefit.ops.conv import Conv
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.gemm import Gemm
@@ -133,9 +134,11 @@ def _scaled(entry: StepOp, factor: float, reads: tuple[int, int], writes: tuple[
         return replace(op, batch=_times(op.batch, factor), mask_bytes=mask)
     if isinstance(op, Conv | Recurrent):
         return replace(op, batch=_times(op.batch, factor))
-    assert isinstance(op, Streaming)
     if entry.phase == OPTIMIZER:
         return op
+    if isinstance(op, Collective):
+        return replace(op, elements=_times(op.elements, factor))
+    assert isinstance(op, Streaming)
     read = _growth(op.read_bytes, reads, factor)
     write = _growth(op.write_bytes, writes, factor)
     # What is normalised or reduced over the batch is more for each result, of which there are no more.

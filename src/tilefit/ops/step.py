@@ -10,12 +10,15 @@ from typing import Any
 from tilefit.errors import TilefitError
 from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
+from tilefit.ops.collective import Collective
 from tilefit.ops.conv import Conv
 from tilefit.ops.gemm import Gemm
 from tilefit.ops.recurrent import Recurrent
 from tilefit.ops.streaming import Streaming
 
-_KINDS: dict[str, type[Op]] = {cls.kind: cls for cls in (Gemm, Conv, Attention, Recurrent, Streaming)}
+_KINDS: dict[str, type[Op]] = {
+    cls.kind: cls for cls in (Gemm, Conv, Attention, Recurrent, Streaming, Collective)
+}
 
 #: Version of the JSON form of a step.
 STEP_SCHEMA = 1
@@ -151,6 +154,28 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """How tensor parallelism divides one size of the model.
+
+    Attributes:
+        what: The size, such as ``query heads``.
+        size: In the whole model.
+        per_rank: On the rank with the most.
+        ranks: How many ranks share it; fewer than there are where each part is held several times.
+    """
+
+    what: str
+    size: int
+    per_rank: int
+    ranks: int
+
+    @property
+    def is_even(self) -> bool:
+        """Every rank has as much."""
+        return self.per_rank * self.ranks == self.size
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One captured training step or inference call.
 
@@ -164,6 +189,7 @@ class Step:
         modules: Class name of each module, by path.
         model: What was captured, for headings.
         notes: What a reader must know about the capture (assumptions, things not seen).
+        shards: Of one tensor-parallel rank's step, how sizes are divided; empty for a whole step.
     """
 
     ops: tuple[StepOp, ...]
@@ -175,6 +201,7 @@ class Step:
     modules: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     notes: tuple[str, ...] = ()
+    shards: tuple[Shard, ...] = ()
 
     @property
     def flop(self) -> int:
@@ -233,6 +260,7 @@ class Step:
                 "modules": dict(self.modules),
                 "model": self.model,
                 "notes": self.notes,
+                "shards": [asdict(shard) for shard in self.shards],
             },
             separators=(",", ":"),
         )
@@ -272,6 +300,7 @@ class Step:
                 modules=data["modules"],
                 model=data["model"],
                 notes=tuple(data["notes"]),
+                shards=tuple(Shard(**shard) for shard in data.get("shards", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TilefitError(f"not a captured step: {error!r}") from error

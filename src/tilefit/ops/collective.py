@@ -1,0 +1,68 @@
+"""Communication between GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tilefit.errors import UsageError
+from tilefit.ops.base import Op
+from tilefit.ops.dtypes import canonical, size_bytes
+
+ALL_REDUCE, ALL_GATHER, SEND = "all-reduce", "all-gather", "send"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Op):
+    """A transfer that several GPUs take part in, as one of them sees it.
+
+    Attributes:
+        function: ``all-reduce`` (each has a tensor and gets the sum), ``all-gather`` (each has a part and
+            gets all of it) or ``send`` (one hands a tensor to the next).
+        elements: Elements of the tensor; of an all-gather, of all parts together.
+        ranks: GPUs that take part.
+        dtype: Element type.
+    """
+
+    kind: ClassVar[str] = "collective"
+
+    function: str
+    elements: int
+    ranks: int
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.function not in (ALL_REDUCE, ALL_GATHER, SEND):
+            raise UsageError(f"unknown collective {self.function!r}")
+        if self.ranks < 2:
+            raise UsageError(f"a collective needs at least two ranks, not {self.ranks}")
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+
+    @property
+    def flop(self) -> int:
+        return 0
+
+    @property
+    def read_bytes(self) -> int:
+        held = self.elements // self.ranks if self.function == ALL_GATHER else self.elements
+        return held * size_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return 0 if self.function == SEND else self.elements * size_bytes(self.dtype)
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that one GPU must send at least.
+
+        An all-reduce sends each byte ``2 (p - 1) / p`` times and an all-gather ``(p - 1) / p`` times over p
+        ranks, which a ring reaches (Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters
+        of Workstations", 2009).
+        """
+        passes = {ALL_REDUCE: 2.0, ALL_GATHER: 1.0}.get(self.function)
+        share = 1.0 if passes is None else passes * (self.ranks - 1) / self.ranks
+        return share * self.elements * size_bytes(self.dtype)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.function} of {self.elements} over {self.ranks}"

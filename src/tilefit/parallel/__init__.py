@@ -1,0 +1,10 @@
+"""One GPU's part of a step that is split over several: tensor, pipeline and data parallelism.
+
+The way a step is split is inferred from what it executes, not read from a framework: see
+:mod:`tilefit.parallel.roles`.
+"""
+
+from tilefit.parallel.pricing import SplitEstimate, estimate_plan, rank_step
+from tilefit.parallel.split import Plan, Split, plan
+
+__all__ = ["Plan", "Split", "SplitEstimate", "estimate_plan", "plan", "rank_step"]

@@ -1,0 +1,155 @@
+"""Pipeline parallelism: the layers of a step, a part of them on each stage."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+from tilefit.errors import UsageError
+from tilefit.ops import FORWARD, OPTIMIZER, Collective, Memory, Step, StepOp, Streaming
+from tilefit.ops.collective import SEND
+from tilefit.ops.dtypes import size_bytes
+
+_NUMBERED = re.compile(r"^(.*?)\.?\b(\d+)(?:\.|$)")
+
+
+def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
+    """The step of each stage; each ends its forward pass by sending its result on, and its backward pass too.
+
+    The layers are the modules of the numbered list that holds the most arithmetic (``transformer.h.0`` and so
+    on); the first stages get one more where they do not divide. What runs before the first layer belongs to
+    the first stage, what runs after the last to the last, and what belongs to no layer to the one that ran
+    before. Operations of the optimizer are divided by the parameters. Parameters that stages share (tied
+    embeddings) are held by each of them. Of the micro-batches a stage holds the activations of as many as
+    there are stages from it on (the schedule called 1F1B: Narayanan and others, "Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2).
+
+    Args:
+        step: One micro-batch's step.
+        count: How many stages.
+        micro_batches: How many micro-batches follow each other.
+
+    Raises:
+        UsageError: the step has fewer layers than stages.
+    """
+    prefix, layers = _layers(step)
+    if layers < count:
+        raise UsageError(
+            f"{layers} layers do not fill {count} pipeline stages"
+            if layers
+            else "the step has no list of layers",
+            hint="Take fewer stages.",
+        )
+    of_layer = [stage for stage in range(count) for _ in range(layers // count + (stage < layers % count))]
+    places = _places(step, prefix, of_layer)
+    names = [_names(step, places, stage) for stage in range(count)]
+    total = sum(prod(p.shape) for p in step.parameters.values())
+    written = _written(step, places, count)
+    crossings = _crossings(step, places)
+    made = []
+    for stage in range(count):
+        parameters = {name: p for name, p in step.parameters.items() if name in names[stage]}
+        share = sum(prod(p.shape) for p in parameters.values()) / total if total else 1.0
+        ops: list[StepOp] = []
+        for index, entry in enumerate(step.ops):
+            if entry.phase == OPTIMIZER:
+                ops.append(_shared(entry, share))
+            elif places[index] == stage:
+                ops.append(entry)
+                if index in crossings:
+                    ops.append(crossings[index])
+        held = min(count - stage, micro_batches) * written[stage]
+        memory = _memory(step.memory, share, held)
+        made.append(replace(step, ops=tuple(ops), parameters=parameters, memory=memory))
+    return tuple(made)
+
+
+def _layers(step: Step) -> tuple[str, int]:
+    """The path of the list of layers, and how many there are."""
+    flop: Counter[str] = Counter()
+    numbers: dict[str, set[int]] = {}
+    for entry in step.ops:
+        if match := _NUMBERED.match(entry.site.module):
+            flop[match[1]] += entry.op.flop
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    if not flop:
+        return "", 0
+    prefix = flop.most_common(1)[0][0]
+    return prefix, max(numbers[prefix]) + 1
+
+
+def _places(step: Step, prefix: str, of_layer: list[int]) -> list[int]:
+    """The stage of every operation: that of the last layer that ran."""
+    found = []
+    current = 0
+    for entry in step.ops:
+        match = _NUMBERED.match(entry.site.module)
+        if match and match[1] == prefix:
+            current = of_layer[int(match[2])]
+        found.append(current)
+    return found
+
+
+def _names(step: Step, places: list[int], stage: int) -> set[str]:
+    """Parameters that the operations of a stage read."""
+    return {
+        ref.parameter
+        for entry, place in zip(step.ops, places, strict=True)
+        if place == stage and entry.phase != OPTIMIZER
+        for ref in entry.inputs
+        if ref.parameter
+    }
+
+
+def _crossings(step: Step, places: list[int]) -> dict[int, StepOp]:
+    """Behind which operations a stage sends what to the next, or in the backward pass to the one before."""
+    found = {}
+    watched = [i for i, entry in enumerate(step.ops) if entry.phase != OPTIMIZER]
+    for here, there in pairwise(watched):
+        if places[here] == places[there]:
+            continue
+        entry = step.ops[here]
+        largest = max((*entry.outputs, *entry.inputs), key=lambda ref: prod(ref.shape), default=None)
+        if largest is not None:
+            op = Collective(SEND, max(1, prod(largest.shape)), 2, largest.dtype)
+            found[here] = StepOp(op, entry.phase, entry.site, SEND, (largest,), ())
+    return found
+
+
+def _shared(entry: StepOp, share: float) -> StepOp:
+    op = entry.op
+    if not isinstance(op, Streaming):
+        return entry
+    small = replace(
+        op,
+        elements=max(1, round(op.elements * share)),
+        read_bytes=round(op.read_bytes * share),
+        write_bytes=round(op.write_bytes * share),
+        kernels=max(1, round(op.kernels * share)),
+    )
+    return replace(entry, op=small)
+
+
+def _written(step: Step, places: list[int], count: int) -> list[float]:
+    """Each stage's share of what the forward pass writes."""
+    bytes_ = [0] * count
+    for entry, place in zip(step.ops, places, strict=True):
+        if entry.phase == FORWARD:
+            bytes_[place] += sum(prod(ref.shape) * size_bytes(ref.dtype) for ref in entry.outputs)
+    total = sum(bytes_)
+    return [each / total if total else 1.0 for each in bytes_]
+
+
+def _memory(memory: Memory, share: float, activations: float) -> Memory:
+    """Parameters and what goes with them by their share, activations by theirs."""
+    left = Memory(
+        round(memory.parameter_bytes * share),
+        round(memory.gradient_bytes * share),
+        round(memory.optimizer_bytes * share),
+        memory.buffer_bytes,
+        round(memory.saved_bytes * activations),
+    )
+    return replace(left, peak_bytes=left.fixed_bytes + round(memory.activation_bytes * activations))

@@ -1,0 +1,199 @@
+"""Splits a step over GPUs: replicas, micro-batches, tensor-parallel ranks, pipeline stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from tilefit.cost.collective import MOST_LINKED
+from tilefit.errors import UsageError
+from tilefit.ops import OPTIMIZER, Collective, Shard, Site, Step, StepOp
+from tilefit.ops.collective import ALL_REDUCE
+from tilefit.ops.scaling import scale_batch
+from tilefit.parallel.pipeline import stages
+from tilefit.parallel.roles import Roles
+from tilefit.parallel.tensor import tensor_parallel
+from tilefit.rules.sites import pattern
+
+#: Megatron-LM fills the vocabulary up to a multiple of the ranks times this
+#: (``--make-vocab-size-divisible-by``).
+MEGATRON_VOCABULARY = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Over how many GPUs each way.
+
+    Attributes:
+        tensor: Ranks that share each layer.
+        pipeline: Stages, each a part of the layers.
+        data: Replicas, each with its part of the batch.
+        micro_batches: Parts in which a replica's batch goes through it, one after the other; 0 for as many as
+            there are stages.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    micro_batches: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} parallelism over {getattr(self, name)} GPUs")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs altogether."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a replica."""
+        return self.micro_batches or self.pipeline
+
+    @property
+    def is_trivial(self) -> bool:
+        """One GPU does the whole batch at once."""
+        return self.gpus == self.parts == 1
+
+    def __str__(self) -> str:
+        named = (("tensor", self.tensor), ("pipeline", self.pipeline), ("data", self.data))
+        sizes = [f"{name} {size}" for name, size in named if size > 1]
+        return ", ".join([*sizes, *([f"{self.parts} micro-batches"] if self.parts > 1 else [])]) or "one GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step as it is split.
+
+    Attributes:
+        split: How.
+        stages: One micro-batch's step on one rank of each pipeline stage, the optimizer's work at the end.
+        problems: What keeps the split from running, or from being even.
+        notes: What was inferred, and what is left out.
+    """
+
+    split: Split
+    stages: tuple[Step, ...]
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tensor_flop(self) -> int:
+        """Of a whole step, on one GPU in the mean."""
+        of_all_stages = sum(stage.tensor_flop for stage in self.stages)
+        return of_all_stages * self.split.parts // self.split.pipeline
+
+
+def plan(step: Step, split: Split) -> Plan:
+    """Split a step.
+
+    Args:
+        step: The whole step with the global batch, as captured: not fused.
+        split: How.
+
+    Raises:
+        UsageError: the batch is unknown or does not divide, or there are fewer layers than stages.
+    """
+    if split.is_trivial:
+        return Plan(split, (step,))
+    ways = split.data * split.parts
+    notes: list[str] = []
+    problems: list[str] = []
+    if ways > 1:
+        if step.batch % ways or not step.batch:
+            raise UsageError(
+                f"a batch of {step.batch} does not split into {split.data} replicas of {split.parts} "
+                "micro-batches"
+                if step.batch
+                else "the batch of this step is unknown, so that it cannot be split",
+                hint=f"Use a batch that is a multiple of {ways}.",
+            )
+        step = scale_batch(step, 1 / ways)
+    if split.tensor > 1:
+        step, found = tensor_parallel(step, split.tensor)
+        problems += _uneven(step.shards, split.tensor)
+        notes += _inferred(found, split.tensor)
+    parts = stages(step, split.pipeline, split.parts) if split.pipeline > 1 else (step,)
+    if split.pipeline > 1:
+        problems += _unbalanced(parts)
+    if split.data > 1:
+        parts = tuple(_reduced(part, split.data) for part in parts)
+        notes.append(
+            "The gradients are summed up after the backward pass, not while it runs: an upper bound."
+        )
+    if split.gpus > MOST_LINKED and split.pipeline > 1:
+        notes.append(
+            f"Stages are taken to be linked like the GPUs of one machine, which are {MOST_LINKED} at most."
+        )
+    return Plan(split, parts, tuple(problems), tuple(notes))
+
+
+def _uneven(shards: tuple[Shard, ...], ranks: int) -> list[str]:
+    """A sentence for each size that the ranks do not share evenly."""
+    said = []
+    for shard in shards:
+        if shard.what == "vocabulary":
+            if shard.is_even:
+                continue
+            multiple = MEGATRON_VOCABULARY * ranks
+            padded = -(-shard.size // multiple) * multiple
+            said.append(
+                f"a vocabulary of {shard.size} does not divide over {ranks} ranks: fill it up to {padded}, a "
+                f"multiple of {ranks} x {MEGATRON_VOCABULARY}"
+            )
+        elif not shard.is_even:
+            said.append(
+                f"{shard.size} {shard.what} do not divide over {shard.ranks} ranks: the largest has "
+                f"{shard.per_rank}, and frameworks refuse it"
+            )
+        elif shard.ranks < ranks:
+            even = "" if ranks % shard.ranks == 0 else ", unevenly"
+            said.append(
+                f"{shard.size} {shard.what} for {ranks} ranks: each is held {ranks / shard.ranks:g} times"
+                f"{even}"
+            )
+    return said
+
+
+def _inferred(found: Roles, ranks: int) -> list[str]:
+    blocks = [
+        f"{_count(len(found.attention), 'attention block')} by heads" if found.attention else "",
+        f"{_count(len(found.mlp), 'MLP')} by features" if found.mlp else "",
+        "the vocabulary by tokens" if found.tables or found.heads else "",
+    ]
+    said = ", ".join(filter(None, blocks)) or "nothing"
+    notes = [f"Sizes are those of one of {ranks} tensor-parallel ranks. Inferred from the step: {said}."]
+    if found.whole:
+        layers = pattern(layer.module for layer in found.whole)
+        count = _count(len(found.whole), "linear layer")
+        notes.append(f"Whole on every rank: {count}, {layers}.")
+    return notes
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
+def _unbalanced(parts: tuple[Step, ...]) -> list[str]:
+    flop = [part.tensor_flop for part in parts]
+    mean = sum(flop) / len(flop)
+    if max(flop) <= 1.05 * mean:
+        return []
+    return [
+        f"stage {flop.index(max(flop)) + 1} of {len(flop)} does {max(flop) / mean:.2f} times the arithmetic "
+        "of the mean: the others wait for it"
+    ]
+
+
+def _reduced(step: Step, replicas: int) -> Step:
+    """With the sum of the gradients over the replicas, before the optimizer: once a step, like its work."""
+    trainable = [p for p in step.parameters.values() if p.trainable]
+    if not step.settings.training or not trainable:
+        return step
+    elements = sum(prod(parameter.shape) for parameter in trainable)
+    op = Collective(ALL_REDUCE, elements, replicas, trainable[0].dtype)
+    entry = StepOp(op, OPTIMIZER, Site(), ALL_REDUCE)
+    place = next((i for i, each in enumerate(step.ops) if each.phase == OPTIMIZER), len(step.ops))
+    return replace(step, ops=(*step.ops[:place], entry, *step.ops[place:]))

@@ -1,0 +1,142 @@
+"""Whole steps of a target, measured on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tilefit.capture.child import CaptureOptions
+from tilefit.capture.targets import InputOptions, load
+from tilefit.errors import TargetError
+from tilefit.fixes.measuring import RunningStep
+from tilefit.fixes.run import Run
+from tilefit.sweep.best import Trial
+
+_WARM_STEPS = 3
+#: A trial takes so many turns of several steps each; the steps of a turn run back to back, as in training.
+_TURNS = 5
+_TURN_S = 0.1
+_MOST_STEPS = 20
+
+
+class Meter:
+    """Runs the steps of one target on one device, with any batch.
+
+    The model is built once, with random weights; inputs are random. Steps run back to back, as in training,
+    with a learning rate of zero.
+
+    Args:
+        target: As of ``tilefit check``.
+        options: The step; its batch is given later.
+        device: Where to run.
+        clock: Returns seconds.
+
+    Raises:
+        TargetError: the target is no module, but a function that does a whole step.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: CaptureOptions,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._target = target
+        self._options = options
+        self._device = device
+        self._clock = clock
+        loaded = load(target, self._inputs(1, "cpu"))
+        if not isinstance(loaded.model, nn.Module):
+            raise TargetError(
+                f"{target} does a whole step itself, and its batch cannot be varied",
+                hint="Give a function that returns the model, or (model, inputs).",
+            )
+        self._model = loaded.model.to(device)
+        if options.channels_last:
+            self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def __call__(self, batch: int) -> Trial | None:
+        """Measure the step with a batch; None where the device's memory does not hold it."""
+        try:
+            with self._tf32():
+                return self._measured(batch)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            self._model.zero_grad()
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _measured(self, batch: int) -> Trial:
+        options, cuda = self._options, self._device.type == "cuda"
+        torch._dynamo.reset()  # each batch is compiled for itself, as a training run with it would be
+        shapes = load(self._target, self._inputs(batch, "meta"))
+        run = Run(
+            self._model.train(options.train),
+            tree_map(self._filled, shapes.inputs),
+            train=options.train,
+            amp=options.amp,
+            optimizer=options.optimizer,
+            fused_optimizer=options.fused_optimizer,
+            compiled=options.compiled,
+            loss=shapes.loss,
+        )
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        step = RunningStep(run)
+        for _ in range(_WARM_STEPS):
+            step()
+        step.synchronize()
+        once_s = self._turn_s(step, 1)
+        many = max(1, min(_MOST_STEPS, round(_TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
+        times = [self._turn_s(step, many) for _ in range(_TURNS)]
+        cuts = statistics.quantiles(times, n=5, method="inclusive")
+        memory = torch.cuda.max_memory_allocated(self._device) if cuda else 0
+        return Trial(batch, statistics.median(times), cuts[0], cuts[-1], memory)
+
+    @contextmanager
+    def _tf32(self) -> Iterator[None]:
+        """Products in TF32 as the options say."""
+        if self._options.tf32 is None:
+            yield
+            return
+        before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        try:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._options.tf32
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+    def _turn_s(self, step: RunningStep, many: int) -> float:
+        start = self._clock()
+        for _ in range(many):
+            step()
+        step.synchronize()
+        return (self._clock() - start) / many
+
+    def _inputs(self, batch: int, device: str) -> InputOptions:
+        options = self._options
+        return InputOptions(
+            (), batch, options.seq, options.image_size, options.train, device, options.arguments
+        )
+
+    def _filled(self, leaf: Any) -> Any:
+        """Random values of an input's shape: tokens that every vocabulary has."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.is_floating_point():
+            return torch.randint(0, 2, leaf.shape, device=self._device).to(leaf.dtype)
+        made = torch.randn(leaf.shape, device=self._device).to(leaf.dtype)
+        if self._options.channels_last and leaf.dim() == 4:
+            made = made.to(memory_format=torch.channels_last)
+        return made

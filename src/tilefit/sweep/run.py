@@ -1,0 +1,281 @@
+"""The points of a sweep, predicted: captured at few sizes, the rest interpolated, each priced on each GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from tilefit.capture.child import CaptureOptions, captures_in_child
+from tilefit.capture.sweep import SMOOTH, Capture, at_size, first_captures, sweep
+from tilefit.cost import fuse
+from tilefit.cost.model import estimate_all
+from tilefit.errors import TilefitError, UsageError
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+from tilefit.parallel import Plan, Split, estimate_plan, plan
+from tilefit.rules.batch.memory import USABLE_SHARE
+from tilefit.sweep.axes import INPUT_SIZES, SETTINGS, SPLITS, Axis, Value
+from tilefit.sweep.feed import Feed
+from tilefit.sweep.kept import Kept
+from tilefit.sweep.point import Point
+
+_Values = dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is swept.
+
+    Attributes:
+        target: As of ``tilefit check``.
+        options: How its step is captured, where no axis says otherwise.
+        axes: What varies, apart from the GPU.
+        gpus: The GPUs.
+    """
+
+    target: str
+    options: CaptureOptions
+    axes: tuple[Axis, ...]
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def size(self) -> int:
+        """How many points."""
+        count = len(self.gpus)
+        for axis in self.axes:
+            count *= len(axis.values)
+        return count
+
+    @property
+    def unit(self) -> str:
+        """What a throughput counts: ``tokens`` where the sequence varies, else ``samples``."""
+        return "tokens" if any(axis.name == "seq" for axis in self.axes) else "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Points whose captures differ in one size at most.
+
+    Attributes:
+        options: Of all of them.
+        values: Of the axes that make up the options.
+        over: The size that varies; empty where none does.
+        sizes: Its values.
+    """
+
+    options: CaptureOptions
+    values: _Values
+    over: str = ""
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def captures(self) -> list[CaptureOptions]:
+        """What it takes, as far as one can tell beforehand."""
+        return first_captures(self.options, self.over, self.sizes) if self.over else [self.options]
+
+    def options_at(self, size: int) -> CaptureOptions:
+        return at_size(self.options, self.over, size) if self.over else self.options
+
+    def values_at(self, size: int) -> _Values:
+        return {**self.values, self.over: size} if self.over else self.values
+
+
+@dataclass
+class Predictions:
+    """The predicted points of a grid; iterate over it once.
+
+    Attributes:
+        grid: What is swept.
+        timeout_s: How long one capture may take.
+        kept: Points of earlier sweeps; None keeps nothing.
+        capture: Runs captures.
+        failure: Why the first point that has no step has none.
+    """
+
+    grid: Grid
+    timeout_s: float
+    kept: Kept | None = None
+    capture: Capture = captures_in_child
+    failure: TilefitError | None = None
+
+    def __iter__(self) -> Iterator[Point]:
+        """Every point of the grid, group by group; what cannot be captured has an error.
+
+        Raises:
+            UsageError: an option is not understood.
+            KeyboardInterrupt: the user stopped it; the points so far are in the store.
+        """
+        cases = list(_cases(self.grid))
+        open_groups = []
+        for group in _groups(self.grid):
+            known, missing = self._known(group, cases)
+            yield from known
+            if missing:
+                open_groups.append((group, missing))
+        planned = [options for group, _ in open_groups for options in group.captures]
+        with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:
+            for group, missing in open_groups:
+                yield from self._predicted(group, missing, feed)
+
+    def _known(self, group: _Group, cases: Sequence[_Case]) -> tuple[list[Point], list[tuple[int, _Case]]]:
+        """The points of a group that are in the store, and those that are not, by size and case."""
+        known, missing = [], []
+        for size in group.sizes or (0,):
+            for case in cases:
+                point = self.kept and self.kept.get(group.options_at(size), case.gpu, case.key)
+                if point:
+                    known.append(replace(point, at={**group.values_at(size), **case.values}))
+                else:
+                    missing.append((size, case))
+        return known, missing
+
+    def _predicted(self, group: _Group, missing: Sequence[tuple[int, _Case]], feed: Feed) -> Iterator[Point]:
+        steps: dict[int, Step | TilefitError] = {}
+        notes: tuple[str, ...] = ()
+        interrupted = False
+        wanted = sorted({size for size, _ in missing})
+        if not group.over:
+            (steps[0],) = feed(self.grid.target, [group.options], self.timeout_s)
+        else:
+            try:
+                found = sweep(
+                    self.grid.target, group.options, group.over, group.sizes, self.timeout_s, capture=feed
+                )
+            except UsageError:
+                raise
+            except TilefitError as error:
+                steps = dict.fromkeys(wanted, error)
+            else:
+                notes, interrupted = found.notes, found.interrupted
+                known = {*found.sizes}
+                for size in wanted:
+                    if size in known:
+                        steps[size] = found.at(size)
+                    elif not interrupted:
+                        steps[size] = found.failed.get(size, _THINNED)
+        # Priced together, operations of a kind go through the fitted networks at once.
+        every = {entry.op: None for step in steps.values() if isinstance(step, Step) for entry in step.ops}
+        for gpu in self.grid.gpus:
+            estimate_all(every, gpu)
+        for size, case in missing:
+            if size not in steps:
+                continue
+            at = {**group.values_at(size), **case.values}
+            step = steps[size]
+            try:
+                if isinstance(step, TilefitError):
+                    raise step
+                point = case.point(at, step, self.grid.unit, int(at.get("seq", 0)))
+                point = replace(point, notes=(*notes, *point.notes))
+            except TilefitError as error:
+                self.failure = self.failure or error
+                point = Point(at, case.gpu.name, error=error.what)
+            if self.kept:
+                self.kept.put(group.options_at(size), case.gpu, case.key, point)
+            yield point
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+_UNPRICED = "communication over a link that is unknown is not priced"
+_THINNED = TilefitError("not captured: so many sizes are captured one by one only in part")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a captured step is priced with: the GPU, the compiler, the way it is split."""
+
+    gpu: Gpu
+    values: _Values
+    compiled: bool
+    split: Split
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"compiled": self.compiled, "split": str(self.split)}
+
+    def point(self, at: _Values, step: Step, unit: str, seq: int) -> Point:
+        """The step's point; ``seq`` are the tokens of a sample where those are counted.
+
+        Raises:
+            UsageError: the step cannot be split this way.
+        """
+        step = replace(step, settings=replace(step.settings, compiled=self.compiled))
+        planned = plan(step, self.split)
+        time = estimate_plan(_fused(planned) if self.compiled else planned, self.gpu)
+        return Point(
+            at=at,
+            gpu=self.gpu.name,
+            time_s=time.time_s,
+            low_s=time.low_s,
+            high_s=time.high_s,
+            samples=step.batch,
+            items=step.batch * (seq if unit == "tokens" else 1),
+            flop=planned.tensor_flop,
+            gpus=self.split.gpus,
+            memory_bytes=time.memory_bytes,
+            fits=time.memory_bytes <= USABLE_SHARE * self.gpu.memory_bytes,
+            provenance=time.provenance,
+            notes=(*planned.problems, *((_UNPRICED,) if time.unpriced else ())),
+        )
+
+
+def _fused(planned: Plan) -> Plan:
+    return replace(planned, stages=tuple(map(fuse, planned.stages)))
+
+
+def _cases(grid: Grid) -> Iterator[_Case]:
+    """The ways to price each captured step."""
+    axes = [axis for axis in grid.axes if axis.name in ("compile", *SPLITS)]
+    for gpu in grid.gpus:
+        for values in _combinations(axes):
+            sizes = {name: int(values[name]) for name in SPLITS if name in values}
+            yield _Case(
+                gpu,
+                {**values, **({"gpu": gpu.name} if len(grid.gpus) > 1 else {})},
+                values["compile"] == "on" if "compile" in values else grid.options.compiled,
+                Split(**{name.removesuffix("_parallel"): size for name, size in sizes.items()}),
+            )
+
+
+def _groups(grid: Grid) -> Iterator[_Group]:
+    """The captures, by what they share: the size with the most values varies within a group."""
+    axes = [axis for axis in grid.axes if axis.name not in ("compile", *SPLITS)]
+    smooth = [axis for axis in axes if axis.name in SMOOTH]
+    inner = max(smooth, key=lambda axis: len(axis.values), default=None)
+    # The compiler's fusion is applied afterwards, so that both kinds of points share their captures.
+    base = replace(grid.options, compiled=False)
+    for values in _combinations([axis for axis in axes if axis is not inner]):
+        options = options_with(base, values)
+        if inner is None:
+            yield _Group(options, values)
+        else:
+            yield _Group(options, values, inner.name, tuple(int(value) for value in inner.values))
+
+
+def _combinations(axes: Sequence[Axis]) -> Iterator[_Values]:
+    for values in product(*(axis.values for axis in axes)):
+        yield dict(zip((axis.name for axis in axes), values, strict=True))
+
+
+def options_with(options: CaptureOptions, values: Mapping[str, Value]) -> CaptureOptions:
+    """The options with the values of some axes; what is neither a size of the inputs nor a setting is one of
+    the model."""
+    changed: dict[str, Any] = {}
+    arguments = dict(options.arguments)
+    for name, value in values.items():
+        if name in INPUT_SIZES:
+            changed[name] = value
+        elif name == "dtype":
+            changed["amp"] = value if value in ("bf16", "fp16") else ""
+            changed["tf32"] = {"fp32": False, "tf32": True}.get(str(value))
+        elif name == "amp":
+            changed["amp"] = "" if value == "off" else value
+        elif name in SETTINGS:
+            changed[name] = value if name == "optimizer" else value == "on"
+        else:
+            arguments[name] = int(value)
+    return replace(options, arguments=arguments, **changed)
