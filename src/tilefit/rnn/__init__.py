@@ -1,0 +1,1 @@
+"""Recurrent layers that keep their weights on chip, and what runs where they cannot."""

@@ -1,0 +1,83 @@
+"""The recurrent cells: sizes of what a step computes, saves and returns.
+
+Sizes in this package: T steps, B mini-batch, D directions (1 or 2), H hidden size, G gates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of cell.
+
+    Attributes:
+        name: What the operator and the kernels call it.
+        mode: What ``torch.nn.RNNBase`` calls it.
+        gates: Blocks of H rows in its weights, in torch's order (LSTM i, f, g, o; GRU r, z, n).
+        saved: Blocks of H columns a step saves for backward: its gates, and for a GRU also
+            ``W_hn h + b_hn``. An RNN's output says it all.
+        gradients: Blocks of H columns of a step's pre-activation gradient. A GRU's are (dn * r, dr, dz, dn):
+            the first three go to the hidden state, the last three to the input.
+    """
+
+    name: str
+    mode: str
+    gates: int
+    saved: int
+    gradients: int
+
+    @property
+    def has_c(self) -> bool:
+        """Whether it has a cell state besides the hidden state."""
+        return self.mode == "LSTM"
+
+    @property
+    def is_gru(self) -> bool:
+        return self.mode == "GRU"
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        Cell("rnn_tanh", "RNN_TANH", gates=1, saved=0, gradients=1),
+        Cell("rnn_relu", "RNN_RELU", gates=1, saved=0, gradients=1),
+        Cell("lstm", "LSTM", gates=4, saved=4, gradients=4),
+        Cell("gru", "GRU", gates=3, saved=4, gradients=4),
+    )
+}
+BY_MODE = {cell.mode: cell for cell in CELLS.values()}
+
+
+class Forward(NamedTuple):
+    """What a forward pass over a layer returns; a tensor the cell does not have, or need not save, is empty.
+
+    Attributes:
+        out: [T, B, D, H]; 0 beyond a row's length.
+        c_n: [D, B, H]
+        gates: [T, B, D, saved * H]
+        c: [T, B, D, H] in fp32 (fp64 for fp64)
+    """
+
+    out: torch.Tensor
+    c_n: torch.Tensor
+    gates: torch.Tensor
+    c: torch.Tensor
+
+
+class Backward(NamedTuple):
+    """What a backward pass over a layer returns.
+
+    Attributes:
+        dg: Gradient of the pre-activations, [T, B, D, gradients * H]; 0 beyond a row's length.
+        grad_h0: [D, B, H]
+        grad_c0: [D, B, H]; empty if the cell has none.
+    """
+
+    dg: torch.Tensor
+    grad_h0: torch.Tensor
+    grad_c0: torch.Tensor

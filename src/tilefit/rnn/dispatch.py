@@ -1,0 +1,358 @@
+"""Which backend runs a recurrent layer.
+
+- ``persistent``: our kernels, which keep the weights on chip for the whole sequence.
+- ``cudnn``: what ``torch.nn`` runs: cuDNN on CUDA, PyTorch's own code elsewhere.
+- ``reference``: plain PyTorch, step by step: right everywhere, fast nowhere.
+
+The persistent kernels run where they can and were measured to be no slower than cuDNN. The measurements are
+in ``data/``, one file per GPU: microseconds per time step of both, by cell, element type, hidden size,
+mini-batch, steps, directions and whether backward is included. A size that was not measured takes each
+backend's time from the nearest one that was, by the logarithms of hidden size, mini-batch and steps; cuDNN's
+from those at which cuDNN runs the same algorithm. Beyond the largest hidden size or mini-batch measured, and
+on a GPU that no measurements hold for, cuDNN runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from importlib import import_module
+from math import log2
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefit import gpus
+from tilefit.cost.recurrent import cudnn_algorithm
+from tilefit.errors import TilefitError, UsageError
+from tilefit.gpus import Gpu
+from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
+from tilefit.rnn.cells import CELLS, Cell
+
+PERSISTENT, CUDNN, REFERENCE = "persistent", "cudnn", "reference"
+BACKENDS = (PERSISTENT, CUDNN, REFERENCE)
+
+#: The environment variable that forces a backend.
+VARIABLE = "TILEFIT_RNN"
+
+DATA = Path(__file__).parent / "data"
+
+DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+class Call(NamedTuple):
+    """What decides how a recurrent module's call runs.
+
+    Attributes:
+        cell: Name of the cell.
+        dtype: Element type of the computation.
+        device: The CUDA device; None for any other.
+        shapes_only: The tensors are on ``meta``: there are no values.
+        input, hidden, batch, steps, layers, directions: Sizes.
+        proj: ``proj_size`` of the module.
+        ragged: Rows have lengths (or the input is a PackedSequence).
+        reset: There is a mask of steps that start from zeros.
+        training: Backward follows.
+        cudnn_dtype: Element type that ``torch.nn`` computes in: under autocast on CUDA always fp16.
+        tf32: fp32 products may use TF32.
+    """
+
+    cell: str
+    dtype: torch.dtype
+    device: torch.device | None
+    shapes_only: bool
+    input: int
+    hidden: int
+    batch: int
+    steps: int
+    layers: int
+    directions: int
+    proj: int
+    ragged: bool
+    reset: bool
+    training: bool
+    cudnn_dtype: torch.dtype
+    tf32: bool
+
+    def op(self, *, backward: bool = False) -> Recurrent:
+        """The call as ``torch.nn`` would run it."""
+        return Recurrent(
+            mode=CELLS[self.cell].mode,
+            input_size=self.input,
+            hidden_size=self.hidden,
+            seq_len=self.steps,
+            batch=self.batch,
+            num_layers=self.layers,
+            bidirectional=self.directions == 2,
+            proj_size=self.proj,
+            packed=self.ragged,
+            dtype="tf32" if self.tf32 else DTYPES[self.cudnn_dtype],
+            direction=BACKWARD_DATA if backward else FORWARD,
+        )
+
+
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The element type a layer computes in and returns: the autocast region's, or else the input's."""
+    if not torch._C._is_any_autocast_enabled() or x.dtype is torch.float64:
+        return x.dtype
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def cuda_device(x: Tensor) -> torch.device | None:
+    """The CUDA device of a tensor, None if it is not on one.
+
+    A capture says of every tensor that it is on CUDA, so the tensor is asked what it is not.
+    """
+    return None if x.is_cpu or x.is_meta or not x.is_cuda else x.device
+
+
+def allows_tf32(dtype: torch.dtype, device: torch.device | None) -> bool:
+    """Whether products of that element type may use TF32: PyTorch's setting for cuDNN's recurrent layers."""
+    return (
+        dtype is torch.float32 and device is not None and torch.backends.cudnn.rnn.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    )
+
+
+_ASKED_FOR = "asked for"
+
+
+class Choice(NamedTuple):
+    """A backend and why."""
+
+    backend: str
+    reason: str
+
+
+def choose(call: Call, backend: str | None = None) -> Choice:
+    """The backend that runs a call.
+
+    Args:
+        call: What is to run.
+        backend: One that must run it; without it, the environment variable ``TILEFIT_RNN`` names it, if set.
+
+    Raises:
+        TilefitError: the backend asked for cannot run the call; the error says why.
+        UsageError: there is no such backend.
+    """
+    return _choose(call, backend or os.environ.get(VARIABLE) or None)
+
+
+@lru_cache(maxsize=4096)
+def _choose(call: Call, forced: str | None) -> Choice:
+    if forced:
+        if forced not in BACKENDS:
+            raise UsageError(
+                f"unknown backend {forced!r} of a recurrent layer", hint=f"Use {', '.join(BACKENDS)}."
+            )
+        refused = _REFUSALS[forced](call)
+        if refused:
+            raise TilefitError(
+                f"backend {forced!r} cannot run this {CELLS[call.cell].mode}: {refused}",
+                hint=f"Leave out backend= and {VARIABLE} to run the best backend that can.",
+            )
+        return Choice(forced, _ASKED_FOR)
+    refused = refusal(call)
+    if refused is None:
+        return _faster(call)
+    by_torch = _torch_refusal(call)
+    if by_torch is None:
+        return Choice(CUDNN, refused)
+    by_reference = _reference_refusal(call)
+    if by_reference is None:
+        return Choice(REFERENCE, f"{refused}; and {by_torch}")
+    raise TilefitError(f"no backend can run this {CELLS[call.cell].mode}: {by_torch}, and {by_reference}")
+
+
+@cache
+def persistent() -> ModuleType:
+    """The package of the persistent kernels, imported when first needed."""
+    return import_module("tilefit.rnn.persistent")
+
+
+def refusal(call: Call) -> str | None:
+    """Why the persistent kernels cannot run a call; None if they can."""
+    if call.device is None:
+        return "the tensors are not on a CUDA device"
+    if call.proj:
+        return "a projection (proj_size) has no persistent kernel"
+    return persistent().refusal(  # type: ignore[no-any-return]
+        call.device,
+        CELLS[call.cell],
+        call.dtype,
+        call.hidden,
+        call.batch,
+        call.directions,
+        training=call.training,
+    )
+
+
+def _torch_refusal(call: Call) -> str | None:
+    if call.reset:
+        return "torch.nn cannot reset the state within a sequence"
+    if call.ragged and call.shapes_only:
+        return "torch.nn needs the values of the lengths"
+    return None
+
+
+def _reference_refusal(call: Call) -> str | None:
+    return "the reference has no projection (proj_size)" if call.proj else None
+
+
+_REFUSALS = {PERSISTENT: refusal, CUDNN: _torch_refusal, REFERENCE: _reference_refusal}
+
+
+def _faster(call: Call) -> Choice:
+    """Of the persistent kernels and cuDNN, the one measured to be faster."""
+    if call.reset:
+        return Choice(PERSISTENT, "only the persistent kernels can reset the state within a sequence")
+    assert call.device is not None
+    gpu = gpu_of(call.device)
+    table = _table(gpu) if gpu else None
+    if gpu is None or table is None:
+        return Choice(CUDNN, "the persistent kernels were not measured on this GPU")
+    ours, theirs = table.persistent_us(call), table.cudnn_us(call, gpu)
+    if ours is None or theirs is None:
+        return Choice(CUDNN, "no size like this was measured with the persistent kernels")
+    if ours <= theirs:
+        return Choice(PERSISTENT, f"measured at the nearest size: {ours:.2f} us a step, cuDNN {theirs:.2f}")
+    return Choice(CUDNN, f"measured at the nearest size: {theirs:.2f} us a step, persistent {ours:.2f}")
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The facts of a CUDA device; None if they are not known."""
+    try:
+        return gpus.get(torch.cuda.get_device_name(device))
+    except UsageError:
+        return None
+
+
+class Row(NamedTuple):
+    """One measured size: microseconds per time step, forward, or forward and backward if ``training``."""
+
+    cell: str
+    dtype: str
+    hidden: int
+    batch: int
+    steps: int
+    directions: int
+    training: bool
+    persistent_us: float | None
+    cudnn_us: float | None
+
+
+class Table:
+    """What was measured on one GPU.
+
+    The file is JSON: ``columns`` names the fields of :class:`Row`, ``rows`` lists their values (null: not
+    measured).
+    """
+
+    def __init__(self, rows: Iterable[Row], gpu: Gpu) -> None:
+        self.rows = tuple(rows)
+        self._algorithms = [_algorithm(_of_row(row), gpu) for row in self.rows]
+
+    def persistent_us(self, call: Call) -> float | None:
+        """Time of a step by the persistent kernels; None beyond what was measured."""
+        rows = [row for row in self._like(call, call.dtype) if row.persistent_us is not None]
+        if not rows or call.hidden > max(r.hidden for r in rows) or call.batch > max(r.batch for r in rows):
+            return None
+        return _nearest(call, rows).persistent_us
+
+    def cudnn_us(self, call: Call, gpu: Gpu) -> float | None:
+        """Time of a step by ``torch.nn``; None if nothing like it was measured."""
+        rows = [row for row in self._like(call, call.cudnn_dtype) if row.cudnn_us is not None]
+        wanted = _algorithm(call, gpu)
+        alike = [row for row in rows if self._algorithms[self.rows.index(row)] == wanted]
+        return _nearest(call, alike or rows).cudnn_us if rows else None
+
+    def _like(self, call: Call, dtype: torch.dtype) -> list[Row]:
+        """Rows of a call's kind; those of one direction stand for two where two were not measured."""
+        kind = (call.cell, DTYPES.get(dtype), call.training)
+        rows = [row for row in self.rows if (row.cell, row.dtype, row.training) == kind]
+        return [row for row in rows if row.directions == call.directions] or rows
+
+
+def _of_row(row: Row) -> Call:
+    (dtype,) = (dtype for dtype, name in DTYPES.items() if name == row.dtype)
+    return Call(
+        row.cell, dtype, None, False, row.hidden, row.hidden, row.batch, row.steps, 1, row.directions, 0,
+        False, False, row.training, dtype, False,
+    )  # fmt: skip
+
+
+def _algorithm(call: Call, gpu: Gpu) -> tuple[str, str]:
+    """cuDNN's algorithms of the forward and the backward pass."""
+    forward = cudnn_algorithm(call.op(), gpu)[0]
+    return forward, cudnn_algorithm(call.op(backward=True), gpu)[0] if call.training else ""
+
+
+def _nearest(call: Call, rows: list[Row]) -> Row:
+    def distance(row: Row) -> float:
+        pairs = ((row.hidden, call.hidden), (row.batch, call.batch), (row.steps, call.steps))
+        return sum(log2(a / b) ** 2 for a, b in pairs)
+
+    return min(rows, key=distance)
+
+
+@cache
+def _table(gpu: Gpu) -> Table | None:
+    """The measurements that hold for a GPU: its own, or the H200's for its generation."""
+    path = DATA / f"{gpu.name}.json"
+    if not path.exists() and gpu.compute_capability[0] == 9:
+        path = DATA / "h200.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return Table((Row(**dict(zip(content["columns"], row, strict=True))) for row in content["rows"]), gpu)
+
+
+def backend_of_layer(
+    x: Tensor,
+    w_hh: Tensor,
+    cell: Cell,
+    lengths: Tensor | None,
+    reset: Tensor | None,
+    training: bool,
+    backend: str,
+) -> str:
+    """The backend of one layer of compiled code, where the operator chooses when it runs.
+
+    Args:
+        x: [T, B, I]
+        w_hh: [D, G * H, H]
+        backend: One that must run it, or empty.
+
+    Raises:
+        TilefitError: the backend asked for cannot run it; cuDNN also not with lengths, which it needs on the
+            host, and not without CUDA.
+    """
+    directions, _, hidden = w_hh.shape
+    steps, batch, inputs = x.shape
+    device = cuda_device(x)
+    call = Call(
+        cell.name, x.dtype, device, x.is_meta, inputs, hidden, batch, steps, 1, directions, 0, False,
+        reset is not None, training, x.dtype, allows_tf32(x.dtype, device),
+    )  # fmt: skip
+    chosen, reason = choose(call, backend)
+    if chosen != CUDNN or (device is not None and lengths is None):
+        return chosen
+    if reason == _ASKED_FOR:
+        raise TilefitError(
+            "compiled code can run cuDNN on CUDA tensors only, and without lengths",
+            hint=f"Leave out backend= and {VARIABLE}, or torch.compile.",
+        )
+    return PERSISTENT if refusal(call) is None else REFERENCE

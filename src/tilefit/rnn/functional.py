@@ -1,0 +1,281 @@
+"""Recurrent layers as functions: :func:`lstm`, :func:`gru`, :func:`rnn`.
+
+They compute what ``torch.nn.LSTM``, ``GRU`` and ``RNN`` compute, from weights given with the call, for one
+layer or a stack, in one direction or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilefit.errors import UsageError
+from tilefit.rnn import torch_nn
+from tilefit.rnn.cells import CELLS, Cell
+from tilefit.rnn.dispatch import CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device
+from tilefit.rnn.operator import recurrent
+
+#: Weights of one direction of one layer: w_ih, w_hh and, with bias, b_ih and b_hh, as in ``torch.nn.LSTM``.
+Weights = Sequence[Tensor]
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of every function here.
+
+    Attributes:
+        bidirectional: Every layer has two directions. (False)
+        lengths: Steps of each row, int[B]; None: all T. The output beyond them is 0.
+        reset: bool[T, B]: True where the state is zero before the step, in both directions.
+        dropout: Probability with which an element between layers is zeroed. (0.0)
+        training: Dropout applies. (False)
+        recompute: Save no gates for backward, compute them again. (False)
+        backend: ``persistent``, ``cudnn`` or ``reference``; None: the fastest.
+    """
+
+    bidirectional: bool
+    lengths: Tensor | None
+    reset: Tensor | None
+    dropout: float
+    training: bool
+    recompute: bool
+    backend: str | None
+
+
+def lstm(
+    input: Tensor,
+    weights: Sequence[Weights],
+    hx: tuple[Tensor, Tensor] | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Run an LSTM over a sequence.
+
+    Args:
+        input: [T, B, I]
+        weights: Per layer (and per direction, forward first) w_ih [4 * H, I], w_hh [4 * H, H] and maybe b_ih
+            and b_hh [4 * H], gates in the order i, f, g, o: ``torch.nn.LSTM.all_weights``.
+        hx: Initial hidden and cell state, each [layers * D, B, H]; None for zeros.
+        **options: See :class:`Options`.
+
+    Returns:
+        Output [T, B, D * H] and final states, each [layers * D, B, H].
+
+    Raises:
+        UsageError: a shape does not fit.
+        TilefitError: the backend asked for cannot run it.
+    """
+    h0, c0 = hx if hx is not None else (None, None)
+    out, h_n, c_n = _run(CELLS["lstm"], input, weights, h0, c0, **options)
+    return out, (h_n, c_n)
+
+
+def gru(
+    input: Tensor, weights: Sequence[Weights], hx: Tensor | None = None, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]:
+    """Run a GRU over a sequence: as :func:`lstm`, with three gates in the order r, z, n and no cell state."""
+    return _run(CELLS["gru"], input, weights, hx, None, **options)[:2]
+
+
+def rnn(
+    input: Tensor,
+    weights: Sequence[Weights],
+    hx: Tensor | None = None,
+    *,
+    nonlinearity: str = "tanh",
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]:
+    """Run an Elman RNN (``tanh`` or ``relu``) over a sequence: as :func:`lstm`, without gates."""
+    if nonlinearity not in ("tanh", "relu"):
+        raise UsageError(f"unknown nonlinearity {nonlinearity!r}", hint="Use tanh or relu.")
+    return _run(CELLS[f"rnn_{nonlinearity}"], input, weights, hx, None, **options)[:2]
+
+
+def _run(
+    cell: Cell,
+    x: Tensor,
+    weights: Sequence[Weights],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    *,
+    bidirectional: bool = False,
+    lengths: Tensor | None = None,
+    reset: Tensor | None = None,
+    dropout: float = 0.0,
+    training: bool = False,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    directions = 2 if bidirectional else 1
+    _check(cell, x, weights, h0, c0, directions)
+    lengths, reset = check_rows(x, lengths, reset)
+    if not torch.compiler.is_compiling():
+        call = describe(
+            cell,
+            x,
+            x.shape[:2],
+            weights,
+            directions,
+            ragged=lengths is not None,
+            reset=reset is not None,
+        )
+        backend = choose(call, backend).backend
+        if backend == CUDNN:
+            return torch_nn.run(cell, x, weights, h0, c0, lengths, directions, dropout, training)
+    return stack(cell, x, weights, h0, c0, lengths, reset, directions, dropout * training, recompute, backend)
+
+
+def describe(
+    cell: Cell,
+    x: Tensor,
+    sizes: Sequence[int],
+    weights: Sequence[Weights],
+    directions: int,
+    *,
+    ragged: bool,
+    reset: bool,
+    proj: int = 0,
+) -> Call:
+    """What decides how a call runs; ``sizes`` are steps and mini-batch, features x's last dimension."""
+    steps, batch = sizes
+    dtype = computed_dtype(x)
+    device = cuda_device(x)
+    return Call(
+        cell.name,
+        dtype,
+        device,
+        x.is_meta,
+        x.shape[-1],
+        weights[0][0].shape[0] // cell.gates,
+        batch,
+        steps,
+        len(weights) // directions,
+        directions,
+        proj,
+        ragged,
+        reset,
+        torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for ws in weights for w in ws)),
+        torch.float16 if dtype is not x.dtype and device is not None else dtype,
+        allows_tf32(dtype, device),
+    )
+
+
+def stack(
+    cell: Cell,
+    x: Tensor,
+    weights: Sequence[Weights],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    lengths: Tensor | None,
+    reset: Tensor | None,
+    directions: int,
+    dropout: float,
+    recompute: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layers one after another through the operator.
+
+    Args:
+        x: [T, B, I]
+        h0, c0: [layers * D, B, H] or None
+        dropout: Probability between layers, 0 outside training.
+        backend: None or empty: the operator chooses when it runs.
+
+    Returns:
+        Output [T, B, D * H]; final hidden and cell states [layers * D, B, H], the latter empty if the cell
+        has none.
+    """
+    dtype = computed_dtype(x)
+    if x.dtype is not dtype:
+        x = x.to(dtype)
+    if h0 is not None:
+        h0 = h0.to(dtype)
+    if c0 is not None:
+        c0 = c0.to(dtype)
+    layers = len(weights) // directions
+    h_n, c_n = [], []
+    for layer in range(layers):
+        if layer and dropout:
+            x = F.dropout(x, dropout)
+        rows = slice(layer * directions, (layer + 1) * directions)
+        out, h, c = recurrent(
+            x,
+            weights[rows],
+            h0 if h0 is None or layers == 1 else h0[rows],
+            c0 if c0 is None or layers == 1 else c0[rows],
+            lengths,
+            reset,
+            cell=cell,
+            recompute=recompute,
+            backend=backend or "",
+        )
+        x = out.flatten(2)
+        h_n.append(h)
+        c_n.append(c)
+    if layers == 1:
+        return x, h_n[0], c_n[0]
+    return x, torch.cat(h_n), torch.cat(c_n)
+
+
+def _check(
+    cell: Cell,
+    x: Tensor,
+    weights: Sequence[Weights],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    directions: int,
+) -> None:
+    """Raise UsageError if sizes do not fit each other."""
+    if x.dim() != 3 or x.shape[0] == 0 or x.shape[1] == 0:
+        raise UsageError(
+            f"the input is {list(x.shape)}", hint="Give [steps, batch, features], none of them 0."
+        )
+    if not weights or len(weights) % directions:
+        raise UsageError(f"{len(weights)} sets of weights for {directions} direction(s) a layer")
+    hidden = weights[0][1].shape[-1]
+    rows = cell.gates * hidden
+    width = x.shape[2]
+    for index, ws in enumerate(weights):
+        if index == directions:
+            width = directions * hidden
+        expected = [(rows, width), (rows, hidden), (rows,), (rows,)][: 4 if len(ws) > 2 else 2]
+        found = [tuple(w.shape) for w in ws]
+        if found != expected:
+            raise UsageError(
+                f"the weights are {found}, a {cell.mode} of {hidden} units needs {expected}",
+                where=f"weights[{index}]",
+            )
+    state = (len(weights), x.shape[1], hidden)
+    for name, given in (("h0", h0), ("c0", c0)):
+        if given is not None and tuple(given.shape) != state:
+            raise UsageError(f"{name} is {list(given.shape)}", hint=f"Give {list(state)}.")
+
+
+def check_rows(
+    x: Tensor, lengths: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Lengths as int32[B] and reset as uint8[T, B], beside x, which is [T, B, I].
+
+    Raises:
+        UsageError: a shape does not fit, or a length on the host is not within 0 and T.
+    """
+    steps, batch, _ = x.shape
+    if lengths is not None:
+        if lengths.shape != (batch,) or lengths.is_floating_point():
+            raise UsageError(
+                f"lengths is {lengths.dtype}{list(lengths.shape)}", hint=f"Give integers [{batch}]."
+            )
+        if (
+            lengths.is_cpu
+            and not torch.compiler.is_compiling()
+            and not bool(((lengths >= 0) & (lengths <= steps)).all())
+        ):
+            raise UsageError(f"lengths must be within 0 and {steps}")
+        lengths = lengths.to(x.device, torch.int32, non_blocking=True)
+    if reset is not None:
+        if reset.shape != (steps, batch):
+            raise UsageError(f"reset is {list(reset.shape)}", hint=f"Give [{steps}, {batch}]: steps, batch.")
+        reset = (reset if reset.dtype is torch.uint8 else reset != 0).to(x.device, torch.uint8).contiguous()
+    return lengths, reset

@@ -1,0 +1,276 @@
+"""``LSTM``, ``GRU`` and ``RNN`` with the signature, semantics and parameters of ``torch.nn``'s.
+
+They are subclasses of ``torch.nn.RNNBase`` but not of ``torch.nn.LSTM`` and its like: ``torch.compile``
+refuses to trace instances of those. Arguments that do not fit, and empty tensors, are left to ``torch.nn``'s
+own forward method, which says best what is wrong with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from tilefit.errors import UsageError
+from tilefit.rnn import torch_nn
+from tilefit.rnn.cells import BY_MODE
+from tilefit.rnn.dispatch import BACKENDS, CUDNN, Call, choose, computed_dtype
+from tilefit.rnn.functional import Weights, check_rows, describe, stack
+
+if TYPE_CHECKING:
+    from tilefit.rnn.explain import Explanation
+
+
+class Recurrent(nn.RNNBase):
+    """What the modules share.
+
+    Attributes:
+        backend: ``persistent``, ``cudnn`` or ``reference``; None: the fastest, see
+            :mod:`tilefit.rnn.dispatch`.
+        recompute: Save no gates for backward, compute them again: less memory, more time.
+    """
+
+    #: The class of ``torch.nn`` that this one stands for.
+    original: ClassVar[type[nn.RNNBase]]
+
+    backend: str | None = None
+    recompute: bool = False
+
+    def forward(
+        self,
+        input: Any,
+        hx: Any = None,
+        *,
+        lengths: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> Any:
+        """Run the layers over a sequence.
+
+        Args:
+            input: [T, B, I], [B, T, I] with ``batch_first``, [T, I], or a PackedSequence.
+            hx: Initial state as of ``torch.nn``; None for zeros.
+            lengths: Steps of each row, int[B]; None: all T. The output beyond them is 0, and the final state
+                is that after a row's last step.
+            reset: bool, of the input's sizes but the last: True where the state is zero before the step, in
+                both directions.
+
+        Returns:
+            Output and final state as of ``torch.nn``. Within an autocast region they have its element type.
+
+        Raises:
+            TilefitError: the backend asked for cannot run the call.
+            UsageError: ``lengths`` or ``reset`` does not fit the input.
+        """
+        if isinstance(input, PackedSequence):
+            if lengths is not None or reset is not None:
+                raise UsageError("lengths= and reset= go with a padded input, not with a PackedSequence")
+            return self._packed(input, hx)
+        batched = input.dim() == 3
+        batch = (input.shape[0 if self.batch_first else 1],) if batched else ()
+        if input.dim() not in (2, 3) or not self._fits(input, hx, batch):
+            return self._by_torch(input, hx)
+        if not batched:
+            if lengths is not None:
+                raise UsageError("lengths= goes with a batch of sequences, and the input is one")
+            rows = reset.unsqueeze(1) if reset is not None else None
+            out, state = self._padded(input.unsqueeze(1), _each(hx, _with_batch), None, rows)
+            return out.squeeze(1), _each(state, _without_batch)
+        if not self.batch_first:
+            return self._padded(input, hx, lengths, reset)
+        rows = reset.t() if reset is not None and reset.dim() == 2 else reset
+        out, state = self._padded(input.transpose(0, 1), hx, lengths, rows)
+        return out.transpose(0, 1), state
+
+    @property
+    def last_call(self) -> Call | None:
+        """What decided how the last call ran; None if there was none, or only in compiled code."""
+        return self.__dict__.get("_call")
+
+    def explain(self, *inputs: Any, gpu: str = "", **arguments: Any) -> Explanation:
+        """Which backend runs the module, and why; see :func:`tilefit.nn.explain`."""
+        from tilefit.rnn.explain import explain
+
+        return explain(self, *inputs, gpu=gpu, **arguments)[0]
+
+    def extra_repr(self) -> str:
+        extra = f", backend={self.backend}" if self.backend else ""
+        return f"{super().extra_repr()}{extra}{', recompute=True' if self.recompute else ''}"
+
+    def _weights(self) -> list[Weights]:
+        # Not self._flat_weights: a parametrisation or torch.func.functional_call may have put in others.
+        return [[getattr(self, name) for name in names] for names in self._all_weights]
+
+    def _fits(self, x: Tensor, hx: Any, batch: tuple[int, ...]) -> bool:
+        """Whether the arguments are as they should be; ``torch.nn`` says best what is wrong with them."""
+        dtype = None if torch._C._is_any_autocast_enabled() else self.weight_ih_l0.dtype
+        if x.shape[-1] != self.input_size or 0 in x.shape or dtype not in (None, x.dtype):
+            return False
+        if hx is None:
+            return True
+        layers = self.num_layers * (2 if self.bidirectional else 1)
+        sizes = (self.proj_size or self.hidden_size, self.hidden_size)
+        states = hx if self.mode == "LSTM" else (hx,)
+        return all(
+            state.shape == (layers, *batch, size) and dtype in (None, state.dtype)
+            for state, size in zip(states, sizes, strict=False)
+        )
+
+    def _padded(self, x: Tensor, hx: Any, lengths: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Any]:
+        """Output [T, B, D * H] and final state of an input [T, B, I]."""
+        cell = BY_MODE[self.mode]
+        directions = 2 if self.bidirectional else 1
+        weights = self._weights()
+        if lengths is not None or reset is not None:
+            lengths, reset = check_rows(x, lengths, reset)
+        h0, c0 = hx if cell.has_c and hx is not None else (hx, None)
+        backend = self.backend
+        by_torch = False
+        if not torch.compiler.is_compiling():
+            ragged, has_reset = lengths is not None, reset is not None
+            backend = self._chosen(x, x.shape[:2], weights, ragged=ragged, reset=has_reset)
+            by_torch = backend == CUDNN
+        if by_torch:
+            result = torch_nn.run(cell, x, weights, h0, c0, lengths, directions, self.dropout, self.training)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            result = stack(
+                cell, x, weights, h0, c0, lengths, reset, directions, dropout, self.recompute, backend
+            )
+        out, h_n, c_n = result
+        return out, (h_n, c_n) if cell.has_c else h_n
+
+    def _packed(self, packed: PackedSequence, hx: Any) -> Any:
+        """Output, as a PackedSequence of the same order, and final state."""
+        data, batch_sizes, order, back = packed
+        batch = int(batch_sizes[0])
+        if data.dim() != 2 or not self._fits(data, hx, (batch,)):
+            return self._by_torch(packed, hx)
+        if self._chosen(data, (len(batch_sizes), batch), self._weights(), ragged=True, reset=False) == CUDNN:
+            return self._by_torch(packed, hx)
+        x, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
+        if order is not None:
+            hx = _each(hx, lambda state: state[:, order])
+        out, state = self._padded(x, hx, lengths, None)
+        data = pack_padded_sequence(out, lengths).data
+        if back is not None:
+            state = _each(state, lambda state: state[:, back])
+        return PackedSequence(data, batch_sizes, order, back), state
+
+    def _by_torch(self, input: Any, hx: Any) -> Any:
+        """What ``torch.nn`` returns, in the element type of an autocast region; or its error."""
+        out, state = self.original.forward(self, input, hx)
+        dtype = computed_dtype(input.data)
+        if out.data.dtype is not dtype:
+            out = out._replace(data=out.data.to(dtype)) if isinstance(out, PackedSequence) else out.to(dtype)
+            state = _each(state, lambda state: state.to(dtype))
+        return out, state
+
+    def _chosen(
+        self, x: Tensor, sizes: Sequence[int], weights: list[Weights], *, ragged: bool, reset: bool
+    ) -> str:
+        """The backend of a call, which is remembered for :meth:`explain`."""
+        cell, directions = BY_MODE[self.mode], 2 if self.bidirectional else 1
+        call = describe(cell, x, sizes, weights, directions, ragged=ragged, reset=reset, proj=self.proj_size)
+        self.__dict__["_call"] = call
+        return choose(call, self.backend).backend
+
+
+class LSTM(Recurrent):
+    """``torch.nn.LSTM``, by persistent kernels where they are the fastest.
+
+    Args:
+        *args, **kwargs: As of ``torch.nn.LSTM``.
+        backend, recompute: See :class:`Recurrent`.
+    """
+
+    original = nn.LSTM
+
+    def __init__(
+        self, *args: Any, backend: str | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__("LSTM", *args, **kwargs)
+        configure(self, backend, recompute)
+
+    # What torch.nn's forward method calls.
+    get_expected_cell_size = nn.LSTM.get_expected_cell_size
+    check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
+    permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
+
+
+class GRU(Recurrent):
+    """``torch.nn.GRU``, by persistent kernels where they are the fastest.
+
+    Args:
+        *args, **kwargs: As of ``torch.nn.GRU``.
+        backend, recompute: See :class:`Recurrent`.
+    """
+
+    original = nn.GRU
+
+    def __init__(
+        self, *args: Any, backend: str | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        if "proj_size" in kwargs:
+            raise ValueError("proj_size is an argument of LSTM only")
+        super().__init__("GRU", *args, **kwargs)
+        configure(self, backend, recompute)
+
+
+class RNN(Recurrent):
+    """``torch.nn.RNN``, by persistent kernels where they are the fastest.
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, *args, **kwargs: As of ``torch.nn.RNN``.
+        backend, recompute: See :class:`Recurrent`.
+    """
+
+    original = nn.RNN
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        *args: Any,
+        backend: str | None = None,
+        recompute: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"nonlinearity is {nonlinearity!r}, which is neither 'tanh' nor 'relu'")
+        if "proj_size" in kwargs:
+            raise ValueError("proj_size is an argument of LSTM only")
+        self.nonlinearity = nonlinearity
+        super().__init__(f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, *args, **kwargs)
+        configure(self, backend, recompute)
+
+
+def configure(module: Recurrent, backend: str | None, recompute: bool) -> None:
+    """Set how a module runs.
+
+    Raises:
+        UsageError: there is no such backend.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(
+            f"unknown backend {backend!r} of a recurrent layer", hint=f"Use {', '.join(BACKENDS)}."
+        )
+    module.backend, module.recompute = backend, recompute
+
+
+def _each(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(state, (tuple, list)):
+        return tuple(map(change, state))
+    return state if state is None else change(state)
+
+
+def _with_batch(state: Tensor) -> Tensor:
+    return state.unsqueeze(1)
+
+
+def _without_batch(state: Tensor) -> Tensor:
+    return state.squeeze(1)

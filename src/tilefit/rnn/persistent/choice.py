@@ -1,0 +1,48 @@
+"""Which variant runs: the measured one where the shipped table has it, else the one predicted to be fastest."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+
+from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, predicted_s, variants
+
+
+@cache
+def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
+    """The variant for a problem, or None where its weights do not fit on chip.
+
+    The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the same number
+    of tiles, ragged rows and resets run the same variant.
+    """
+    candidates = list(variants(problem, capacity))
+    if not candidates:
+        return None
+    measured = _measured().get(key(problem))
+    if measured is not None:
+        for candidate in candidates:
+            if _cut(candidate) == measured:
+                return candidate
+    return min(candidates, key=lambda variant: predicted_s(problem, variant))
+
+
+def key(problem: Problem) -> str:
+    """The table's name of a problem."""
+    kernel = "backward" if problem.backward else "forward"
+    width = "32" if problem.element == "float32" else "16"
+    tiles = -(-problem.batch // 8)
+    return f"{problem.cell.name}/{kernel}/{width}/{problem.hidden}/{tiles}/{problem.directions}"
+
+
+def _cut(variant: Variant) -> tuple[int, ...]:
+    """What the table keeps of a variant; the rest follows from it."""
+    return (variant.units, variant.split, int(variant.mail), variant.tiles, variant.rounds, variant.warps)
+
+
+@cache
+def _measured() -> dict[str, tuple[int, ...]]:
+    table = files("tilefit.rnn.persistent").joinpath("h200.json")
+    if not table.is_file():
+        return {}
+    return {name: tuple(cut) for name, cut in json.loads(table.read_text("utf-8"))["variants"].items()}

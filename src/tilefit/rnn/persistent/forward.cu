@@ -1,0 +1,169 @@
+// Every time step of one layer, forward. See common.cuh for the exchange.
+
+struct Forward {
+    const element* projected;  // [T, B, D, GATES, H]: W_ih x + the biases
+    const element* weights;    // [D, GATES, H, H]
+    const element* bias_n;     // [D, H] or null: GRU's hidden bias of the new gate
+    const element* h0;         // [D, B, H]; null: zeros
+    const element* c0;         // [D, B, H], LSTM; null: zeros
+    const int* lengths;        // [B], with LENGTHS
+    const u8* resets;          // [T, B], with RESETS
+    element* out;              // [T, B, D, H], filled with UNWRITTEN
+    element* gates;            // [T, B, D, SAVED, H] or null
+    float* cells;              // [T, B, D, H] or null, LSTM
+    element* last_cell;        // [D, B, H], LSTM
+    int* error;
+    int steps, batch, directions, batch_groups;
+    u32 spin_limit;
+};
+
+typedef Product<GATES, HIDDEN> Recurrent;
+constexpr int SAVED = CELL == 2 || CELL == 3 ? 4 : 0;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Forward p) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const int lane = threadIdx.x % 32;
+    const u32 rank = split_rank();
+    const int group = blockIdx.x / BLOCKS, direction = group / p.batch_groups;
+    const int first_row = (group % p.batch_groups) * GROUP_BATCH;
+    const int first_unit = int(blockIdx.x % BLOCKS) * UNITS;
+
+    Recurrent product;
+    product.load(p.weights + i64(direction) * GATES * HIDDEN * HIDDEN, first_unit, rank, shared);
+
+    // The rows whose hidden state this thread reads.
+    int read_row[ROUNDS * TILES], row_length[ROUNDS * TILES];
+    u32 present = 0;
+#pragma unroll
+    for (int n = 0; n < ROUNDS * TILES; ++n) {
+        int b = first_row + n * 8 + lane / 4;
+        present |= u32(b < p.batch) << n;
+        read_row[n] = b < p.batch ? b : p.batch - 1;
+        row_length[n] = LENGTHS ? p.lengths[read_row[n]] : p.steps;
+    }
+
+    // What this thread finishes.
+    float cell[STATES], previous[STATES], bias[STATES];
+    element ahead[STATES][GATES];  // the projected input of the coming step
+    int length[STATES];
+#pragma unroll
+    for (int i = 0; i < STATES; ++i) {
+        Result r(i, first_unit, first_row, p.batch);
+        int at = (direction * p.batch + r.row) * HIDDEN + r.unit;
+        length[i] = LENGTHS ? p.lengths[r.row] : p.steps;
+        previous[i] = p.h0 ? widen(p.h0[at]) : 0.0f;
+        cell[i] = CELL == 2 && p.c0 ? widen(p.c0[at]) : 0.0f;
+        bias[i] = CELL == 3 && p.bias_n ? widen(p.bias_n[direction * HIDDEN + r.unit]) : 0.0f;
+    }
+    const i64 row_count = i64(p.batch) * p.directions;  // rows of one step in the [T, B, D, ...] tensors
+    auto look_ahead = [&](int t) {
+        if (t < 0 || t >= p.steps) return;
+        const element* x = p.projected + t * row_count * (GATES * HIDDEN);
+#pragma unroll
+        for (int i = 0; i < STATES; ++i) {
+            Result r(i, first_unit, first_row, p.batch);
+            int at = (r.row * p.directions + direction) * (GATES * HIDDEN) + r.unit;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) ahead[i][g] = load_early(x + at + g * HIDDEN);
+        }
+    };
+    const int first = direction == 0 ? 0 : p.steps - 1, stride = direction == 0 ? 1 : -1;
+    look_ahead(first);
+    if (CLUSTERED) cluster_barrier();  // no block may write into a neighbour that has not started
+    bool dead = false;
+    u32 delays = blockIdx.x * 7919u + 17u;
+
+    for (int s = 0; s < p.steps; ++s) {
+        const int t = first + s * stride, before = t - stride;
+
+        element input[STATES][GATES];
+#pragma unroll
+        for (int i = 0; i < STATES; ++i)
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) input[i][g] = ahead[i][g];
+        look_ahead(t + stride);
+
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            Recurrent::Source source;
+            source.mailbox = product.mail + (s & 1) * Recurrent::MAIL_BYTES + (round * BATCH + lane / 4) * Recurrent::MAIL_STRIDE;
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) {
+                const int index = round * TILES + n;
+                const element* sent = p.out + before * row_count * HIDDEN + (read_row[index] * p.directions + direction) * HIDDEN;
+                const element* initial = p.h0 + (direction * p.batch + read_row[index]) * HIDDEN;
+                bool from_others = s > 0, read = true;
+                if (LENGTHS) from_others = before >= 0 && before < row_length[index];
+                if (LENGTHS) read = t < row_length[index];
+                if (RESETS) read = read && p.resets[i64(t) * p.batch + read_row[index]] == 0;
+                read = read && (from_others || p.h0 != nullptr);
+                source.rows[n] = from_others ? sent : initial;
+                if (MAIL) {
+                    source.reads |= u32(read && !from_others) << n;
+                    source.waits |= u32(s > 0 && (present >> index & 1)) << n;
+                    source.uses |= u32(read && from_others) << n;
+                } else {
+                    source.reads |= u32(read) << n;
+                    source.waits |= u32(read && from_others) << n;
+                }
+            }
+            product.multiply(source, rank, p.spin_limit, dead, p.error);
+            const int buffer = (s * ROUNDS + round) & 1;
+            product.share(buffer, rank);
+            stagger(delays);
+            reduction_barrier();
+
+#pragma unroll
+            for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
+                const Result r(i, first_unit, first_row, p.batch);
+                const bool active = !LENGTHS || t < length[i];
+                if (RESETS && active && p.resets[i64(t) * p.batch + r.row]) cell[i] = previous[i] = 0.0f;
+                float sum[GATES], saved[4], h, cell_after = 0.0f;
+                product.total(buffer, r.element % UNITS, r.element / UNITS, sum);
+                if constexpr (CELL == 0) {
+                    h = tanh_(sum[0] + widen(input[i][0]));
+                } else if constexpr (CELL == 1) {
+                    h = sum[0] + widen(input[i][0]);
+                    h = h < 0.0f ? 0.0f : h;  // and NaN stays NaN
+                } else if constexpr (CELL == 2) {
+                    saved[0] = sigmoid(sum[0] + widen(input[i][0]));
+                    saved[1] = sigmoid(sum[1] + widen(input[i][1]));
+                    saved[2] = tanh_(sum[2] + widen(input[i][2]));
+                    saved[3] = sigmoid(sum[3] + widen(input[i][3]));
+                    cell_after = saved[1] * cell[i] + saved[0] * saved[2];
+                    h = saved[3] * tanh_(cell_after);
+                } else {
+                    saved[0] = sigmoid(sum[0] + widen(input[i][0]));
+                    saved[1] = sigmoid(sum[1] + widen(input[i][1]));
+                    saved[3] = sum[2] + bias[i];
+                    saved[2] = tanh_(widen(input[i][2]) + saved[0] * saved[3]);
+                    h = saved[2] + saved[1] * (previous[i] - saved[2]);
+                }
+                const element rounded = narrow(active ? h : 0.0f);
+                if (active) {
+                    previous[i] = widen(rounded);
+                    cell[i] = cell_after;
+                }
+                const int place = r.row * p.directions + direction;
+                product.post(rounded, (s + 1) & 1, round * BATCH + r.element / UNITS, r.unit, r.mine);
+                publish(p.out + t * row_count * HIDDEN + (place * HIDDEN + r.unit), rounded, r.element, r.mine);
+                if (active && r.mine) {
+                    if (SAVED && p.gates) {
+                        element* gate = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
+#pragma unroll
+                        for (int g = 0; g < SAVED; ++g) gate[g * HIDDEN] = narrow(saved[g]);
+                    }
+                    if (CELL == 2 && p.cells) p.cells[t * row_count * HIDDEN + (place * HIDDEN + r.unit)] = cell_after;
+                }
+            }
+        }
+    }
+    if (CELL == 2) {
+#pragma unroll
+        for (int i = 0; i < STATES; ++i) {
+            const Result r(i, first_unit, first_row, p.batch);
+            if (r.mine) p.last_cell[(direction * p.batch + r.row) * HIDDEN + r.unit] = narrow(cell[i]);
+        }
+    }
+    if (CLUSTERED) cluster_barrier();  // a block must not leave while a neighbour still writes into it
+}

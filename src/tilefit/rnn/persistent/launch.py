@@ -1,0 +1,214 @@
+"""Loads and launches the kernels, through the CUDA driver.
+
+Every launch is cooperative: the driver refuses it where not all thread blocks can run at once, which the exchange
+between them needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+import torch
+
+from tilefit.errors import TilefitError
+from tilefit.rnn.persistent.build import CLUSTER_CAPABILITY, binary
+from tilefit.rnn.persistent.variant import LARGEST_CLUSTER, SHARED_BYTES, Capacity, Problem, Variant
+
+
+class LaunchError(TilefitError):
+    """The CUDA driver refused a kernel, or a kernel gave up waiting."""
+
+
+#: Polls of one piece of the exchange before a thread gives up; a poll takes about half a microsecond.
+SPIN_LIMIT = 1 << 23
+
+_POINTERS = {
+    "forward": "projected weights bias_n h0 c0 lengths resets out gates cells last_cell",
+    "backward": "grad_out grad_last_h grad_last_c weights out gates cells h0 first_cell lengths resets grad_gates grad_h0 "
+    "grad_c0",
+}
+_COUNTS = "steps batch directions batch_groups"
+
+
+@cache
+def _arguments(kernel: str) -> type[ctypes.Structure]:
+    """The kernel's one parameter, a struct; the order is that of its declaration in the source."""
+    fields = [(name, ctypes.c_void_p) for name in [*_POINTERS[kernel].split(), "error"]]
+    counts = [(name, ctypes.c_int) for name in _COUNTS.split()]
+    return type(kernel, (ctypes.Structure,), {"_fields_": [*fields, *counts, ("spin_limit", ctypes.c_uint)]})
+
+
+class Kernel:
+    """One compiled variant on one device."""
+
+    def __init__(self, problem: Problem, variant: Variant, device: int, *, jitter: bool = False) -> None:
+        driver = _driver()
+        self.name = "backward" if problem.backward else "forward"
+        self.problem, self.variant, self.device = problem, variant, device
+        code = binary(
+            self.name, variant.constants(problem, jitter=jitter), torch.cuda.get_device_capability(device)
+        )
+        torch.cuda.init()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().query()  # makes the device's primary context current
+            self._module = _call(driver.cuModuleLoadData, code)  # kept: unloading it would free the function
+            self._function = _call(driver.cuModuleGetFunction, self._module, self.name.encode())
+            shared = variant.shared_bytes(problem)
+            _call(
+                driver.cuFuncSetAttribute,
+                self._function,
+                driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared,
+            )
+            if variant.cluster > 8:
+                _call(
+                    driver.cuFuncSetAttribute,
+                    self._function,
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+                    1,
+                )
+        self._config = _config(
+            variant.grid(problem), variant.warps * 32, shared, variant.cluster, cooperative=True
+        )
+        self._handle = int(self._function)
+        self._names = _POINTERS[self.name].split()
+        self._structure = _arguments(self.name)
+        word = failure(device)
+        self._error = word.data_ptr()
+        self._failed = ctypes.c_int.from_address(self._error)
+
+    def registers(self) -> tuple[int, int]:
+        """Registers and bytes of local memory (spills) of one thread."""
+        driver = _driver()
+        attribute = driver.CUfunction_attribute
+        return (
+            _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function),
+            _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self._function),
+        )
+
+    def launch(self, tensors: dict[str, torch.Tensor | None], steps: int) -> None:
+        """Queues one launch on the current stream.
+
+        Raises:
+            LaunchError: An earlier launch on this device gave up, or the driver refuses this one.
+        """
+        failed = self._failed
+        if failed.value:
+            failed.value = 0
+            raise LaunchError(
+                "a persistent recurrent kernel waited in vain for its other thread blocks and gave up: the "
+                "results of that call are not valid",
+                hint="Set TILEFIT_RNN=cudnn to go on without these kernels, and report this.",
+            )
+        pointers = [0 if tensors[name] is None else tensors[name].data_ptr() for name in self._names]  # type: ignore[union-attr]
+        batch, directions, groups = self.problem.batch, self.problem.directions, self.variant.batch_groups
+        arguments = self._structure(*pointers, self._error, steps, batch, directions, groups, SPIN_LIMIT)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        if torch._C._cuda_getDevice() == self.device:
+            status = self._queue(parameters)
+        else:
+            with torch.cuda.device(self.device):
+                status = self._queue(parameters)
+        if status:
+            blocks = self.variant.grid(self.problem)
+            raise LaunchError(
+                f"the CUDA driver refused the {self.name} kernel ({_driver().CUresult(status).name})",
+                where=f"{self.problem}",
+                hint=f"Its {blocks} thread blocks must run at once, one on each multiprocessor: is the GPU shared "
+                "with other programs? Set TILEFIT_RNN=cudnn to go on without these kernels.",
+            )
+
+    def _queue(self, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
+        # The driver is called directly: its Python binding copies the whole configuration at every call.
+        self._config.hStream = torch._C._cuda_getCurrentRawStream(self.device)
+        return int(_library().cuLaunchKernelEx(self._config.getPtr(), self._handle, parameters, None))
+
+
+@cache
+def capacity(device: int) -> Capacity:
+    """How many thread blocks and clusters the device can run at once, one block on each multiprocessor."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CLUSTER_CAPABILITY:
+        return Capacity(multiprocessors)
+    driver = _driver()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()
+        module = _call(driver.cuModuleLoadData, binary("nothing", {}, capability))
+        function = _call(driver.cuModuleGetFunction, module, b"nothing")
+        attribute = driver.CUfunction_attribute
+        shared = SHARED_BYTES
+        _call(
+            driver.cuFuncSetAttribute,
+            function,
+            attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            shared,
+        )
+        _call(
+            driver.cuFuncSetAttribute,
+            function,
+            attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+            1,
+        )
+        clusters = []
+        for size in range(2, LARGEST_CLUSTER + 1):
+            config = _config(size, 32, shared, size, cooperative=False)
+            clusters.append(int(_call(driver.cuOccupancyMaxActiveClusters, function, config)))
+        _call(driver.cuModuleUnload, module)
+    return Capacity(multiprocessors, tuple(clusters))
+
+
+def _config(blocks: int, threads: int, shared_bytes: int, cluster: int, *, cooperative: bool):  # type: ignore[no-untyped-def]
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attributes = []
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = cluster
+        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+        attributes.append(attribute)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+@cache
+def failure(device: int) -> torch.Tensor:
+    """Where a kernel writes that it gave up: one integer in host memory that the device can write."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return library
+
+
+@cache
+def _driver():  # type: ignore[no-untyped-def]
+    try:
+        from cuda.bindings import driver  # noqa: PLC0415
+    except ImportError as error:
+        raise LaunchError(
+            f"the persistent kernels need the package cuda-bindings: {error}. Install it: pip install 'tilefit[rnn]'"
+        ) from error
+    return driver
+
+
+def _call(function, *arguments):  # type: ignore[no-untyped-def]
+    status, *values = function(*arguments)
+    if int(status):
+        raise LaunchError(f"{function.__name__} failed: {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,262 @@
+"""How one persistent kernel is cut to size: thread blocks, warps, clusters, and where its weights stay.
+
+The recurrent product of one step, ``rows x depth`` by ``depth x mini-batch``, is spread over the thread blocks
+of a *group*: each block finishes ``units`` hidden units. A group holds one copy of the weights; several groups
+split the mini-batch (and the directions of a bidirectional layer). ``common.cuh`` has the kernel's side of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilefit.rnn.cells import Cell
+
+#: Shared memory one block can have on compute capability 9.0, in bytes (CUDA C++ Programming Guide, table
+#: "Technical Specifications per Compute Capability").
+SHARED_BYTES = 227 * 1024
+
+#: 32-bit registers of one multiprocessor, and the most one thread can have (same table).
+REGISTERS = 65536
+THREAD_REGISTERS = 255
+
+#: Registers a thread needs besides weights, sums and pieces in flight: addresses, gates, loop state. Read off
+#: the compiler's resource reports of this kernel's variants.
+OTHER_REGISTERS = 60
+
+#: The kernel's own numbers for cells and element types.
+CELLS = {"rnn_tanh": 0, "rnn_relu": 1, "lstm": 2, "gru": 3}
+ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}
+
+#: Hidden units a block may own. Even, as two 16-bit results are published in one word.
+UNITS = (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+
+#: Blocks that may split the depth of the product, and the largest cluster that exchanges through mailboxes.
+SPLITS = (1, 2, 4, 8)
+LARGEST_CLUSTER = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's recurrence: what a kernel is cut for.
+
+    ``hidden`` and ``batch`` are the sizes the kernel sees (``hidden`` padded to 16 bytes); ``element`` is
+    ``"bfloat16"``, ``"float16"`` or ``"float32"`` (multiplied as TF32); ``backward`` says which of the two
+    kernels.
+    """
+
+    cell: Cell
+    element: str
+    hidden: int
+    batch: int
+    directions: int = 1
+    backward: bool = False
+    lengths: bool = False
+    resets: bool = False
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows of the product that belong to one hidden unit."""
+        return 1 if self.backward else self.cell.gates
+
+    @property
+    def depth(self) -> int:
+        """Elements of the vector that the step multiplies by."""
+        return self.hidden * self.cell.gates if self.backward else self.hidden
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.element == "float32" else 2
+
+    @property
+    def piece(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.element_bytes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to cut a :class:`Problem`; the numbers become constants of the kernel.
+
+    Attributes:
+        units: Hidden units of a block.
+        blocks: Thread blocks of a group.
+        split: Blocks of a cluster that split the depth of the product.
+        mail: Whether the group is one cluster, whose blocks write into each other's shared memory.
+        tiles: Tiles of 8 mini-batch rows in one round.
+        rounds: Rounds in which a group works through its rows.
+        batch_groups: Groups that split the mini-batch.
+        warps: Warps of a block.
+        held: Weight fragments (1 KiB a warp) in registers.
+        window: 16-byte pieces each thread keeps in flight.
+    """
+
+    units: int
+    blocks: int
+    split: int
+    mail: bool
+    tiles: int
+    rounds: int
+    batch_groups: int
+    warps: int
+    held: int
+    window: int
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of one cluster."""
+        return self.blocks if self.mail else self.split
+
+    def grid(self, problem: Problem) -> int:
+        """Thread blocks of the launch."""
+        return self.blocks * self.batch_groups * problem.directions
+
+    def row_tiles(self, problem: Problem) -> int:
+        """Tiles of 16 rows that a block multiplies."""
+        return -(-self.split * self.units * problem.rows_per_unit // 16)
+
+    def slabs(self, problem: Problem) -> int:
+        """Slabs of the depth (64 bytes) that one warp multiplies."""
+        slabs = -(-problem.depth * problem.element_bytes // 64)
+        return -(-slabs // (self.split * self.warps))
+
+    def fragments(self, problem: Problem) -> int:
+        """Weight fragments of one warp."""
+        return self.row_tiles(problem) * self.slabs(problem)
+
+    def kept_bytes(self, problem: Problem) -> int:
+        """Shared memory of a block's weights."""
+        return self.warps * max(self.fragments(problem) - self.held, 0) * 1024
+
+    def partial_bytes(self, problem: Problem) -> int:
+        """Shared memory of one buffer of partial sums."""
+        rows = self.units * problem.rows_per_unit
+        stride = rows + (20 - rows % 16) % 16
+        return self.split * self.warps * self.tiles * 8 * stride * 4
+
+    def mail_bytes(self, problem: Problem) -> int:
+        """Shared memory of one mailbox."""
+        stride = -(-problem.depth * problem.element_bytes // 128) * 128 + 64
+        return self.rounds * self.tiles * 8 * stride if self.mail else 0
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of one block."""
+        return self.kept_bytes(problem) + 2 * (self.partial_bytes(problem) + self.mail_bytes(problem))
+
+    def constants(self, problem: Problem, *, jitter: bool = False) -> dict[str, int]:
+        """What the kernel's source is compiled with."""
+        return {
+            "CELL": CELLS[problem.cell.name],
+            "ELEMENT": ELEMENTS[problem.element],
+            "HIDDEN": problem.hidden,
+            "UNITS": self.units,
+            "BLOCKS": self.blocks,
+            "SPLIT": self.split,
+            "MAIL": int(self.mail),
+            "TILES": self.tiles,
+            "ROUNDS": self.rounds,
+            "WARPS": self.warps,
+            "HELD": self.held,
+            "WINDOW": self.window,
+            "LENGTHS": int(problem.lengths),
+            "RESETS": int(problem.resets),
+            "JITTER": int(jitter),
+        }
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What of a GPU can run at once.
+
+    Attributes:
+        multiprocessors: How many it has.
+        clusters: Clusters of 2, 3, ... thread blocks that can run at once, one block on each multiprocessor
+            (`cuOccupancyMaxActiveClusters`); empty where the GPU has no clusters.
+    """
+
+    multiprocessors: int
+    clusters: tuple[int, ...] = ()
+
+    def blocks(self, cluster: int) -> int:
+        """Thread blocks that can run at once, in clusters of that size."""
+        if cluster == 1:
+            return self.multiprocessors
+        return self.clusters[cluster - 2] * cluster if cluster - 2 < len(self.clusters) else 0
+
+
+def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
+    """Every variant whose weights fit on the chip."""
+    for batch_groups, rounds, tiles in _splits(-(-problem.batch // 8)):
+        groups = batch_groups * problem.directions
+        for units in UNITS:
+            for split, mail in [(split, False) for split in SPLITS] + [(1, True)]:
+                blocks = -(-problem.hidden // units)
+                blocks = -(-blocks // split) * split
+                cluster = blocks if mail else split
+                if (blocks - split) * units >= problem.hidden or groups * blocks > capacity.blocks(cluster):
+                    continue
+                if split > 1 and units * problem.rows_per_unit % 8:
+                    continue
+                if mail and (units % problem.piece or cluster > LARGEST_CLUSTER):
+                    continue
+                for warps in (4, 8, 16):
+                    fitted = _fit(
+                        problem,
+                        Variant(units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0),
+                    )
+                    if fitted is not None:
+                        yield fitted
+
+
+def _splits(batch_tiles: int) -> list[tuple[int, int, int]]:
+    """Groups, rounds and tiles of a round that cover so many tiles of 8 rows, none of them empty."""
+    found = set()
+    for tiles in range(1, min(batch_tiles, 8) + 1):
+        parts = -(-batch_tiles // tiles)
+        for rounds in range(1, min(parts, 8) + 1):
+            groups = -(-parts // rounds)
+            if (groups - 1) * rounds * tiles < batch_tiles and groups * (rounds - 1) * tiles < batch_tiles:
+                found.add((groups, rounds, tiles))
+    return sorted(found)
+
+
+def _fit(problem: Problem, variant: Variant) -> Variant | None:
+    """The variant with as many weights in registers as there is room for; None if the rest finds no room."""
+    values = vars(variant)
+    row_tiles, slabs = variant.row_tiles(problem), variant.slabs(problem)
+    budget = min(THREAD_REGISTERS, REGISTERS // (variant.warps * 32))
+    finished = -(-variant.units * variant.tiles * 8 // (variant.warps * 32)) * variant.rounds
+    pieces = slabs * variant.tiles
+    window = min(pieces, 8 if variant.tiles * row_tiles <= 8 else 4)
+    flight = 8 * window if pieces > window else 4 * window
+    free = budget - OTHER_REGISTERS - 4 * row_tiles * variant.tiles - flight - 11 * finished
+    if free < 0:
+        return None
+    held = min(free // 8, row_tiles * slabs)
+    fitted = Variant(**{**values, "held": held, "window": window})
+    return fitted if fitted.shared_bytes(problem) <= SHARED_BYTES else None
+
+
+def predicted_s(problem: Problem, variant: Variant) -> float:
+    """Seconds a step may take: only good enough to order variants before they are measured.
+
+    The terms are those of a step: the exchange's latency, reading the exchanged vector, the product on the
+    Tensor Cores, reading weights and partial sums from shared memory. Rates are of an H200 at 1.98 GHz.
+    """
+    clock, shared_rate = 1.98e9, 128 * 1.98e9
+    slabs, row_tiles = variant.slabs(problem), variant.row_tiles(problem)
+    read_bytes = variant.tiles * 8 * problem.depth * problem.element_bytes / variant.split
+    if variant.mail:
+        exchange, latency = 0.4e-6, 0.05e-6
+        read = read_bytes / shared_rate + variant.blocks * read_bytes / variant.blocks / 30e9
+    else:
+        exchange, latency = 0.75e-6, 0.33e-6 if variant.rounds > 1 else 0.0
+        read = read_bytes / 35e9 + variant.grid(problem) * read_bytes / 5.5e12
+    product = variant.warps * slabs * row_tiles * variant.tiles * 2 / 0.5 / clock
+    chain = slabs * 2 * 33 / clock if row_tiles * variant.tiles < 4 else 0.0
+    kept = variant.kept_bytes(problem) / shared_rate
+    partial = variant.partial_bytes(problem) * 2 / shared_rate
+    if variant.split > 1:
+        partial = 0.3e-6 + partial * 2.0
+    one_round = latency + max(read, product, kept) + chain + partial + 0.15e-6
+    return max(exchange + one_round, variant.rounds * one_round)

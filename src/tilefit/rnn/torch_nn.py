@@ -1,0 +1,58 @@
+"""The call that ``torch.nn``'s recurrent modules make: cuDNN on CUDA, PyTorch's own code elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tilefit.rnn.cells import Cell
+from tilefit.rnn.dispatch import computed_dtype
+
+_CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
+
+
+def run(
+    cell: Cell,
+    x: Tensor,
+    weights: Sequence[Sequence[Tensor]],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    lengths: Tensor | None,
+    directions: int,
+    dropout: float,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.stack`.
+
+    Lengths go to the host, as ``pack_padded_sequence`` needs them there. Rows of length 0, which it refuses,
+    run one step that is then forgotten.
+    """
+    flat = [weight for ws in weights for weight in ws]
+    layers = len(weights) // directions
+    w_ih, w_hh, *rest = weights[0]
+    if h0 is None:  # with a projection (proj_size) h is shorter than c
+        h0 = x.new_zeros((len(weights), x.shape[1], w_hh.shape[1]))
+    if c0 is None and cell.has_c:
+        c0 = x.new_zeros((len(weights), x.shape[1], w_ih.shape[0] // cell.gates))
+    state: Any = h0 if c0 is None else (h0, c0)
+    options = (len(rest) >= 2, layers, dropout, training, directions == 2)
+    call: Any = _CALLS[cell.mode]
+    if lengths is None:
+        out, *states = call(x, state, flat, *options, False)
+    else:
+        packed = pack_padded_sequence(x, lengths.cpu().clamp(min=1), enforce_sorted=False)
+        order, back = packed.sorted_indices, packed.unsorted_indices
+        state = tuple(s[:, order] for s in state) if cell.has_c else state[:, order]
+        data, *states = call(packed.data, packed.batch_sizes, state, flat, *options)
+        out, _ = pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
+        ran = (lengths > 0).unsqueeze(-1)
+        initial = (h0,) if c0 is None else (h0, c0)
+        states = [torch.where(ran, s[:, back], before) for s, before in zip(states, initial, strict=True)]
+        out = torch.where(ran, out, 0)
+    dtype = computed_dtype(x)
+    h_n, c_n = states[0], states[1] if cell.has_c else x.new_empty(0)
+    return out.to(dtype), h_n.to(dtype), c_n.to(dtype)

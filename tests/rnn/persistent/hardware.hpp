@@ -1,0 +1,101 @@
+// What CUDA C++ has and C++ has not, as far as the kernels use it. One std::thread stands for each lane: warps,
+// thread blocks and clusters are groups of threads with a barrier each.
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
+
+struct float4 {
+    float x, y, z, w;
+};
+
+struct Warp {
+    std::barrier<> barrier{32};
+    uint32_t registers[32][6];  // what the lanes show each other
+};
+
+struct Block {
+    Block(int threads, int shared_bytes);
+
+    std::barrier<> barrier;
+    std::vector<Warp> warps;
+    std::unique_ptr<unsigned char[]> memory;
+};
+
+typedef std::barrier<> Cluster;
+
+struct Index {
+    unsigned x;
+};
+
+static thread_local Index threadIdx, blockIdx;
+static thread_local Block* block;      // of this thread
+static thread_local Block* neighbours;  // the first block of this thread's cluster
+static thread_local Cluster* cluster;
+static thread_local unsigned rank_in_cluster;
+
+static unsigned lane() { return threadIdx.x % 32; }
+static Warp& warp() { return block->warps[threadIdx.x / 32]; }
+
+static float __uint_as_float(uint32_t v) {
+    float f;
+    std::memcpy(&f, &v, 4);
+    return f;
+}
+
+static uint32_t __float_as_uint(float v) {
+    uint32_t u;
+    std::memcpy(&u, &v, 4);
+    return u;
+}
+
+static float __fdividef(float a, float b) { return a / b; }
+static float exponential(float v) { return std::exp(v); }
+#define __expf exponential  // the C library has a __expf of its own
+
+static void __syncthreads() { block->barrier.arrive_and_wait(); }
+
+static void __nanosleep(unsigned ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
+
+static size_t __cvta_generic_to_shared(const void* p) {
+    return static_cast<const unsigned char*>(p) - block->memory.get();
+}
+
+// Every lane shows a value; `look` says what this lane makes of all of them.
+template <typename Look>
+static uint32_t exchange(uint32_t value, Look look) {
+    warp().registers[lane()][0] = value;
+    warp().barrier.arrive_and_wait();
+    const uint32_t result = look(warp().registers);
+    warp().barrier.arrive_and_wait();
+    return result;
+}
+
+static uint32_t __shfl_sync(uint32_t, uint32_t value, int source) {
+    return exchange(value, [=](auto& all) { return all[source % 32][0]; });
+}
+
+static uint32_t __shfl_down_sync(uint32_t, uint32_t value, int by) {
+    const unsigned source = lane() + by < 32 ? lane() + by : lane();
+    return exchange(value, [=](auto& all) { return all[source][0]; });
+}
+
+static int __any_sync(uint32_t, int value) {
+    return exchange(value != 0, [](auto& all) {
+        return std::any_of(all, all + 32, [](auto& one) { return one[0] != 0; });
+    });
+}

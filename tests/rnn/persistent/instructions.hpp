@@ -1,0 +1,130 @@
+// The instructions that the kernels write in assembly, and the launch. Stands behind the kernel's source, whose
+// types it uses.
+
+// Words that several threads may touch at the same time.
+static u32 load_word(const void* address) {
+    return reinterpret_cast<const std::atomic<u32>*>(address)->load();
+}
+
+static void store_word(void* address, u32 word) { reinterpret_cast<std::atomic<u32>*>(address)->store(word); }
+
+// 16 bytes arrive word by word: the hardware promises no more.
+static void load_words(piece& p, const void* address) {
+    const u32* words = static_cast<const u32*>(address);
+    p = {load_word(words), load_word(words + 1), load_word(words + 2), load_word(words + 3)};
+}
+
+static void store_words(void* address, const piece& p) {
+    u32* words = static_cast<u32*>(address);
+    store_word(words, p.x);
+    store_word(words + 1, p.y);
+    store_word(words + 2, p.z);
+    store_word(words + 3, p.w);
+}
+
+// An address in a cluster's shared memory: the block's rank and the place in its memory.
+static unsigned char* in_cluster(u32 address) {
+    return neighbours[address >> 24].memory.get() + (address & 0xFFFFFF);
+}
+
+float widen(element v) {
+#if ELEMENT == 0
+    return __uint_as_float(u32(v) << 16);
+#elif ELEMENT == 1
+    _Float16 half;
+    std::memcpy(&half, &v, 2);
+    return half;
+#else
+    return v;
+#endif
+}
+
+element narrow(float v) {
+#if ELEMENT == 0
+    if (v != v) return 0x7FFF;  // the NaN of the hardware's conversions
+    const u32 bits = __float_as_uint(v);
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+#elif ELEMENT == 1
+    if (v != v) return 0x7FFF;
+    const _Float16 half = v;
+    element bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+#else
+    return v == v ? v : __uint_as_float(0x7FC00000u);
+#endif
+}
+
+float tanh_approximate(float v) { return std::tanh(v); }
+
+// Full float32: then a result differs from the reference by roundings only, and the test can be sharp.
+u32 to_tf32(u32 v) { return v; }
+
+void load_shared_device(piece& p, const void* address, bool wanted) {
+    if (wanted) load_words(p, address);
+}
+
+void store_shared_device(void* address, u32 word) { store_word(address, word); }
+
+element load_early(const element* address) { return *address; }
+
+float load_early_float(const float* address) { return *address; }
+
+u32 remote_address(u32 mine, u32 owner) { return owner << 24 | mine; }
+
+void store_remote(u32 address, float v) { store_word(in_cluster(address), __float_as_uint(v)); }
+
+void store_remote_piece(u32 address, const piece& p) { store_words(in_cluster(address), p); }
+
+void load_mail(piece& p, u32 address, bool wanted) {
+    if (wanted) load_words(p, block->memory.get() + address);
+}
+
+void clear_mail(u32 address, bool wanted) {
+    if (wanted) store_words(block->memory.get() + address, {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN});
+}
+
+u32 split_rank() { return SPLIT > 1 ? rank_in_cluster : 0; }
+
+void cluster_barrier() { cluster->arrive_and_wait(); }
+
+// d += a b, with the fragments where the PTX ISA says that mma.m16n8k16 (m16n8k8 for TF32) has them: lane 4 r + q
+// has of the rows r and r + 8 of a, and of column r of b, the word q and the one four words on.
+void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    auto& all = warp().registers;
+    const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
+    std::copy(mine, mine + 6, all[lane()]);
+    warp().barrier.arrive_and_wait();
+    constexpr int in_word = 4 / sizeof(element);
+    auto value = [](u32 word, int part) {
+        return ELEMENT == 2 ? __uint_as_float(word) : widen(element(word >> 16 * part));
+    };
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane() / 4, lower = i / 2, column = lane() % 4 * 2 + i % 2;
+        float sum = 0.0f;
+        for (int k = 0; k < 8; ++k)
+            for (int part = 0; part < in_word; ++part)
+                sum += value(all[row * 4 + k % 4][lower + k / 4 * 2], part) *
+                       value(all[column * 4 + k % 4][4 + k / 4], part);
+        d[i] += sum;
+    }
+    warp().barrier.arrive_and_wait();
+}
+
+// Shared memory begins as garbage: neither zeros, nor the pattern of an unwritten word, nor a sensible number. What
+// lies behind it must still be garbage at the end.
+constexpr unsigned char GARBAGE = 0x7E;
+constexpr int GUARD = 1024;
+
+Block::Block(int threads, int shared_bytes)
+    : barrier(threads), warps(threads / 32), memory(new unsigned char[shared_bytes + GUARD]) {
+    std::fill_n(memory.get(), shared_bytes + GUARD, GARBAGE);
+}
+
+// Runs `blocks` thread blocks of the grid, and returns how many wrote past their shared memory.
+extern "C" int run(const PARAMETERS* parameters, int blocks, int cluster_size, int threads, int shared_bytes) {
+    std::vector<std::unique_ptr<Cluster>> clusters;
+    std::unique_ptr<Block[], void (*)(Block*)> all(static_cast<Block*>(operator new[](blocks * sizeof(Block))),
+                                                   [](Block* p) { operator delete[](p); });
+    return 0;
+}

@@ -1,0 +1,216 @@
+"""Which backend runs what, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recurrence import assert_same, pair, tensors
+from tilefit import gpus
+from tilefit.errors import TilefitError, UsageError
+from tilefit.nn import LSTM
+from tilefit.rnn import dispatch, operator, reference
+from tilefit.rnn.dispatch import Call, Row, Table, choose
+
+CUDA = torch.device("cuda", 0)
+COLUMNS = list(Row._fields)
+
+
+def call(cell: str = "lstm", **changes: Any) -> Call:
+    dtype = changes.get("dtype", torch.bfloat16)
+    base = Call(
+        cell, dtype, CUDA, False, 1024, 1024, 8, 256, 1, 1, 0, False, False, False, dtype, tf32=False
+    )  # fmt: skip
+    return base._replace(**changes)
+
+
+def row(persistent_us: float | None, cudnn_us: float | None, **sizes: Any) -> list[Any]:
+    """A measured size: an LSTM of 1024 units, mini-batch 8, bf16, forward, unless said."""
+    default = {
+        "cell": "lstm", "dtype": "bf16", "hidden": 1024, "batch": 8, "steps": 256, "directions": 1,
+        "training": False,
+    }  # fmt: skip
+    values = {**default, **sizes, "persistent_us": persistent_us, "cudnn_us": cudnn_us}
+    return [values[name] for name in COLUMNS]
+
+
+Measure = Callable[..., None]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
+    """Says what was measured on an H200, on which the persistent kernels run all but hidden size 4096."""
+
+    def refusal(device: Any, cell: Any, dtype: Any, hidden: int, *sizes: int, training: bool) -> str | None:
+        return "the weights do not fit" if hidden == 4096 else None
+
+    def measure(*rows: list[Any], gpu: str = "h200", on: str = "h200") -> None:
+        (tmp_path / f"{gpu}.json").write_text(json.dumps({"columns": COLUMNS, "rows": rows}), "utf-8")
+        monkeypatch.setattr(dispatch, "gpu_of", lambda device: gpus.get(on))
+
+    monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=refusal))
+    monkeypatch.setattr(dispatch, "DATA", tmp_path)
+    monkeypatch.delenv("TILEFIT_RNN", raising=False)
+    dispatch._choose.cache_clear()
+    dispatch._table.cache_clear()
+    yield measure
+    dispatch._choose.cache_clear()
+    dispatch._table.cache_clear()
+
+
+def test_the_faster_one_runs(measured: Measure) -> None:
+    measured(row(1.5, 10.0), row(4.0, 3.0, cell="gru"), row(7.0, 9.0, training=True))
+    assert choose(call()).backend == "persistent"
+    assert "1.50 us a step, cuDNN 10.00" in choose(call()).reason
+    assert choose(call("gru")).backend == "cudnn"
+    assert choose(call(training=True)).backend == "persistent"
+
+
+def test_a_size_in_between_takes_the_nearest(measured: Measure) -> None:
+    measured(row(1.5, 10.0), row(9.0, 3.0, batch=64), row(9.0, 3.0, hidden=2048))
+    assert choose(call(batch=16)).backend == "persistent"
+    assert choose(call(batch=40)).backend == "cudnn"
+    assert choose(call(hidden=1400)).backend == "persistent"
+    assert choose(call(hidden=1500)).backend == "cudnn"
+    assert choose(call(hidden=32, batch=1)).backend == "persistent"
+
+
+def test_nothing_beyond_what_was_measured_is_promised(measured: Measure) -> None:
+    measured(row(1.5, 10.0))
+    for beyond in (
+        call(batch=9),
+        call(hidden=1032),
+        call("gru"),
+        call(dtype=torch.float32),
+        call(training=True),
+    ):
+        assert choose(beyond).backend == "cudnn"
+        assert "measured" in choose(beyond).reason
+
+
+def test_cudnn_is_taken_where_it_runs_the_same_algorithm(measured: Measure) -> None:
+    fp16 = {"dtype": "fp16"}
+    measured(
+        row(2.0, 1.4, **fp16),
+        row(2.0, 1.4, batch=16, **fp16),
+        row(1.9, 10.0, batch=4, **fp16),
+        row(1.9, 10.0),
+    )
+    half = {"dtype": torch.float16}
+    assert choose(call(batch=16, **half)).backend == "cudnn"
+    assert (
+        choose(call(batch=12, **half)).backend == "persistent"
+    )  # not a multiple of 8: cuDNN does not persist
+    assert choose(call(layers=2, **half)).backend == "persistent"
+    # Autocast to bf16: torch.nn runs fp16, and persists.
+    assert choose(call(cudnn_dtype=torch.float16)).backend == "cudnn"
+
+
+@pytest.mark.parametrize(("on", "backend"), [("h100-sxm", "persistent"), ("a100-sxm-80gb", "cudnn")])
+def test_measurements_hold_for_the_generation(measured: Measure, on: str, backend: str) -> None:
+    measured(row(1.5, 10.0), on=on)
+    assert choose(call()).backend == backend
+
+
+def test_refusals_are_the_reason(measured: Measure) -> None:
+    measured(row(1.5, 10.0, hidden=4096))
+    assert choose(call(hidden=4096)) == ("cudnn", "the weights do not fit")
+    assert choose(call(device=None)).backend == "cudnn"
+    assert choose(call(proj=8)).backend == "cudnn"
+    assert choose(call(reset=True)).backend == "persistent"
+    assert choose(call(reset=True, hidden=4096)).backend == "reference"
+    with pytest.raises(TilefitError, match="no backend can run"):
+        choose(call(reset=True, proj=8))
+
+
+def test_a_backend_that_is_asked_for_runs_or_says_why_not(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(row(1.5, 10.0))
+    assert choose(call(), "reference") == ("reference", "asked for")
+    with pytest.raises(TilefitError, match="the weights do not fit"):
+        choose(call(hidden=4096), "persistent")
+    with pytest.raises(TilefitError, match="cannot reset"):
+        choose(call(reset=True), "cudnn")
+    monkeypatch.setenv("TILEFIT_RNN", "cudnn")
+    assert choose(call()).backend == "cudnn"
+    assert choose(call(), "persistent").backend == "persistent"  # the argument is closer
+    monkeypatch.setenv("TILEFIT_RNN", "fast")
+    with pytest.raises(UsageError, match="'fast'"):
+        choose(call())
+
+
+def test_a_backend_a_module_cannot_have_is_an_error() -> None:
+    with pytest.raises(TilefitError, match="not on a CUDA device"):
+        LSTM(4, 4, backend="persistent")(torch.zeros(2, 1, 4))
+
+
+def test_the_choice_of_compiled_code(measured: Measure) -> None:
+    x, w_hh = torch.zeros(4, 2, 8), torch.zeros(1, 32, 8)
+    lstm = dispatch.CELLS["lstm"]
+    assert dispatch.backend_of_layer(x, w_hh, lstm, None, None, False, "") == "reference"
+    with pytest.raises(TilefitError, match="compiled code"):
+        dispatch.backend_of_layer(x, w_hh, lstm, None, None, False, "cudnn")
+
+
+@pytest.mark.skipif(not list(dispatch.DATA.glob("*.json")), reason="no measurements are shipped yet")
+def test_measurements_shipped_are_complete() -> None:
+    for path in dispatch.DATA.glob("*.json"):
+        content = json.loads(path.read_text("utf-8"))
+        rows = [Row(**dict(zip(content["columns"], values, strict=True))) for values in content["rows"]]
+        Table(rows, gpus.get(path.stem))
+        for each in rows:
+            assert min(t for t in (each.persistent_us, each.cudnn_us) if t is not None) > 0
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_the_kernels_are_given(
+    cell: str, recompute: bool, measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor is dense, of one element type, and of the size that is agreed."""
+    given: list[tuple[Any, ...]] = []
+
+    def forward(cell: Any, xg: Any, w_hh: Any, bias_n: Any, h0: Any, c0: Any, *rest: Any, save: bool) -> Any:
+        steps, batch, directions, _ = xg.shape
+        assert xg.shape == (steps, batch, directions, cell.gates * w_hh.shape[-1])
+        assert (bias_n is not None) == cell.is_gru
+        given.append((xg, w_hh, h0, c0, *rest))
+        zeros = xg.new_zeros(directions, batch, w_hh.shape[-1])
+        h0 = zeros if h0 is None else h0
+        c0 = zeros if c0 is None and cell.has_c else c0
+        return reference.forward(cell, xg, w_hh, bias_n, h0, c0, *rest, save=save)
+
+    def backward(cell: Any, grad_out: Any, grad_hn: Any, grad_cn: Any, results: Any, *rest: Any) -> Any:
+        assert results[1].shape[-1] == (cell.saved * results[0].shape[-1] or results[1].numel())
+        given.append((grad_out, grad_hn, grad_cn, *results, *rest))
+        w_hh, h0, c0, *others = rest
+        zeros = torch.zeros_like(results[0][0]).transpose(0, 1).contiguous()
+        filled = [zeros if t is None else t for t in (grad_hn, grad_cn, h0, c0)]
+        filled = [t if index in (0, 2) or cell.has_c else None for index, t in enumerate(filled)]
+        grad_out = torch.zeros_like(results[0]) if grad_out is None else grad_out
+        return reference.backward(
+            cell, grad_out, filled[0], filled[1], results, w_hh, filled[2], filled[3], *others
+        )
+
+    kernels = SimpleNamespace(refusal=lambda *_, **__: None, forward=forward, backward=backward)
+    monkeypatch.setattr(operator, "persistent", lambda: kernels)
+    monkeypatch.setattr(dispatch, "refusal", lambda call: None)
+    monkeypatch.setitem(dispatch._REFUSALS, "persistent", lambda call: None)
+    module, original = pair(
+        cell, 4, 3, 2, bidirectional=True, batch_first=True, backend="persistent", recompute=recompute
+    )
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    for each in (module, original):
+        out, _ = each(x)
+        out.transpose(0, 1)[1:].sum().backward()
+    assert len(given) == 4
+    assert all(t.is_contiguous() and t.dtype == torch.float64 for ts in given for t in ts if t is not None)
+    assert_same(tensors(*module(x)), tensors(*original(x)))
+    assert_same([p.grad for p in module.parameters()], [p.grad for p in original.parameters()])
