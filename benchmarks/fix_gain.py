@@ -1,28 +1,36 @@
 """Measure what `tilefit.optimize` gains on a GPU: training steps of real models, original and fixed in turn.
 
 Every model runs eager training steps under bf16 autocast with AdamW (PyTorch's defaults otherwise): as it is,
-and after the first fix of its plan, the first two, and so on. The variants run in turn, some steps each, so
-that a drift of the clock meets all of them; a time is the median over the rounds. A row per model is written
-as soon as it is measured:
+and after the first fix of its plan, the first two, and so on; candidates of one fix that follow each other
+are one. The variants run in turn, some steps each, so that a drift of the clock meets all of them; a time is
+the median over the rounds. A row per model is written as soon as it is measured:
 
     PYTHONPATH=src python benchmarks/fix_gain.py --out benchmarks/results/fix_gain.json
 
-``--compiled`` adds the original and the fixed model under ``torch.compile``. ``--device cpu`` is a dry run on
-small inputs. A model that fails is a row that says why.
+``--compiled`` measures instead, under ``torch.compile``, the original and the model with the plan that is
+made for the compiler. Plans are made ahead, by other processes. ``--device cpu`` is a dry run on small
+inputs. A model that fails is a row that says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import datetime
 import gc
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count as naturals
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +41,7 @@ from torch.utils._pytree import tree_map
 import tilefit
 from tilefit.capture.run import call, loss_of_output
 from tilefit.capture.targets import InputOptions, Target, load
-from tilefit.fixes import Candidate, Plan, Run
+from tilefit.fixes import Candidate, Run
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 LLAMA = {
@@ -119,6 +127,23 @@ MODELS = {
 SMALL = {"batch": 2, "seq": 16}
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What a plan says.
+
+    Attributes:
+        fixes: Candidates of each fix.
+        row: Of the result, without measurements.
+    """
+
+    fixes: tuple[tuple[Candidate, ...], ...]
+    row: dict[str, Any]
+
+    def first(self, count: int) -> list[Candidate]:
+        """The candidates of the first fixes."""
+        return [candidate for fix in self.fixes[:count] for candidate in fix]
+
+
 # ---- one variant of a model --------------------------------------------------------------------
 
 
@@ -130,7 +155,7 @@ class Variant:
     ) -> None:
         self.name = name
         self.device = device
-        module = loaded.model.to(device).train()
+        module = copy.deepcopy(loaded.model).to(device).train()
         inputs = tree_map(lambda t: _real(t, device), loaded.inputs)
         if model.channels_last:
             module = module.to(memory_format=torch.channels_last)
@@ -236,9 +261,10 @@ def load_model(model: Model, device: str, small: bool) -> Target:
         return load(model.target, InputOptions(device=device, arguments=model.arguments, **sizes))
 
 
-def planned(model: Model, gpu: str, level: str, compile: bool = False) -> tuple[Plan, float]:
-    """The plan, made without weights, and the seconds it took; for an eager or for a compiled model."""
+def planned(name: str, gpu: str, level: str, compiled: bool) -> Planned:
+    """The plan of a model, made without weights."""
     start = time.perf_counter()
+    model = MODELS[name]
     loaded = load_model(model, "meta", small=False)
     plan = tilefit.optimize(
         loaded.model,
@@ -248,100 +274,84 @@ def planned(model: Model, gpu: str, level: str, compile: bool = False) -> tuple[
         amp="bf16",
         loss=loaded.loss,
         channels_last=model.channels_last,
-        compile=compile,
+        compile=compiled,
         ignore=["NTC001"],
         verify=False,
     )
-    return plan, time.perf_counter() - start
-
-
-def measured(name: str, model: Model, options: argparse.Namespace) -> dict[str, Any]:
-    plan, plan_s = planned(model, options.gpu, options.level)
-    row: dict[str, Any] = {
+    pairs = zip(plan.fixes, plan.candidates, strict=True)
+    fixes = [(fix_name, list(group)) for fix_name, group in groupby(pairs, key=lambda pair: pair[0].name)]
+    row = {
         "model": name,
         "healthy": model.healthy,
-        "bar": model.bar,
-        "plan_s": plan_s,
+        "plan_s": time.perf_counter() - start,
         "predicted_speedup": plan.speedup,
         "predicted_before_ms": 1e3 * plan.before_s,
-        "fixes": [{"name": f.name, "summary": f.summary, "predicted_ms": 1e3 * f.gain_s} for f in plan.fixes],
+        "fixes": [
+            {
+                "name": fix_name,
+                "summaries": [fix.summary for fix, _ in group],
+                "predicted_ms": 1e3 * sum(fix.gain_s for fix, _ in group),
+            }
+            for fix_name, group in fixes
+        ],
         "refused": sorted({f"{r.name}: {r.reason}" for r in plan.refused})[:5],
     }
-    if options.plan_only:
-        return row
-    candidates = list(plan.candidates)
-    counts = range(len(candidates) + 1) if candidates else (0, 0)  # a healthy model against itself
+    return Planned(tuple(tuple(candidate for _, candidate in group) for _, group in fixes), row)
+
+
+def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of a model, with what its steps took."""
+    row = plan.row
+    number = len(plan.fixes)
+    # A healthy model against itself; under the compiler the plan as a whole.
+    counts = (0, number) if options.compiled or not number else range(number + 1)
+    loaded = load_model(model, "cpu", options.device == "cpu")
     variants = [
-        Variant(
-            f"{count} fixes",
-            load_model(model, "cpu", options.device == "cpu"),
-            model,
-            candidates[:count],
-            options.device,
-        )
-        for count in counts
+        Variant(f"{count} fixes", loaded, model, plan.first(count), options.device) for count in counts
     ]
-    for variant in variants:
-        for _ in range(3):
-            variant.step()
-    once_s = max(variant.timed_s(1) for variant in variants)
-    steps = max(1, min(30, round(options.round_s / once_s)))
-    rounds: list[list[float]] = [[] for _ in variants]
-    for number in range(options.rounds):
-        # Back and forth, so that none always follows the same other.
-        order = range(len(variants)) if number % 2 == 0 else reversed(range(len(variants)))
-        for index in order:
-            rounds[index].append(variants[index].timed_s(steps))
-    medians = [statistics.median(times) for times in rounds]
-    row["wall_ms"] = [1e3 * t for t in medians]
-    row["spread_ms"] = [1e3 * (max(t) - min(t)) for t in rounds]
-    row["speedup"] = statistics.median(a / b for a, b in zip(rounds[0], rounds[-1], strict=True))
-    for fix, before, after in zip(row["fixes"], rounds, rounds[1:], strict=False):
-        fix["measured_ms"] = 1e3 * statistics.median(a - b for a, b in zip(before, after, strict=True))
-        off_ms = abs(fix["predicted_ms"] - fix["measured_ms"])
-        # The bar: within 25 % of the gain, or 2 % of the step.
-        fix["foreseen"] = off_ms <= max(0.25 * abs(fix["measured_ms"]), 0.02 * row["wall_ms"][0])
-    if options.device == "cuda":
-        row["gpu_ms"] = [1e3 * variant.gpu_s() for variant in variants]
-        row["step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
     if options.compiled:
-        del variants[1:]
-        row |= compiled(model, variants.pop(), options)
-    return row
-
-
-def compiled(model: Model, original: Variant, options: argparse.Namespace) -> dict[str, Any]:
-    """The original and the model with the plan made for the compiler, under ``torch.compile``, in turn."""
-    plan, _ = planned(model, options.gpu, options.level, compile=True)
-    found: dict[str, Any] = {
-        "compiled_predicted_speedup": plan.speedup,
-        "compiled_fixes": [fix.summary for fix in plan.fixes],
-    }
-    fixed = Variant(
-        "plan", load_model(model, "cpu", options.device == "cpu"), model, plan.candidates, options.device
-    )
-    variants = (original, fixed)
-    found["compile_s"] = []
+        row["compile_s"] = [under_the_compiler(variant) for variant in variants]
     for variant in variants:
-        start = time.perf_counter()
-        variant.model = torch.compile(variant.run.model)
         with variant.flags():
             for _ in range(3):
                 variant.step()
-        synchronize(options.device)
-        found["compile_s"].append(time.perf_counter() - start)
     once_s = max(variant.timed_s(1) for variant in variants)
     steps = max(1, min(30, round(options.round_s / once_s)))
-    rounds: list[list[float]] = [[], []]
-    for number in range(options.rounds):
-        for index in (0, 1) if number % 2 == 0 else (1, 0):
+    rounds: list[list[float]] = [[] for _ in variants]
+    began = time.perf_counter()
+    for turn in naturals():
+        # Small models are the host's: what else it does has to be averaged out.
+        if turn >= options.rounds and time.perf_counter() - began >= options.model_s:
+            break
+        # Back and forth, so that none always follows the same other.
+        order = range(len(variants)) if turn % 2 == 0 else reversed(range(len(variants)))
+        for index in order:
             rounds[index].append(variants[index].timed_s(steps))
-    found["compiled_ms"] = [1e3 * statistics.median(times) for times in rounds]
-    found["compiled_speedup"] = statistics.median(a / b for a, b in zip(*rounds, strict=True))
+    row["wall_ms"] = [1e3 * statistics.median(times) for times in rounds]
+    row["rounds"] = len(rounds[0])
+    row["spread_ms"] = [1e3 * (max(t) - min(t)) for t in rounds]
+    row["speedup"] = statistics.median(a / b for a, b in zip(rounds[0], rounds[-1], strict=True))
+    if not options.compiled:
+        row["bar"] = model.bar
+        for fix, before, after in zip(row["fixes"], rounds, rounds[1:], strict=False):
+            fix["measured_ms"] = 1e3 * statistics.median(a - b for a, b in zip(before, after, strict=True))
+            off_ms = abs(fix["predicted_ms"] - fix["measured_ms"])
+            # The bar: within 25 % of the gain, or 2 % of the step.
+            fix["foreseen"] = off_ms <= max(0.25 * abs(fix["measured_ms"]), 0.02 * row["wall_ms"][0])
     if options.device == "cuda":
-        found["compiled_step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
-    torch._dynamo.reset()
-    return found
+        row["gpu_ms"] = [1e3 * variant.gpu_s() for variant in variants]
+        row["step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
+    return row
+
+
+def under_the_compiler(variant: Variant) -> float:
+    """Seconds of compiling it, first step included."""
+    start = time.perf_counter()
+    variant.model = torch.compile(variant.run.model)
+    with variant.flags():
+        variant.step()
+    synchronize(variant.device)
+    return time.perf_counter() - start
 
 
 # ---- all of them -------------------------------------------------------------------------------
@@ -350,19 +360,20 @@ def compiled(model: Model, original: Variant, options: argparse.Namespace) -> di
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the bars ask for."""
     done = [row for row in rows if "speedup" in row]
+    changed = [row["speedup"] for row in done if row["fixes"]]
     fixes = [fix for row in done for fix in row["fixes"] if "foreseen" in fix]
-    found: dict[str, Any] = {
+    return {
         "models": len(done),
         "slower": [row["model"] for row in done if row["speedup"] < 0.99],
-        "missed": [row["model"] for row in done if row["speedup"] < row["bar"]],
+        "missed": [row["model"] for row in done if row["speedup"] < row.get("bar", 0.0)],
+        "geomean": statistics.geometric_mean(changed) if changed else None,
         "fixes": len(fixes),
         "foreseen": sum(fix["foreseen"] for fix in fixes) / len(fixes) if fixes else None,
     }
-    both = [row["compiled_speedup"] for row in done if row.get("compiled_fixes")]
-    if both:
-        found["compiled_geomean"] = statistics.geometric_mean(both)
-        found["compiled_slower"] = [r["model"] for r in done if r.get("compiled_speedup", 1.0) < 0.99]
-    return found
+
+
+def _worker() -> None:
+    torch.set_num_threads(1)
 
 
 def main() -> None:
@@ -374,9 +385,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--level", default="safe", choices=("safe", "unsafe"))
     parser.add_argument("--models", default="", help="names, with commas between; all if empty")
-    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--compiled", action="store_true", help="under torch.compile instead")
     parser.add_argument("--plan-only", action="store_true", help="predict, and measure nothing")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="at least")
+    parser.add_argument("--model-s", type=float, default=6.0, help="a model's rounds take at least so long")
     parser.add_argument("--round-s", type=float, default=0.3, help="about how long one variant's turn is")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no further model after this time")
     options = parser.parse_args()
@@ -386,30 +398,42 @@ def main() -> None:
     unknown = sorted(set(wanted) - set(MODELS))
     if unknown:
         sys.exit(f"There is no model {unknown[0]}; there are {', '.join(MODELS)}.")
-    rows: list[dict[str, Any]] = []
-    start = time.perf_counter()
-    for name in wanted:
-        if time.perf_counter() - start > options.budget_s:
-            break
-        try:
-            rows.append(measured(name, MODELS[name], options))
-        except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
-            rows.append({"model": name, "failure": f"{type(error).__name__}: {error}"[:500]})
-        rows[-1]["took_s"] = time.perf_counter() - start - sum(row["took_s"] for row in rows[:-1])
-        print(json.dumps(rows[-1]), flush=True)
-        if options.out:
-            result = {
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-                "torch": torch.__version__,
-                "level": options.level,
-                "summary": summary(rows),
-                "rows": rows,
-            }
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    with ProcessPoolExecutor(
+        min(8, max(1, (os.cpu_count() or 1) // 2)), multiprocessing.get_context("spawn"), _worker
+    ) as pool:
+        plans = {
+            name: pool.submit(planned, name, options.gpu, options.level, options.compiled) for name in wanted
+        }
+        rows: list[dict[str, Any]] = []
+        start = time.perf_counter()
+        for name in wanted:
+            if time.perf_counter() - start > options.budget_s:
+                pool.shutdown(cancel_futures=True)
+                break
+            began = time.perf_counter()
+            try:
+                plan = plans[name].result()
+                rows.append(plan.row if options.plan_only else measured(plan, MODELS[name], options))
+            except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
+                traceback.print_exc()
+                rows.append({"model": name, "failure": f"{type(error).__name__}: {error}"[:500]})
+            rows[-1]["took_s"] = time.perf_counter() - began
+            print(json.dumps(rows[-1]), flush=True)
+            if options.out:
+                written = {
+                    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+                    "torch": torch.__version__,
+                    "level": options.level,
+                    "compiled": options.compiled,
+                    "summary": summary(rows),
+                    "rows": rows,
+                }
+                options.out.write_text(json.dumps(written, indent=1) + "\n")
+            gc.collect()
+            torch._dynamo.reset()  # the next model's sizes are not this one's that vary
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
     print(json.dumps(summary(rows)))
 
 

@@ -49,7 +49,7 @@ def test_a_step_captured_once_is_assessed_on_any_gpu() -> None:
 
     step = capture(_model(4096), torch.empty(64, 4096), train=False)
     again = tilefit.Step.from_json(step.to_json())
-    assert tilefit.assess(again, "h200").to_json(ops=True) == tilefit.assess(step, "h200").to_json(ops=True)
+    assert tilefit.assess(again, "h200").to_json() == tilefit.assess(step, "h200").to_json()
 
 
 def test_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,12 @@ def test_a_mistake_in_training_is_found_and_its_mending_too() -> None:
     assert "Nothing wrong." in right
 
 
+def test_a_rollout_of_many_episodes_is_one_call() -> None:
+    out = _run("examples/recurrent_policy.py")
+    assert float(re.findall(r"largest difference ([\d.e+-]+)", out)[0]) < 1e-5
+    assert "reference: the tensors are not on a CUDA device" in out
+
+
 @pytest.mark.parametrize(("name", "code"), _blocks("python"), ids=_name)
 def test_python_in_the_documentation_runs(name: str, code: str) -> None:
     exec(compile(code, name, "exec"), {})

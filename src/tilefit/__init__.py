@@ -5,7 +5,7 @@
     'math'
 
 ``import tilefit`` is cheap: everything below is imported when it is first used, and only :func:`check`,
-:func:`optimize` and :func:`verify` ever import torch.
+:func:`optimize`, :func:`verify` and what is in :mod:`tilefit.nn` ever import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilefit import gpus, ops, precision
+    from tilefit import gpus, nn, ops, precision
     from tilefit.checker import assess, check
     from tilefit.cost import Estimate
     from tilefit.cost.model import estimate
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilefit.fixes import Plan, Verification, optimize, verify
     from tilefit.gpus import Gpu
     from tilefit.ops import Step
+    from tilefit.profiling import profile
     from tilefit.report import Comparison, Report
     from tilefit.rules import Finding
 
@@ -42,9 +43,11 @@ __all__ = [
     "check",
     "estimate",
     "gpus",
+    "nn",
     "ops",
     "optimize",
     "precision",
+    "profile",
     "verify",
 ]
 
@@ -63,13 +66,14 @@ _HOMES = {
     "optimize": "tilefit.fixes",
     "verify": "tilefit.fixes",
     "estimate": "tilefit.cost",
+    "profile": "tilefit.profiling",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
-    elif name in ("gpus", "ops", "precision"):
+    elif name in ("gpus", "nn", "ops", "precision"):
         value = import_module(f"tilefit.{name}")
     else:
         raise AttributeError(f"module 'tilefit' has no attribute {name!r}")

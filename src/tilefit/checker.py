@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tilefit import gpus, rules
@@ -14,6 +17,7 @@ from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.report import Comparison, Report, build
+from tilefit.report.build import batch_curve
 
 if TYPE_CHECKING:
     import torch
@@ -116,21 +120,60 @@ def assess(
     """The report of a step that was captured before; arguments and result as of :func:`check`."""
     if step.settings.compiled:
         step = fuse(step)
-    reports = []
     with using(profile):
-        for device in resolve(gpu):
-            estimate = estimate_step(step, device)
-            findings = rules.run(
+        reports = [
+            report_on(
                 step,
                 device,
-                estimate,
                 select=select,
                 ignore=ignore,
                 min_gain=min_gain,
                 per_module_ignores=per_module_ignores,
             )
-            reports.append(build(step, device, estimate, findings, title(device)))
+            for device in resolve(gpu)
+        ]
     return reports[0] if len(reports) == 1 else Comparison(tuple(reports))
+
+
+def report_on(
+    step: Step,
+    gpu: Gpu,
+    *,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    min_gain: float = MIN_GAIN,
+    per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+) -> Report:
+    """The report of exactly these operations: nothing is fused any more; arguments as of :func:`check`."""
+    estimate = estimate_step(step, gpu)
+    found = rules.find(
+        step,
+        gpu,
+        estimate,
+        select=select,
+        ignore=ignore,
+        min_gain=min_gain,
+        per_module_ignores=per_module_ignores,
+    )
+    return build(
+        step,
+        gpu,
+        estimate,
+        [each.finding for each in found],
+        title(gpu),
+        batch_curve=batch_curve(step, gpu, estimate),
+        environment=_versions(),
+        safe_gain_s=rules.safe_gain_s(step, gpu, estimate, found),
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, of PyTorch, and of the libraries of models that are installed."""
+    installed = {"Python": platform.python_version(), "torch": metadata.version("torch")}
+    for name in ("torchvision", "timm", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def resolve(gpu: str | Gpu | Sequence[str | Gpu] | None) -> list[Gpu]:

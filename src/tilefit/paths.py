@@ -13,6 +13,11 @@ def data_folder() -> Path:
     return Path(data) / "tilefit"
 
 
+def cache_folder() -> Path:
+    """``tilefit`` below the user's cache directory (``$XDG_CACHE_HOME``, else ``~/.cache``): safe to delete."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilefit"
+
+
 def corrupt_name(path: Path) -> Path:
     """The name under which a broken file is set aside: beside it, and not taken."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())

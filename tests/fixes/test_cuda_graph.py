@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.fixes.cuda_graph import Graph, _State
+from tilefit.capture.torchvision_import import tolerated
+from tilefit.fixes.cuda_graph import Graph, _leaves_of_our_own, _State
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
 
@@ -61,6 +62,28 @@ def test_refusals(make: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         graphed(model)
     assert type(model) is kind
+
+
+def test_models_of_libraries_are_known_but_not_those_that_look_for_objects() -> None:
+    with tolerated():
+        models = pytest.importorskip("torchvision.models", exc_type=ImportError)
+    assert graphed(models.mobilenet_v3_small()).state_dict()
+    with pytest.raises(RefusedError, match="detection"):
+        graphed(models.detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.LSTM(4, 4), nn.Bilinear(4, 4, 4)], ids=repr)
+def test_what_is_captured_has_leaves_of_its_own(layer: nn.Module) -> None:
+    kept = dict(layer.named_parameters())
+    x = torch.randn(3, 4)
+    with _leaves_of_our_own(layer) as leaves:
+        output = layer(x, x) if isinstance(layer, nn.Bilinear) else layer(x)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter is kept[name]
+        assert parameter.grad is None
+        assert leaves[parameter].grad is not None
+        assert leaves[parameter].data_ptr() == parameter.data_ptr()
 
 
 def test_on_the_cpu_nothing_changes() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tilefit
 from tilefit.fixes import Candidate, RefusedError, Run, Undo, proof
 from tilefit.fixes.linear import PaddedLayer, PaddedLinear, Padding
 from tilefit.fixes.proof import prove, prove_in_place
@@ -169,6 +170,35 @@ def test_zeros_are_no_values() -> None:
     before = replace(run(), train=False)
     nn.init.zeros_(before.model.head.bias)
     assert not prove(before, Forgetting(HEAD.modules, HEAD.layers)).ok
+
+
+class Half(nn.Module):
+    """Its forward pass works in half precision alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta and x.dtype != torch.float16:
+            raise TypeError("half precision, please")
+        return self.layer(x)
+
+
+def test_a_model_that_raises_in_the_comparison_is_left_alone() -> None:
+    padding = Padding(("layer",), (layer("layer", (5, 3)),))
+    for proof_of in (prove, prove_in_place):
+        with pytest.raises(RefusedError, match="raised TypeError: half precision"):
+            proof_of(Run(Half(), torch.randn(8, 3)), padding)
+    plan = tilefit.optimize(
+        Half(), torch.randn(65536, 3), gpu="h200", amp="bf16", select=["pad-linear"], min_gain=-1.0
+    )
+    assert not plan.fixes
+    assert any("half precision" in refused.reason for refused in plan.refused)
+
+
+def test_where_it_is_without_inputs_that_have_values() -> None:
+    assert prove_in_place(replace(run(), inputs=IDS.to("meta")), CHAIN).ok
 
 
 @pytest.mark.parametrize("amp", ["", "bf16"])

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tilefit import verify
@@ -170,3 +171,38 @@ def test_in_the_working_type() -> None:
     assert result.ok
     assert result.dtype == "bfloat16"
     assert not verify(first, second, X, dtype=torch.float32).ok
+
+
+class ByHand(nn.Module):
+    """Attention of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(256, 768)
+        self.bias = nn.Parameter(torch.randn(4, 128, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+        return self.attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT / 8 + self.bias).softmax(-1).to(v.dtype) @ v
+
+
+class Fused(ByHand):
+    """The same, rounded elsewhere."""
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.bias.to(q.dtype))
+
+
+@pytest.mark.parametrize("amp", ["", "fp16"])
+def test_gradients_too_small_for_fp16_are_no_difference(amp: str) -> None:
+    torch.manual_seed(0)
+    original = ByHand()
+    fixed = copy.deepcopy(original)
+    fixed.__class__ = Fused
+    dtype = torch.float32 if amp else torch.float16
+    # The loss is a mean over 98,304 outputs.
+    result = verify(original, fixed, torch.randn(3, 128, 256), amp=amp, dtype=dtype, steps=0)
+    assert result.worst < 5e-3

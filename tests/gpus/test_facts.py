@@ -132,4 +132,5 @@ def test_every_number_has_a_source(gpu: Gpu) -> None:
     numbers = {"sms", "boost_clock_hz", "flop_per_clock_per_sm", "memory_bytes", "memory_bus_width_bits"}
     numbers |= {"memory_data_rate_bits_per_s", "l2_bytes", "shared_memory_bytes_per_sm", "compute_capability"}
     numbers |= {"datasheet"} | ({"clock_hz"} if gpu.clock_hz_by_dtype else set())
+    numbers |= {"link"} if gpu.link else set()
     assert gpu.sources.keys() == numbers

@@ -225,3 +225,12 @@ def test_operations_run_and_are_timed_on_the_gpu(op: Op) -> None:
     gpu_pool = Pool(device.device, 256 << 20)
     timing = timer.measure(lambda: instance(op, gpu_pool), device)
     assert 1e-6 < timing.median_s < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_call_that_launches_nothing_is_not_timed() -> None:
+    from tilefit.measure import timer
+
+    x = torch.randn(8, 8, device="cuda")
+    with pytest.raises(TilefitError, match="launches no kernel"):
+        timer.measure(lambda: x.contiguous, timer.CudaDevice())

@@ -13,11 +13,11 @@ from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules import Change, Context, Finding, Proposal, Rule, engine, run
+from tilefit.rules import Change, Context, Finding, Proposal, Rule, engine, find, run, safe_gain_s
 
 
-def proposal(change: Change | None, module: str = "a", severity: str = "") -> Proposal:
-    return Proposal(module, "model.py:1", "message", "fix", "safe", change, severity=severity)
+def proposal(change: Change | None, module: str = "a", severity: str = "", safety: str = "safe") -> Proposal:
+    return Proposal(module, "model.py:1", "message", "fix", safety, change, severity=severity)
 
 
 @pytest.fixture
@@ -134,3 +134,47 @@ def test_the_interval_of_equal_sites_adds_up(run_with) -> None:
     assert twelve.gain_high_s - twelve.gain_low_s == pytest.approx(
         12 * (one.gain_high_s - one.gain_low_s), rel=1e-6
     )
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch, h200: Gpu, step: Step, run_with) -> Callable[..., float]:
+    """What the proposals that are safe save together."""
+
+    def call(*proposals: Proposal) -> float:
+        run_with(step, *proposals)
+        return safe_gain_s(step, h200, estimate_step(step, h200), find(step, h200))
+
+    return call
+
+
+def test_safe_changes_of_different_operations_are_priced_in_one(step: Step, together, h200: Gpu) -> None:
+    changes = (proposal(Change({0: ()}), "a"), proposal(Change({1: ()}), "b"))
+    after = estimate_step(replace(step, ops=step.ops[2:]), h200)
+    assert together(*changes) == pytest.approx(estimate_step(step, h200).time_s - after.time_s)
+    assert together(*changes) > together(changes[0])
+
+
+def test_an_operation_that_two_findings_change_counts_once(together) -> None:
+    both = proposal(Change({0: (), 1: ()}), "both")
+    assert together(both, proposal(Change({1: ()}), "one"), proposal(Change({0: ()}), "other")) == together(
+        both
+    )
+
+
+def test_what_is_not_safe_or_has_no_price_saves_nothing(together) -> None:
+    assert together() == 0.0
+    assert (
+        together(proposal(Change({0: ()}), safety="unsafe"), proposal(Change({1: ()}), safety="advice"))
+        == 0.0
+    )
+    assert together(proposal(None, severity="error")) == 0.0
+
+
+def test_a_change_of_the_whole_step_stands_alone(step: Step, together) -> None:
+    small = proposal(Change({0: ()}), "one")
+    large = proposal(Change(step=replace(step, ops=step.ops[:1])), "whole")
+    # Each of them where it is the better one; the two are never added up.
+    assert together(small, large) == together(large) > together(small)
+    tiny = replace(step.ops[0], op=Gemm(15360, 4096, 4096))
+    whole = proposal(Change(step=replace(step, ops=(tiny, *step.ops[1:]))), "whole")
+    assert together(small, whole) == together(small) > together(whole) > 0

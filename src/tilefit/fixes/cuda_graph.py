@@ -28,6 +28,10 @@ _MOST_STATES = 4
 #: Runs before a capture, in which libraries choose their kernels (PyTorch, ``make_graphed_callables``).
 _WARM_UP = 3
 _PLAIN = (type(None), bool, int, float, str)
+#: Whose modules do the same in every call with the same sizes, but for those that look for objects.
+_LIBRARIES = ("torch.nn.modules.", "torchvision.models.", "torchvision.ops.", "timm.models.", "timm.layers.")
+_OURS = "tilefit.fixes."
+_NOT = "torchvision.models.detection."
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class CudaGraph(Fix):
     so that tensors that were returned stay what they are and gradients accumulate as ever. The optimizer
     stays outside: ``fuse-optimizer`` makes it one kernel.
 
-    The same function: a graph replays kernels, not Python, so only models built of PyTorch's own modules are
-    changed, whose Python does the same in every call. A call runs as it always did where anything is not as
-    it was captured (sizes, element types, autocast, training mode, hooks, exchanged, moved or frozen
-    parameters), where the output of the call before still waits for its backward pass, and on the CPU.
-    Dropout draws other random numbers.
+    The same function: a graph replays kernels, not Python, so only models built of the modules of PyTorch,
+    torchvision and timm are changed, whose Python does the same in every call. A call runs as it always did
+    where anything is not as it was captured (sizes, element types, autocast, training mode, hooks, exchanged,
+    moved or frozen parameters), where the output of the call before still waits for its backward pass, and
+    on the CPU. Dropout draws other random numbers.
 
     What it costs: the activations of a captured call stay allocated (at most four sizes are captured), and a
     second derivative is an error.
@@ -98,8 +102,8 @@ def require_capturable(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         kind = type(module)
-        own = kind.__module__.startswith(("torch.nn.modules.", "tilefit.fixes."))
-        if not own or isinstance(module, nn.SyncBatchNorm | nn.modules.lazy.LazyModuleMixin):
+        known = kind.__module__.startswith((*_LIBRARIES, _OURS)) and not kind.__module__.startswith(_NOT)
+        if not known or isinstance(module, nn.SyncBatchNorm | nn.modules.lazy.LazyModuleMixin):
             raise RefusedError(
                 f"{path or 'the model'} is a {kind.__module__}.{kind.__qualname__}, whose Python a CUDA "
                 "graph would not run again"
@@ -212,8 +216,10 @@ class _State:
     def _capture(self, forward: Any, args: Any, kwargs: Any) -> _Captured | None:
         try:
             device = next(leaf.device for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-            with torch.cuda.device(device), _unchanged(self._buffers):
-                return _Captured(forward, args, kwargs, self._trained)
+            model = self._model()
+            assert model is not None  # it is being called
+            with torch.cuda.device(device), _unchanged(self._buffers), _leaves_of_our_own(model) as leaves:
+                return _Captured(forward, args, kwargs, [leaves[p] for p in self._trained], self._trained)
         except RuntimeError as error:
             warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
             return None
@@ -257,13 +263,40 @@ def _unchanged(buffers: list[torch.Tensor]) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-class _Captured:
-    """Two graphs, and the memory they read and write."""
+@contextmanager
+def _leaves_of_our_own(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Within the block the model computes with other leaves on the memory of its parameters.
 
-    def __init__(self, forward: Any, args: Any, kwargs: Any, trained: list[nn.Parameter]) -> None:
+    A leaf accumulates its gradient on the stream where it was first used, for as long as the graph of any
+    call is alive (that of the last loss is); a capture on another stream would have to wait for that one.
+    """
+    leaves = {p: nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    # By attribute: recurrent layers keep a second list of their weights.
+    for module, name, parameter in held:
+        setattr(module, name, leaves[parameter])
+    try:
+        yield leaves
+    finally:
+        for module, name, parameter in held:
+            setattr(module, name, parameter)
+
+
+class _Captured:
+    """Two graphs, and the memory they read and write.
+
+    Args:
+        forward, args, kwargs: The call.
+        leaves: What it computes with: leaves on the memory of ``trained``.
+        trained: The parameters that get the gradients.
+    """
+
+    def __init__(
+        self, forward: Any, args: Any, kwargs: Any, leaves: list[nn.Parameter], trained: list[nn.Parameter]
+    ) -> None:
         own_args, own_kwargs = tuple(map(_own, args)), {name: _own(value) for name, value in kwargs.items()}
         self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
-        self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *trained]
+        self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
         self.trained = trained
         #: The call whose backward pass may come: its ticket lives as long as its node.
         self.ticket: weakref.ref[_Ticket] | None = None

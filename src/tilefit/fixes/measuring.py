@@ -62,8 +62,8 @@ def require_cuda(run: Run) -> None:
         )
 
 
-class _Step:
-    """One variant's step and how many make a turn."""
+class RunningStep:
+    """A step that runs for real: call it. ``many`` make a turn; the optimizer's learning rate is zero."""
 
     def __init__(self, run: Run) -> None:
         trainable = [p for p in run.model.parameters() if p.requires_grad] if run.train else []
@@ -109,9 +109,9 @@ def _applied(run: Run, candidates: Sequence[Candidate]) -> Iterator[None]:
             undos.pop()()
 
 
-def _prepared(run: Run, candidates: Sequence[Candidate], clock: Callable[[], float]) -> _Step:
+def _prepared(run: Run, candidates: Sequence[Candidate], clock: Callable[[], float]) -> RunningStep:
     with _applied(run, candidates):
-        step = _Step(run)
+        step = RunningStep(run)
         for _ in range(_WARM_STEPS):
             step()
         step.synchronize()
@@ -123,7 +123,9 @@ def _prepared(run: Run, candidates: Sequence[Candidate], clock: Callable[[], flo
     return step
 
 
-def _timed_s(run: Run, candidates: Sequence[Candidate], step: _Step, clock: Callable[[], float]) -> float:
+def _timed_s(
+    run: Run, candidates: Sequence[Candidate], step: RunningStep, clock: Callable[[], float]
+) -> float:
     with _applied(run, candidates):
         step()  # what the other variants left in caches
         step.synchronize()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import Function
 
 from tilefit.cost import estimate
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
@@ -65,11 +64,15 @@ class Merged:
 
     def output(self, member: MergedLinear, x: torch.Tensor) -> torch.Tensor:
         """What ``member`` makes of ``x``."""
-        if not self._fits(x):
+        few = x.numel() < self.least_rows * member.in_features
+        # In inference mode nobody can tell whether the input was written to.
+        if torch.compiler.is_compiling() or few or x.is_inference():
             return F.linear(x, member.weight, member.bias)
-        index = next(i for i, other in enumerate(self.members) if other is member)
+        index = self.members.index(member)
         state = (x._version, torch.is_grad_enabled(), working_dtype(x))
         if x is not self._input or state != self._state or self._outputs[index] is None:
+            if not self._can_be_stacked():
+                return F.linear(x, member.weight, member.bias)
             self._input, self._state, self._outputs = x, state, list(self._products(x))
         output = self._outputs[index]
         self._outputs[index] = None
@@ -78,69 +81,27 @@ class Merged:
         assert output is not None
         return output
 
-    def _fits(self, x: torch.Tensor) -> bool:
-        """Whether merging pays and is safe: one must be able to see that ``x`` was written to, and all
-        weights must be there (not sharded)."""
-        first = self.members[0]
-        return (
-            not torch.compiler.is_compiling()
-            and x.numel() >= self.least_rows * first.in_features
-            and not x.is_inference()
-            and all(
-                m.weight.shape == (m.out_features, m.in_features)
-                and m.weight.dtype == first.weight.dtype
-                and m.weight.device == first.weight.device
-                for m in self.members
-            )
+    def _can_be_stacked(self) -> bool:
+        """Whether all weights are there (not sharded), and alike."""
+        first = self.members[0].weight
+        return all(
+            m.weight.shape == (m.out_features, m.in_features)
+            and m.weight.dtype == first.dtype
+            and m.weight.device == first.device
+            for m in self.members
         )
 
     def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sizes = [m.out_features for m in self.members]
-        dtype = working_dtype(x)
-        weight = _Stacked.apply(dtype, sizes, *(m.weight for m in self.members))  # type: ignore[no-untyped-call]
+        # PyTorch's own functions throughout: one written in Python costs the host what the merging saves it.
+        weight = torch.cat([m.weight for m in self.members])
         bias = None
         if any(m.bias is not None for m in self.members):
-            biases = [
-                m.bias if m.bias is not None else m.weight.new_zeros(m.out_features) for m in self.members
-            ]
-            bias = _Stacked.apply(dtype, sizes, *biases)  # type: ignore[no-untyped-call]
-        return _Parts.apply(sizes, F.linear(x, weight, bias))  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Stacked(Function):
-    """Tensors [n_i, ...] one below the other, in another element type: cast and copied at once."""
-
-    @staticmethod
-    def forward(dtype: torch.dtype, sizes: list[int], *tensors: torch.Tensor) -> torch.Tensor:
-        out = tensors[0].new_empty((sum(sizes), *tensors[0].shape[1:]), dtype=dtype)
-        for part, tensor in zip(torch.split(out, sizes), tensors, strict=True):
-            part.copy_(tensor)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.sizes, ctx.dtype = inputs[1], inputs[2].dtype
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, *torch.split(gradient.to(ctx.dtype), ctx.sizes)
-
-
-class _Parts(Function):
-    """The columns of a product that belong to each layer, as tensors of their own that may be changed in
-    place (one memory, but no views of each other to autograd)."""
-
-    @staticmethod
-    def forward(sizes: list[int], product: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(part.data for part in torch.split(product, sizes, dim=-1))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.sizes = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, torch.cat(gradients, dim=-1)
+            bias = torch.cat(
+                [m.bias if m.bias is not None else m.weight.new_zeros(m.out_features) for m in self.members]
+            )
+        product = F.linear(x, weight, bias)
+        # No views of each other to autograd: each may be changed in place.
+        return torch.unsafe_split_with_sizes(product, [m.out_features for m in self.members], -1)
 
 
 @dataclass(frozen=True)

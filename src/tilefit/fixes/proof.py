@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,17 +52,16 @@ def prove(run: Run, candidate: Candidate) -> Verification:
     Raises:
         RefusedError: the comparison cannot be made.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with _seeded(), _as_refusals():
         return _proof(run, candidate)
 
 
 def prove_in_place(run: Run, candidate: Candidate) -> Verification:
     """Compare the model with and without the candidate where it is, in its working precision, on two samples
-    of the run's inputs.
+    of the run's inputs; random ones where these have no values or one.
 
     Raises:
-        RefusedError: the candidate does not apply.
+        RefusedError: the candidate does not apply, or the comparison cannot be made.
     """
 
     def change(run: Run) -> Undo:
@@ -77,7 +77,31 @@ def prove_in_place(run: Run, candidate: Candidate) -> Verification:
 
         return take_back
 
-    return verify_in_place(replace(run, inputs=_shrunken(run.inputs, _SIZES[-2])), change)
+    with _seeded(), _as_refusals():
+        few = _with_values(_shrunken(run.inputs, _SIZES[-2]), run.model)
+        return verify_in_place(replace(run, inputs=few), change)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Within the block random numbers on the CPU are the same every time; afterwards the user's go on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def _as_refusals() -> Iterator[None]:
+    """A model that raises in the comparison (in fp64, on few inputs, on a copy) is left alone."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except CaptureError as error:
+        raise RefusedError(f"the model does not run on a copy ({error.what})") from error
+    except Exception as error:
+        text = (str(error).strip() or "no message").splitlines()[0]
+        raise RefusedError(f"the comparison raised {type(error).__name__}: {text}") from error
 
 
 def _proof(run: Run, candidate: Candidate) -> Verification:

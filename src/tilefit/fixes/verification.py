@@ -23,6 +23,9 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 #: Tensors whose norm is below this share of all they are compared with (gradients that are zero but for
 #: rounding) are compared at this scale.
 _NEGLIGIBLE = 1e-3
+#: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
+#: would be below the smallest numbers that fp16 holds in full precision.
+_LOSS_SCALE = 2.0**10
 _SEED = 0
 _LEARNING_RATE = 1e-3
 #: Adam's epsilon: with the usual 1e-8, gradients that are zero but for rounding would move parameters.
@@ -248,12 +251,18 @@ class _Check:
         if loss is None:
             return found
         found["loss"] = loss.detach()
-        loss.backward()  # type: ignore[no-untyped-call]
+        scale = _LOSS_SCALE if torch.float16 in (self.dtype, _AMP.get(self.amp)) else 1.0
+        wide = loss if scale == 1.0 else loss.float() * scale
+        wide.backward()  # type: ignore[no-untyped-call]
+
+        def gradient(leaf: torch.Tensor) -> torch.Tensor | None:
+            return leaf.grad if scale == 1.0 or leaf.grad is None else leaf.grad.float() / scale
+
         for name, parameter in model.named_parameters():
-            found[f"gradient of {name}"] = parameter.grad
+            found[f"gradient of {name}"] = gradient(parameter)
         for path, leaf in _leaves(inputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                found[f"gradient of input{path}"] = leaf.grad
+                found[f"gradient of input{path}"] = gradient(leaf)
         return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
 
     def stepped(self, model: nn.Module, optimizer_name: str, steps: int) -> Observed:

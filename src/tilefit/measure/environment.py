@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from tilefit.measure.clocks import driver_version
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class Environment:
 
 def current(device: torch.device) -> Environment:
     """The environment of measurements on a device."""
+    import torch
+
     if device.type != "cuda":
         return Environment("cpu", "", torch.__version__, "", "")
     return Environment(

@@ -35,6 +35,10 @@ CREATE TABLE IF NOT EXISTS measurement (
     PRIMARY KEY (op, cold, gpu, driver, torch, cuda, cudnn)
 )
 """
+#: Points of sweeps: whole steps, by a key of everything they depend on.
+_POINTS = """
+CREATE TABLE IF NOT EXISTS point (key TEXT PRIMARY KEY, date TEXT NOT NULL, data TEXT NOT NULL)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,18 @@ class Store:
                 [tuple(row.values()) for row in rows],
             )
 
+    def point(self, key: str) -> str | None:
+        """What :meth:`keep_point` kept under a key."""
+        row = self._connection.execute("SELECT data FROM point WHERE key = ?", (key,)).fetchone()
+        return str(row[0]) if row else None
+
+    def keep_point(self, key: str, data: str) -> None:
+        """Keep a point of a sweep; a repeated one replaces the older."""
+        with self._connection:
+            self._connection.execute(
+                "INSERT OR REPLACE INTO point VALUES (?, datetime('now'), ?)", (key, data)
+            )
+
     def __iter__(self) -> Iterator[Measurement]:
         """All measurements, oldest first."""
         cursor = self._connection.execute("SELECT * FROM measurement ORDER BY date, rowid")
@@ -158,6 +174,7 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         with connection:
             connection.execute(_TABLE)
+            connection.execute(_POINTS)
             connection.execute(f"PRAGMA user_version = {_SCHEMA}")
     except sqlite3.OperationalError:
         connection.close()  # locked, read-only, full: not broken

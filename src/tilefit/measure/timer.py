@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -155,6 +156,11 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def prepare(self, factories: Sequence[Factory]) -> Replay:
+        """As for every device.
+
+        Raises:
+            TilefitError: the calls launch no kernel.
+        """
         # All on one stream: a backward pass runs on its forward's, and a capture must not leave its own.
         with torch.cuda.stream(self._stream):
             calls = [factory() for factory in factories]
@@ -162,13 +168,18 @@ class CudaDevice:
                 call()
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
+            capture = torch.cuda.graph(graph, stream=self._stream)
             try:
-                with torch.cuda.graph(graph, stream=self._stream):
+                with warnings.catch_warnings(record=True) as told, capture:
+                    warnings.simplefilter("always")
                     for call in calls:
                         call()
             except RuntimeError:
                 torch.cuda.synchronize(self.device)
                 return self._timed(lambda: [call() for call in calls], filler=True)
+            # PyTorch says so with a warning and in no other way.
+            if any("Graph is empty" in str(warning.message) for warning in told):
+                raise TilefitError("it launches no kernel, so there is nothing to be timed")
 
         def launch() -> object:
             graph.replay()

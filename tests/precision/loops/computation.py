@@ -307,11 +307,9 @@ def means_and_sums_in_half():
     _train(_Scaled(Pool()), BF16)
 
 
-def _attend(scores: Tensor, mask: Tensor) -> Tensor:
-    return torch.softmax(scores + mask, -1)
-
-
 class _Attention(nn.Module):
+    softmax_dtype: torch.dtype | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
@@ -319,17 +317,32 @@ class _Attention(nn.Module):
     def mask(self, causal: Tensor, padding: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def weights(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(scores + mask, -1, dtype=self.softmax_dtype).to(scores.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x)
         scores = h @ h.transpose(-1, -2)
         causal = torch.ones(8, 8, dtype=torch.bool).triu(1)
         padding = (torch.arange(8) >= 6).expand(8, 8)
-        return (_attend(scores, self.mask(causal, padding).to(scores.dtype)) @ h)[:, :4]
+        return (self.weights(scores, self.mask(causal, padding).to(scores.dtype)) @ h)[:, :4]
 
 
 @wrong(30)
 def masks_that_add_up_to_infinity():
     class Attention(_Attention):
+        def mask(self, causal: Tensor, padding: Tensor) -> Tensor:
+            least = torch.finfo(FP16).min
+            return causal.half() * least + padding.half() * least  # here
+
+    _train(Attention())
+
+
+@wrong(30)
+def masks_that_add_up_to_infinity_before_a_softmax_in_fp32():
+    class Attention(_Attention):
+        softmax_dtype = torch.float32
+
         def mask(self, causal: Tensor, padding: Tensor) -> Tensor:
             least = torch.finfo(FP16).min
             return causal.half() * least + padding.half() * least  # here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from contextlib import suppress
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -675,12 +676,21 @@ def checkpoint_without_scaler():
         torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, io.BytesIO())  # here
 
 
+def _state_after_a_step() -> dict[str, Any]:
+    """What Adam keeps of :func:`net`."""
+    parameters = list(net().parameters())
+    state = {
+        number: {"step": torch.ones(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for number, p in enumerate(parameters)
+    }
+    return {**Adam(parameters).state_dict(), "state": state}
+
+
 @wrong(20)
 def resumed_without_scaler():
     model, s = net(), scaler()
     optimizer = Adam(model.parameters())
-    saved = Adam(net().parameters()).state_dict()
-    optimizer.load_state_dict(saved)  # here
+    optimizer.load_state_dict(_state_after_a_step())  # here
     for _ in range(STEPS):
         optimizer.zero_grad()
         s.scale(mse(model, *batch())).backward()
@@ -693,7 +703,7 @@ def checkpoint_in_several_files():
     model, s = net(), scaler()
     optimizer = Adam(model.parameters())
     s.load_state_dict(scaler().state_dict())
-    optimizer.load_state_dict(Adam(net().parameters()).state_dict())
+    optimizer.load_state_dict(_state_after_a_step())
     for _ in range(STEPS):
         optimizer.zero_grad()
         s.scale(mse(model, *batch())).backward()
@@ -705,6 +715,18 @@ def checkpoint_in_several_files():
     torch.save(
         {"model": model.state_dict(), "opt": optimizer.state_dict(), "scaler": s.state_dict()}, io.BytesIO()
     )
+
+
+@right(20)
+def moved_before_the_first_step():
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        s.step(optimizer)
+        s.update()
 
 
 @right(20)
