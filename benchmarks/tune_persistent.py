@@ -3,9 +3,10 @@
     PYTHONPATH=src python benchmarks/tune_persistent.py --out tuned.json
     PYTHONPATH=src python benchmarks/tune_persistent.py --cells lstm --hidden 1024 --batches 8 --top 20
 
-For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest are compiled
-in parallel, checked against the plain PyTorch reference in float32, and timed: median of several launches of all
-time steps, between CUDA events, on random data. `--install` writes the winners into the package.
+For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest, or
+those near the fastest of an earlier result (`--around`), are compiled in parallel, checked against the plain
+PyTorch reference in float32, and timed: median of several launches of all time steps, between CUDA events, on
+random data. `--install` writes the winners into the package.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class Data:
                 if cell.saved
                 else None,
                 "cells": torch.empty(steps, batch, directions, hidden, device="cuda") if is_lstm else None,
+                "last_hidden": torch.empty_like(h0),
                 "last_cell": torch.empty_like(h0) if is_lstm else None,
             }
             self.result, self.shape = "out", (steps, batch, directions, hidden)
@@ -175,7 +177,8 @@ def measure(problem: Problem, variant: Variant, data: Data, steps: int, repeats:
         result = _unwritten(data.tensors["weights"], data.shape)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        kernel.launch({**data.tensors, data.result: result}, steps)
+        absent = {"lengths": None, "resets": None}
+        kernel.launch({**absent, **data.tensors, data.result: result}, steps)
         end.record()
         end.synchronize()
         if int(failure(torch.cuda.current_device())[0]):
@@ -232,9 +235,8 @@ def main() -> None:
     ]
     with ProcessPoolExecutor() as pool:
         seconds = list(pool.map(compile_one, jobs, chunksize=4))
-    print(
-        f"{len(jobs)} variants compiled in {time.perf_counter() - started:.0f} s ({sum(seconds):.0f} s of work)"
-    )
+    elapsed = time.perf_counter() - started
+    print(f"{len(jobs)} variants compiled in {elapsed:.0f} s ({sum(seconds):.0f} s of work)")
     rows, winners = [], {}
     for problem, chosen in plan:
         if time.perf_counter() - started > options.budget_s:
@@ -262,18 +264,19 @@ def main() -> None:
             elif "us" in row:
                 print(f"WRONG {key(problem)} {variant} error {row['error']}")
         if not found:
-            print(
-                f"{key(problem):32} nothing ran: {[r.get('refused', r.get('error')) for r in rows[-len(chosen) :]][:2]}"
-            )
+            print(f"{key(problem):32} nothing ran")
             continue
-        best = min(found, key=lambda entry: entry[0])
-        winners[key(problem)] = _cut(best[1])
-        v = best[1]
+        found.sort(key=lambda entry: entry[0])
+        _, variant, row = found[0]
+        winners[key(problem)] = _cut(variant)
+        exchange = "mail" if variant.mail else f"S{variant.split}"
         print(
-            f"{key(problem):32} {best[0]:6.2f} us (predicted {best[2]['predicted_us']:.2f}; error {best[2]['error']:.1e}) "
-            f"U{v.units} P{v.blocks} {'mail' if v.mail else f'S{v.split}'} T{v.tiles} R{v.rounds} G{v.batch_groups} W{v.warps} h{v.held} "
-            f"regs {best[2]['registers']}/{best[2]['spilled']} ; others "
-            + " ".join(f"{us:.2f}" for us, _, _ in sorted(found, key=lambda e: e[0])[1:5]),
+            f"{key(problem):32} {row['us']:6.2f} us "
+            f"(predicted {row['predicted_us']:.2f}; error {row['error']:.1e}) "
+            f"U{variant.units} P{variant.blocks} {exchange} T{variant.tiles} R{variant.rounds} "
+            f"G{variant.batch_groups} W{variant.warps} h{variant.held} "
+            f"regs {row['registers']}/{row['spilled']} ; others",
+            *(f"{us:.2f}" for us, _, _ in found[1:5]),
             flush=True,
         )
     document = {

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilefit.cli.config import parse
+from tilefit.errors import TilefitError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import console_blocks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -63,8 +69,14 @@ def test_a_rollout_of_many_episodes_is_one_call() -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), _blocks("python"), ids=_name)
-def test_python_in_the_documentation_runs(name: str, code: str) -> None:
-    exec(compile(code, name, "exec"), {})
+def test_python_in_the_documentation_runs(
+    name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
+    lacks_gpu = "tilefit.profile(" in code and not torch.cuda.is_available()
+    refused = pytest.raises(TilefitError, match="nothing in this trace ran on a GPU")
+    with refused if lacks_gpu else nullcontext():
+        exec(compile(code, name, "exec"), {})
 
 
 @pytest.mark.parametrize(("name", "text"), _blocks("toml"), ids=_name)
@@ -72,6 +84,23 @@ def test_configuration_in_the_documentation_is_understood(name: str, text: str, 
     path = tmp_path / "pyproject.toml"
     path.write_text(text, encoding="utf-8")
     assert parse(path).gpu
+
+
+def _console_blocks() -> list[tuple[str, str]]:
+    return [
+        (f"{page.name}-{index}", block)
+        for page in console_blocks.PAGES
+        for index, block in enumerate(console_blocks.blocks(page), 1)
+    ]
+
+
+@pytest.mark.parametrize(("name", "block"), _console_blocks(), ids=_name)
+def test_commands_in_the_documentation_print_what_stands_there(name: str, block: str) -> None:
+    if f"torch=={torch.__version__.partition('+')[0]}\n" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip("written with the version of torch in constraints.txt; others run other kernels")
+    if "hf:" in block:
+        pytest.importorskip("transformers")
+    assert console_blocks.rerun(block) == block, f"{name}: run benchmarks/console_blocks.py"
 
 
 def test_links_between_pages_lead_somewhere() -> None:

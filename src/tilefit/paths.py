@@ -14,7 +14,10 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """``tilefit`` below the user's cache directory (``$XDG_CACHE_HOME``, else ``~/.cache``): safe to delete."""
+    """``tilefit`` below the user's cache directory (``$XDG_CACHE_HOME``, else ``~/.cache``).
+
+    What is there can be deleted at any time.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilefit"
 
 

@@ -68,4 +68,4 @@ def test_gradients_accumulate_and_the_compiler_agrees() -> None:
         assert a.grad is not None
         assert b.grad is not None
         # The changed model took four steps: two eager, two compiled.
-        assert (b.grad / 2 - a.grad).norm() < 2e-2 * a.grad.norm(), name
+        assert (b.grad / 2 - a.grad).norm() <= 2e-2 * a.grad.norm(), name

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilefit.errors import UsageError
+from tilefit.errors import TilefitError, UsageError
 from tilefit.measure import streaming
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.pool import Pool

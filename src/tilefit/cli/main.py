@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -102,6 +103,8 @@ def _run(arguments: list[str]) -> int:
     except typer.TyperException as error:
         # Without a verb the help was printed, and there is nothing to add.
         if message := error.format_message():
+            # The checker of values (pydantic) puts its name for the kind of error before the sentence.
+            message = message.replace("Value error, ", "")
             _say("error", f"{message}\n  Try: {_help_command(arguments)}")
         return COULD_NOT_RUN
     except (KeyboardInterrupt, typer.Abort):
@@ -112,6 +115,9 @@ def _run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _say("error", f"no space is left to write to{f': {error.filename}' if error.filename else ''}")
+            return COULD_NOT_RUN
         if os.environ.get("TILEFIT_DEBUG"):
             raise
         _say("error", f"{type(error).__name__}: {error}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from tilefit import gpus
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.step_options import codes
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
     from tilefit.profiling.session import Profile
 
 _RUN = "The run"
-_TRACES = (".json", ".json.gz", ".pt.trace.json", ".pt.trace.json.gz")
+_TRACES = (".json", ".json.gz")
+#: Options that describe the step of a model, and those that choose the steps of a run.
+_OF_MODELS = (
+    *("input", "batch", "seq", "image_size", "train", "amp", "tf32"),
+    *("optimizer", "fused_optimizer", "channels_last", "compile"),
+)
+_OF_RUNS = ("steps", "skip", "plain")
 
 
 class ProfileCommand(TyperCommand):
@@ -38,7 +46,17 @@ def _is_trace(text: str) -> bool:
     return text.endswith(_TRACES) and not text.startswith("hf:")
 
 
+def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Options that would have no effect are not ignored."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} has no effect: {why}", hint="Leave it out.")
+
+
 def profile(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
@@ -133,23 +151,34 @@ def profile(
         "min_gain": next(gain for gain in (min_gain, settled.min_gain, MIN_GAIN) if gain is not None),
         "per_module_ignores": settled.per_module_ignores,
     }
+    # Whatever can be wrong without a run is found before it.
     select_rules(rules["select"], rules["ignore"])
+    if gpu is not None:
+        gpus.get(gpu)
     if arguments and not _is_script(target):
         raise UsageError(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
     error: TilefitError | None = None
     if _is_trace(target):
+        _refuse(context, (*_OF_MODELS, *_OF_RUNS), "a trace tells which steps it is of")
         from tilefit.profiling.imported import Imported
 
         with output.progress(f"Reading {target}"):
             run: Imported | Profile = Imported(Path(target), gpu, **rules)
             document = run.report
     elif _is_script(target):
+        _refuse(context, _OF_MODELS, "a script makes its own steps")
         run, error = _script(Path(target), list(arguments or ()), gpu, steps, skip, plain, rules)
         if error is not None and not run.profiled:
             raise error
         document = run.report
+    elif ":" not in target:
+        raise UsageError(
+            "neither a model, a script nor a trace",
+            where=target,
+            hint="A model is file.py:factory or hf:gpt2, a script ends in .py, a trace in .json or .json.gz.",
+        )
     else:
         from tilefit.capture.child import CaptureOptions
         from tilefit.profiling.target import profile_target

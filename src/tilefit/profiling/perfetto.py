@@ -31,8 +31,14 @@ def annotate(trace: Path, steps: list[AttributedStep], report: Report, output: P
 
     Raises:
         TilefitError: the trace cannot be read.
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or is the trace itself.
     """
+    if output.exists() and output.samefile(trace):
+        raise UsageError(
+            "is the trace itself, which would be overwritten while it is read",
+            where=str(output),
+            hint="Export to another file.",
+        )
     opener: Any = gzip.open if output.suffix == ".gz" else open
     header: dict[str, Any] = {}
     try:

@@ -89,7 +89,7 @@ def measured(run: MeasuredStep) -> list[tuple[str, str]]:
     lines = [
         (
             "Run",
-            f"{run.steps} steps of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)}), "
+            f"{run.steps} step{'s' if run.steps > 1 else ''} of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)}), "
             f"predicted {units.seconds(run.predicted_s)}; {profiler}",
         ),
         (

@@ -61,12 +61,14 @@ class Forward(NamedTuple):
         c_n: [D, B, H]
         gates: [T, B, D, saved * H]
         c: [T, B, D, H] in fp32 (fp64 for fp64)
+        h_n: [D, B, H]; None where it has to be taken from ``out``.
     """
 
     out: torch.Tensor
     c_n: torch.Tensor
     gates: torch.Tensor
     c: torch.Tensor
+    h_n: torch.Tensor | None = None
 
 
 class Backward(NamedTuple):

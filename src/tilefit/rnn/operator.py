@@ -116,7 +116,7 @@ def _forward(
     out = result.out.contiguous()
     return (
         out,
-        final(out, h0, lengths),
+        final(out, h0, lengths) if result.h_n is None else result.h_n.contiguous(),
         result.c_n.contiguous() if kind.has_c else x.new_empty(0),
         result.gates.contiguous() if keep == ALL and kind.saved else x.new_empty(0),
         result.c.contiguous() if keep != NOTHING and kind.has_c else x.new_empty(0, dtype=result.c.dtype),
@@ -184,13 +184,16 @@ def _backward(
     needs_x, needs_w_ih, needs_w_hh, needs_b_ih, needs_b_hh, needs_h0, needs_c0 = needs
     with products.precision(x):
         if backend == CUDNN:
+            assert grad_out is not None
+            assert grad_hn is not None
             return cudnn.backward(kind, grad_out, grad_hn, grad_cn, x, w_ih, w_hh, b_ih, b_hh, h0, c0, needs)
         if keep == STATES and kind.saved:
             xg, bias_n = products.project(kind, x, w_ih, b_ih, b_hh)
             gates = products.rebuilt_gates(kind, xg, w_hh, bias_n, out, h0, lengths, reset)
             del xg
         start_h, start_c = (h0, c0) if backend == PERSISTENT else _initial(x, w_hh, kind, h0, c0)
-        dg, grad_h0, grad_c0 = _passes(backend).backward(
+        backward: Any = _passes(backend).backward
+        dg, grad_h0, grad_c0 = backward(
             kind, grad_out, grad_hn, grad_cn, (out, gates, c), w_hh, start_h, start_c, lengths, reset
         )
         dg = dg.contiguous()

@@ -7,8 +7,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <deque>
 #include <thread>
 #include <vector>
 
@@ -28,15 +29,37 @@ struct Warp {
     uint32_t registers[32][6];  // what the lanes show each other
 };
 
-struct Block {
-    Block(int threads, int shared_bytes);
+// Shared memory begins as garbage: neither zeros, nor the pattern of an unwritten word, nor a sensible number. What
+// lies behind it must still be garbage at the end.
+constexpr unsigned char GARBAGE = 0x7E;
+constexpr int GUARD = 4096;
 
+struct Block {
     std::barrier<> barrier;
-    std::vector<Warp> warps;
-    std::unique_ptr<unsigned char[]> memory;
+    std::deque<Warp> warps;
+    const int shared_bytes;
+    unsigned char* const memory;
+
+    Block(int threads, int shared_bytes)
+        : barrier(threads), warps(threads / 32), shared_bytes(shared_bytes),
+          memory(static_cast<unsigned char*>(std::aligned_alloc(16, shared_bytes + GUARD))) {
+        std::fill_n(memory, shared_bytes + GUARD, GARBAGE);
+    }
+
+    ~Block() { std::free(memory); }
+
+    bool overran() const {
+        const unsigned char* end = memory + shared_bytes;
+        return std::any_of(end, end + GUARD, [](unsigned char byte) { return byte != GARBAGE; });
+    }
 };
 
-typedef std::barrier<> Cluster;
+struct Cluster {
+    std::barrier<> barrier;
+    std::vector<Block*> blocks;
+
+    explicit Cluster(int lanes) : barrier(lanes) {}
+};
 
 struct Index {
     unsigned x;
@@ -44,9 +67,7 @@ struct Index {
 
 static thread_local Index threadIdx, blockIdx;
 static thread_local Block* block;      // of this thread
-static thread_local Block* neighbours;  // the first block of this thread's cluster
-static thread_local Cluster* cluster;
-static thread_local unsigned rank_in_cluster;
+static thread_local Cluster* cluster;  // of this block
 
 static unsigned lane() { return threadIdx.x % 32; }
 static Warp& warp() { return block->warps[threadIdx.x / 32]; }
@@ -72,7 +93,7 @@ static void __syncthreads() { block->barrier.arrive_and_wait(); }
 static void __nanosleep(unsigned ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
 
 static size_t __cvta_generic_to_shared(const void* p) {
-    return static_cast<const unsigned char*>(p) - block->memory.get();
+    return static_cast<const unsigned char*>(p) - block->memory;
 }
 
 // Every lane shows a value; `look` says what this lane makes of all of them.

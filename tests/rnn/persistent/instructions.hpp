@@ -24,7 +24,7 @@ static void store_words(void* address, const piece& p) {
 
 // An address in a cluster's shared memory: the block's rank and the place in its memory.
 static unsigned char* in_cluster(u32 address) {
-    return neighbours[address >> 24].memory.get() + (address & 0xFFFFFF);
+    return cluster->blocks[address >> 24]->memory + (address & 0xFFFFFF);
 }
 
 float widen(element v) {
@@ -77,19 +77,19 @@ void store_remote(u32 address, float v) { store_word(in_cluster(address), __floa
 void store_remote_piece(u32 address, const piece& p) { store_words(in_cluster(address), p); }
 
 void load_mail(piece& p, u32 address, bool wanted) {
-    if (wanted) load_words(p, block->memory.get() + address);
+    if (wanted) load_words(p, block->memory + address);
 }
 
 void clear_mail(u32 address, bool wanted) {
-    if (wanted) store_words(block->memory.get() + address, {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN});
+    if (wanted) store_words(block->memory + address, {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN});
 }
 
-u32 split_rank() { return SPLIT > 1 ? rank_in_cluster : 0; }
+u32 split_rank() { return blockIdx.x % SPLIT; }
 
-void cluster_barrier() { cluster->arrive_and_wait(); }
+void cluster_barrier() { cluster->barrier.arrive_and_wait(); }
 
-// d += a b, with the fragments where the PTX ISA says that mma.m16n8k16 (m16n8k8 for TF32) has them: lane 4 r + q
-// has of the rows r and r + 8 of a, and of column r of b, the word q and the one four words on.
+// d += a b, with the fragments where the PTX ISA has them for mma.m16n8k16 (m16n8k8 for TF32): rows of a and columns
+// of b are 8 words deep; lane 4 r + q has words q and q + 4 of a's rows r and r + 8 and of b's column r.
 void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     auto& all = warp().registers;
     const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
@@ -111,20 +111,26 @@ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     warp().barrier.arrive_and_wait();
 }
 
-// Shared memory begins as garbage: neither zeros, nor the pattern of an unwritten word, nor a sensible number. What
-// lies behind it must still be garbage at the end.
-constexpr unsigned char GARBAGE = 0x7E;
-constexpr int GUARD = 1024;
-
-Block::Block(int threads, int shared_bytes)
-    : barrier(threads), warps(threads / 32), memory(new unsigned char[shared_bytes + GUARD]) {
-    std::fill_n(memory.get(), shared_bytes + GUARD, GARBAGE);
-}
-
-// Runs `blocks` thread blocks of the grid, and returns how many wrote past their shared memory.
-extern "C" int run(const PARAMETERS* parameters, int blocks, int cluster_size, int threads, int shared_bytes) {
-    std::vector<std::unique_ptr<Cluster>> clusters;
-    std::unique_ptr<Block[], void (*)(Block*)> all(static_cast<Block*>(operator new[](blocks * sizeof(Block))),
-                                                   [](Block* p) { operator delete[](p); });
-    return 0;
+// Runs the grid, and returns how many of its thread blocks wrote past their shared memory. The last `missing` blocks
+// never start.
+extern "C" __attribute__((visibility("default"))) int run(const PARAMETERS* parameters, int grid, int missing,
+                                                          int cluster_size, int threads, int shared_bytes) {
+    std::deque<Block> blocks;
+    std::deque<Cluster> clusters;
+    for (int b = 0; b < grid; ++b) {
+        if (b % cluster_size == 0) clusters.emplace_back(cluster_size * threads);
+        clusters.back().blocks.push_back(&blocks.emplace_back(threads, shared_bytes));
+    }
+    std::vector<std::thread> lanes;
+    for (int b = 0; b < grid - missing; ++b)
+        for (int t = 0; t < threads; ++t)
+            lanes.emplace_back([&, b, t] {
+                blockIdx = {unsigned(b)};
+                threadIdx = {unsigned(t)};
+                block = &blocks[b];
+                cluster = &clusters[b / cluster_size];
+                KERNEL(*parameters);
+            });
+    for (std::thread& one : lanes) one.join();
+    return std::count_if(blocks.begin(), blocks.end(), [](const Block& one) { return one.overran(); });
 }

@@ -1,6 +1,7 @@
 """Compiles the kernels for the GPU found, with NVRTC, and keeps the binaries on disk.
 
-NVRTC comes with PyTorch's CUDA builds; no compiler has to be installed. It needs no GPU: the architecture is named.
+NVRTC comes with PyTorch's CUDA builds; no compiler has to be installed. It needs no GPU: the architecture is
+named.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from tilefit.errors import TilefitError
 from tilefit.paths import cache_folder
@@ -25,10 +28,15 @@ class CompilationError(TilefitError):
 
 
 def binary(kernel: str, constants: Mapping[str, int], capability: tuple[int, int]) -> bytes:
-    """The machine code (a cubin) of ``kernel`` (``"forward"``, ``"backward"`` or ``"nothing"``) with these constants.
+    """The machine code (a cubin) of a kernel with these constants.
 
-    Compiled once for each combination: several processes may ask for the same one at the same time, and each finds
-    either no file or a whole one.
+    Compiled once for each combination: several processes may ask for the same one at the same time, and each
+    finds either no file or a whole one.
+
+    Args:
+        kernel: ``"forward"``, ``"backward"`` or ``"nothing"``.
+        constants: What the source is compiled with.
+        capability: The GPU's compute capability.
 
     Raises:
         CompilationError: NVRTC is not installed, or refuses the source.
@@ -40,7 +48,10 @@ def binary(kernel: str, constants: Mapping[str, int], capability: tuple[int, int
     if stored is not None:
         return stored
     compiled = _compile(kernel, options)
-    _store(path, compiled)
+    try:
+        _store(path, compiled)
+    except OSError as error:
+        warnings.warn(f"kernels are compiled again in every process: {path.parent}: {error}", stacklevel=2)
     return compiled
 
 
@@ -49,9 +60,7 @@ def _source(kernel: str) -> str:
     if kernel == "nothing":
         return 'extern "C" __global__ void nothing() {}'
     folder = files("tilefit.rnn.persistent")
-    return folder.joinpath("common.cuh").read_text("utf-8") + folder.joinpath(f"{kernel}.cu").read_text(
-        "utf-8"
-    )
+    return "".join(folder.joinpath(name).read_text("utf-8") for name in ("common.cuh", f"{kernel}.cu"))
 
 
 def _options(constants: Mapping[str, int], capability: tuple[int, int]) -> list[str]:
@@ -72,12 +81,13 @@ def _compiler_version() -> str:
 
 
 @cache
-def _nvrtc():  # type: ignore[no-untyped-def]
+def _nvrtc() -> Any:
     try:
-        from cuda.bindings import nvrtc  # noqa: PLC0415
+        from cuda.bindings import nvrtc
     except ImportError as error:
         raise CompilationError(
-            f"the persistent kernels need the package cuda-bindings: {error}. Install it: pip install 'tilefit[rnn]'"
+            f"the persistent kernels need the package cuda-bindings: {error}",
+            hint="Install it: pip install 'tilefit[rnn]'",
         ) from error
     return nvrtc
 
@@ -106,7 +116,7 @@ def _compile(kernel: str, options: list[str]) -> bytes:
     return bytes(cubin)
 
 
-def _check(status, call: str) -> None:  # type: ignore[no-untyped-def]
+def _check(status: Any, call: str) -> None:
     if int(status):
         raise CompilationError(f"{call} failed: {status.name}")
 

@@ -1,4 +1,4 @@
-"""Which variant runs: the measured one where the shipped table has it, else the one predicted to be fastest."""
+"""Which variant runs: the measured one where the shipped table has it, else the one predicted fastest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, predicted
 def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
     """The variant for a problem, or None where its weights do not fit on chip.
 
-    The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the same number
-    of tiles, ragged rows and resets run the same variant.
+    The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the
+    same number of tiles, ragged rows and resets run the same variant.
     """
     candidates = list(variants(problem, capacity))
     if not candidates:

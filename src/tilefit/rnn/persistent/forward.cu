@@ -11,6 +11,7 @@ struct Forward {
     element* out;              // [T, B, D, H], filled with UNWRITTEN
     element* gates;            // [T, B, D, SAVED, H] or null
     float* cells;              // [T, B, D, H] or null, LSTM
+    element* last_hidden;      // [D, B, H]
     element* last_cell;        // [D, B, H], LSTM
     int* error;
     int steps, batch, directions, batch_groups;
@@ -158,11 +159,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             }
         }
     }
-    if (CELL == 2) {
 #pragma unroll
-        for (int i = 0; i < STATES; ++i) {
-            const Result r(i, first_unit, first_row, p.batch);
-            if (r.mine) p.last_cell[(direction * p.batch + r.row) * HIDDEN + r.unit] = narrow(cell[i]);
+    for (int i = 0; i < STATES; ++i) {
+        const Result r(i, first_unit, first_row, p.batch);
+        const int at = (direction * p.batch + r.row) * HIDDEN + r.unit;
+        if (r.mine) {
+            p.last_hidden[at] = narrow(previous[i]);
+            if (CELL == 2) p.last_cell[at] = narrow(cell[i]);
         }
     }
     if (CLUSTERED) cluster_barrier();  // a block must not leave while a neighbour still writes into it

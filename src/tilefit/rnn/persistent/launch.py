@@ -1,7 +1,7 @@
 """Loads and launches the kernels, through the CUDA driver.
 
-Every launch is cooperative: the driver refuses it where not all thread blocks can run at once, which the exchange
-between them needs.
+Every launch is cooperative: the driver refuses it where not all thread blocks can run at once, which the
+exchange between them needs.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
+from typing import Any
 
 import torch
 
 from tilefit.errors import TilefitError
 from tilefit.rnn.persistent.build import CLUSTER_CAPABILITY, binary
-from tilefit.rnn.persistent.variant import LARGEST_CLUSTER, SHARED_BYTES, Capacity, Problem, Variant
+from tilefit.rnn.persistent.variant import LARGEST_CLUSTER, Capacity, Problem, Variant
 
 
 class LaunchError(TilefitError):
@@ -25,9 +26,9 @@ class LaunchError(TilefitError):
 SPIN_LIMIT = 1 << 23
 
 _POINTERS = {
-    "forward": "projected weights bias_n h0 c0 lengths resets out gates cells last_cell",
-    "backward": "grad_out grad_last_h grad_last_c weights out gates cells h0 first_cell lengths resets grad_gates grad_h0 "
-    "grad_c0",
+    "forward": "projected weights bias_n h0 c0 lengths resets out gates cells last_hidden last_cell",
+    "backward": "grad_out grad_last_h grad_last_c weights out gates cells h0 first_cell lengths resets "
+    "grad_gates grad_h0 grad_c0",
 }
 _COUNTS = "steps batch directions batch_groups"
 
@@ -50,7 +51,7 @@ class Kernel:
         code = binary(
             self.name, variant.constants(problem, jitter=jitter), torch.cuda.get_device_capability(device)
         )
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes the device's primary context current
             self._module = _call(driver.cuModuleLoadData, code)  # kept: unloading it would free the function
@@ -116,8 +117,8 @@ class Kernel:
             raise LaunchError(
                 f"the CUDA driver refused the {self.name} kernel ({_driver().CUresult(status).name})",
                 where=f"{self.problem}",
-                hint=f"Its {blocks} thread blocks must run at once, one on each multiprocessor: is the GPU shared "
-                "with other programs? Set TILEFIT_RNN=cudnn to go on without these kernels.",
+                hint=f"Its {blocks} thread blocks must run at once, one on each multiprocessor: is the GPU "
+                "shared with other programs? Set TILEFIT_RNN=cudnn to go on without these kernels.",
             )
 
     def _queue(self, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
@@ -129,17 +130,18 @@ class Kernel:
 @cache
 def capacity(device: int) -> Capacity:
     """How many thread blocks and clusters the device can run at once, one block on each multiprocessor."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    multiprocessors: int = properties.multi_processor_count
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     capability = torch.cuda.get_device_capability(device)
     if capability < CLUSTER_CAPABILITY:
-        return Capacity(multiprocessors)
+        return Capacity(multiprocessors, (), shared)
     driver = _driver()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()
         module = _call(driver.cuModuleLoadData, binary("nothing", {}, capability))
         function = _call(driver.cuModuleGetFunction, module, b"nothing")
         attribute = driver.CUfunction_attribute
-        shared = SHARED_BYTES
         _call(
             driver.cuFuncSetAttribute,
             function,
@@ -157,10 +159,10 @@ def capacity(device: int) -> Capacity:
             config = _config(size, 32, shared, size, cooperative=False)
             clusters.append(int(_call(driver.cuOccupancyMaxActiveClusters, function, config)))
         _call(driver.cuModuleUnload, module)
-    return Capacity(multiprocessors, tuple(clusters))
+    return Capacity(multiprocessors, tuple(clusters), shared)
 
 
-def _config(blocks: int, threads: int, shared_bytes: int, cluster: int, *, cooperative: bool):  # type: ignore[no-untyped-def]
+def _config(blocks: int, threads: int, shared_bytes: int, cluster: int, *, cooperative: bool) -> Any:
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
@@ -197,17 +199,18 @@ def _library() -> ctypes.CDLL:
 
 
 @cache
-def _driver():  # type: ignore[no-untyped-def]
+def _driver() -> Any:
     try:
-        from cuda.bindings import driver  # noqa: PLC0415
+        from cuda.bindings import driver
     except ImportError as error:
         raise LaunchError(
-            f"the persistent kernels need the package cuda-bindings: {error}. Install it: pip install 'tilefit[rnn]'"
+            f"the persistent kernels need the package cuda-bindings: {error}",
+            hint="Install it: pip install 'tilefit[rnn]'",
         ) from error
     return driver
 
 
-def _call(function, *arguments):  # type: ignore[no-untyped-def]
+def _call(function: Any, *arguments: Any) -> Any:
     status, *values = function(*arguments)
     if int(status):
         raise LaunchError(f"{function.__name__} failed: {status.name}")

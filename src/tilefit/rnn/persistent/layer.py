@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ def refusal(
         return f"no kernel computes in {str(dtype).removeprefix('torch.')}"
     if dtype is torch.float32 and not allows_tf32(dtype, device):
         return "float32 is multiplied as TF32, which PyTorch's setting for recurrent layers forbids"
-    if find_spec("cuda.bindings") is None:
+    if not _has_bindings():
         return "the package cuda-bindings is not installed (pip install 'tilefit[rnn]')"
     index = device.index if device.index is not None else torch.cuda.current_device()
     capability = torch.cuda.get_device_capability(index)
@@ -46,10 +45,18 @@ def refusal(
         problem = Problem(cell, ELEMENTS[dtype], _padded(hidden, dtype), batch, directions, backward_pass)
         if chosen(problem, capacity(index)) is None:
             return (
-                f"the recurrent weights of hidden size {hidden} with mini-batch {batch} do not fit on the chip "
-                f"({'backward' if backward_pass else 'forward'})"
+                f"the recurrent weights of hidden size {hidden} with mini-batch {batch} do not fit on the "
+                f"chip ({'backward' if backward_pass else 'forward'})"
             )
     return None
+
+
+def _has_bindings() -> bool:
+    try:
+        import cuda.bindings  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def forward(
@@ -82,7 +89,8 @@ def forward(
     cells = xg.new_empty(
         (steps, batch, directions, padded if save and cell.has_c else 0), dtype=torch.float32
     )
-    c_n = xg.new_empty((directions, batch, padded if cell.has_c else 0))
+    h_n = xg.new_empty((directions, batch, padded))
+    c_n = torch.empty_like(h_n) if cell.has_c else xg.new_empty(0)
     _launch(
         kernel,
         {
@@ -96,6 +104,7 @@ def forward(
             "out": out,
             "gates": gates if keep else None,
             "cells": cells if save and cell.has_c else None,
+            "last_hidden": h_n,
             "last_cell": c_n if cell.has_c else None,
         },
         steps,
@@ -105,6 +114,7 @@ def forward(
         _narrow(c_n, 1, padded, hidden) if cell.has_c else c_n,
         _narrow(gates, cell.saved, padded, hidden) if keep else gates,
         _narrow(cells, 1, padded, hidden) if save and cell.has_c else cells,
+        _narrow(h_n, 1, padded, hidden),
     )
 
 
@@ -169,7 +179,7 @@ def backward(
 def _kernel(
     cell: Cell, dtype: torch.dtype, sizes: tuple[int, int, int], options: tuple[bool, bool, bool], device: int
 ) -> Kernel:
-    """The compiled kernel for hidden size, mini-batch and directions, and for backward, lengths and resets."""
+    """The kernel for hidden size, mini-batch and directions, and for backward, lengths and resets."""
     problem = Problem(cell, ELEMENTS[dtype], *sizes, *options)
     variant = chosen(problem, capacity(device))
     if variant is None:
@@ -204,7 +214,7 @@ def _widen_gates(tensor: Tensor, gates: int, hidden: int, padded: int) -> Tensor
     """``[..., gates * hidden]`` to ``[..., gates * padded]``, with zeros."""
     if hidden == padded:
         return tensor
-    split = tensor.unflatten(-1, (gates, hidden))
+    split = tensor.view(*tensor.shape[:-1], gates, hidden)
     return torch.nn.functional.pad(split, (0, padded - hidden)).flatten(-2)
 
 
@@ -213,7 +223,7 @@ def _widen_weights(w_hh: Tensor, gates: int, hidden: int, padded: int) -> Tensor
     if hidden == padded:
         return w_hh
     extra = padded - hidden
-    split = w_hh.unflatten(1, (gates, hidden))
+    split = w_hh.view(-1, gates, hidden, hidden)
     return torch.nn.functional.pad(split, (0, extra, 0, extra)).flatten(1, 2)
 
 
@@ -221,4 +231,4 @@ def _narrow(tensor: Tensor, gates: int, padded: int, hidden: int) -> Tensor:
     """The opposite of :func:`_widen_gates`."""
     if hidden == padded:
         return tensor
-    return tensor.unflatten(-1, (gates, padded))[..., :hidden].flatten(-2)
+    return tensor.view(*tensor.shape[:-1], gates, padded)[..., :hidden].flatten(-2)

@@ -1,8 +1,9 @@
 """How one persistent kernel is cut to size: thread blocks, warps, clusters, and where its weights stay.
 
-The recurrent product of one step, ``rows x depth`` by ``depth x mini-batch``, is spread over the thread blocks
-of a *group*: each block finishes ``units`` hidden units. A group holds one copy of the weights; several groups
-split the mini-batch (and the directions of a bidirectional layer). ``common.cuh`` has the kernel's side of it.
+The recurrent product of one step, ``rows x depth`` by ``depth x mini-batch``, is spread over the thread
+blocks of a *group*: each block finishes ``units`` hidden units. A group holds one copy of the weights;
+several groups split the mini-batch (and the directions of a bidirectional layer). ``common.cuh`` has the
+kernel's side of it.
 """
 
 from __future__ import annotations
@@ -172,10 +173,12 @@ class Capacity:
         multiprocessors: How many it has.
         clusters: Clusters of 2, 3, ... thread blocks that can run at once, one block on each multiprocessor
             (`cuOccupancyMaxActiveClusters`); empty where the GPU has no clusters.
+        shared_bytes: Shared memory one block can have.
     """
 
     multiprocessors: int
     clusters: tuple[int, ...] = ()
+    shared_bytes: int = SHARED_BYTES
 
     def blocks(self, cluster: int) -> int:
         """Thread blocks that can run at once, in clusters of that size."""
@@ -197,14 +200,14 @@ def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
                     continue
                 if split > 1 and units * problem.rows_per_unit % 8:
                     continue
-                if mail and (units % problem.piece or cluster > LARGEST_CLUSTER):
+                if mail and (not capacity.clusters or units % problem.piece or cluster > LARGEST_CLUSTER):
                     continue
                 for warps in (4, 8, 16):
                     fitted = _fit(
                         problem,
                         Variant(units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0),
                     )
-                    if fitted is not None:
+                    if fitted is not None and fitted.shared_bytes(problem) <= capacity.shared_bytes:
                         yield fitted
 
 
@@ -221,7 +224,7 @@ def _splits(batch_tiles: int) -> list[tuple[int, int, int]]:
 
 
 def _fit(problem: Problem, variant: Variant) -> Variant | None:
-    """The variant with as many weights in registers as there is room for; None if the rest finds no room."""
+    """The variant with as many weights in registers as there is room for; None if there is none at all."""
     values = vars(variant)
     row_tiles, slabs = variant.row_tiles(problem), variant.slabs(problem)
     budget = min(THREAD_REGISTERS, REGISTERS // (variant.warps * 32))
@@ -233,8 +236,7 @@ def _fit(problem: Problem, variant: Variant) -> Variant | None:
     if free < 0:
         return None
     held = min(free // 8, row_tiles * slabs)
-    fitted = Variant(**{**values, "held": held, "window": window})
-    return fitted if fitted.shared_bytes(problem) <= SHARED_BYTES else None
+    return Variant(**{**values, "held": held, "window": window})
 
 
 def predicted_s(problem: Problem, variant: Variant) -> float:

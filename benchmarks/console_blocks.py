@@ -1,0 +1,63 @@
+"""Runs the commands that the README and the guide show, and writes what they print under them.
+
+    PYTHONPATH=src python benchmarks/console_blocks.py
+
+A block of commands between ``<!-- begin -->`` and ``<!-- end -->`` shows what a machine without a GPU prints:
+each line that begins with ``$`` is run in the repository's root, and what follows it is replaced. The tests
+run the same commands and compare.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+_BLOCK = re.compile(r"(?<=^<!-- begin -->\n```console\n).*?(?=^```\n<!-- end -->$)", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[str]:
+    """What stands in the page's marked blocks."""
+    return _BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def rerun(block: str) -> str:
+    """The block as its commands fill it today."""
+    # A comment, as after "make demo    # what it does", is no argument.
+    commands = [line for line in block.splitlines() if line.startswith("$ ")]
+    return "\n".join(f"{line}\n{_printed(shlex.split(line[2:], comments=True))}" for line in commands)
+
+
+def _printed(command: list[str]) -> str:
+    programs = {"tilefit": [sys.executable, "-m", "tilefit"], "python": [sys.executable]}
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # neither the profile nor the store of who runs this is used
+        alone = {"COLUMNS": "80", "XDG_DATA_HOME": folder, "TILEFIT_STORE": f"{folder}/store.sqlite"}
+        ran = subprocess.run(
+            [*programs[command[0]], *command[1:]],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, **alone, "PYTHONPATH": str(ROOT / "src")},
+        )
+    if ran.returncode > 1:  # 1 is findings
+        raise RuntimeError(f"{shlex.join(command)}:\n{ran.stderr}")
+    return "".join(f"{line.rstrip()}\n" for line in ran.stdout.strip("\n").splitlines())
+
+
+def main() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(_BLOCK.sub(lambda block: rerun(block.group()), text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The kernels as C++: one thread for each lane, so that they run where there is no GPU.
+
+The source is the real one. Two things are replaced: what the CUDA language adds to C++ (``hardware.hpp``),
+and the functions that contain assembly: their bodies are cut out and stand in ``instructions.hpp`` instead.
+The exchange between thread blocks, its waits, the indices and the arithmetic are tested as they are; PTX
+syntax, the GPU's memory model and the rounding to TF32 are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tilefit.rnn.persistent import launch
+from tilefit.rnn.persistent.variant import Problem, Variant
+
+HERE = Path(__file__).parent
+SOURCES = Path(launch.__file__).parent
+COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+
+#: Far more polls than a healthy exchange needs, and few enough for a test to wait for.
+SPIN_LIMIT = 1 << 17
+
+
+@cache
+def missing() -> str | None:
+    """Why there is no emulation here; None where there is."""
+    if shutil.which(COMPILER[0]) is None:
+        return "the emulation needs g++"
+    probe = "#include <barrier>\nstd::barrier<> barrier{1}; _Float16 half;"
+    command = [*COMPILER, "-x", "c++", "-", "-o", os.devnull]
+    works = subprocess.run(command, input=probe, capture_output=True, text=True, check=False).returncode == 0
+    return None if works else "the emulation needs a g++ with C++20 and _Float16 (12 or newer)"
+
+
+class Outcome(NamedTuple):
+    """How a launch ended.
+
+    Attributes:
+        gave_up: Whether a thread reached the spin limit.
+        overran: Thread blocks that wrote past their shared memory.
+    """
+
+    gave_up: bool
+    overran: int
+
+
+class EmulatedKernel:
+    """Has what :class:`tilefit.rnn.persistent.launch.Kernel` has for launches."""
+
+    def __init__(self, problem: Problem, variant: Variant, folder: Path) -> None:
+        self.problem, self.variant = problem, variant
+        self.name = "backward" if problem.backward else "forward"
+        self._run = _library(self.name, variant.constants(problem, jitter=True), folder).run
+
+    def launch(self, tensors: dict[str, torch.Tensor | None], steps: int) -> None:
+        outcome = self.run(tensors, steps)
+        assert outcome == Outcome(gave_up=False, overran=0), (outcome, self.problem, self.variant)
+
+    def run(
+        self,
+        tensors: dict[str, torch.Tensor | None],
+        steps: int,
+        *,
+        spin_limit: int = SPIN_LIMIT,
+        missing_blocks: int = 0,
+    ) -> Outcome:
+        """Run all steps; the last ``missing_blocks`` of the grid never start."""
+        error = torch.zeros(1, dtype=torch.int32)
+        arguments = launch._arguments(self.name)(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+            error=error.data_ptr(),
+            steps=steps,
+            batch=self.problem.batch,
+            directions=self.problem.directions,
+            batch_groups=self.variant.batch_groups,
+            spin_limit=spin_limit,
+        )
+        overran = self._run(
+            ctypes.byref(arguments),
+            self.variant.grid(self.problem),
+            missing_blocks,
+            self.variant.cluster,
+            self.variant.warps * 32,
+            self.variant.shared_bytes(self.problem),
+        )
+        return Outcome(bool(error.item()), overran)
+
+
+def source(kernel: str, constants: dict[str, int]) -> str:
+    """The kernel as one C++ file."""
+    defined = {**constants, "KERNEL": kernel, "PARAMETERS": kernel.capitalize()}
+    cuda = (SOURCES / "common.cuh").read_text("utf-8") + (SOURCES / f"{kernel}.cu").read_text("utf-8")
+    dynamic = "extern __shared__ __align__(16) unsigned char shared[];"
+    assert cuda.count(dynamic) == 1
+    return "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in defined.items()),
+            (HERE / "hardware.hpp").read_text("utf-8"),
+            _without_assembly(cuda).replace(dynamic, "unsigned char* shared = block->memory;"),
+            (HERE / "instructions.hpp").read_text("utf-8"),
+        ]
+    )
+
+
+def _without_assembly(cuda: str) -> str:
+    """The source with functions that contain assembly only declared: without a stand-in it does not link."""
+    kept, end = [], 0
+    for function in re.finditer(r"^__device__ __forceinline__ [^{;]*\{", cuda, re.MULTILINE):
+        body = cuda[function.end() : _end_of_block(cuda, function.end())]
+        if "asm" in body:
+            kept.append(cuda[end : function.end() - 1].rstrip() + ";")
+            end = function.end() + len(body)
+    return "".join([*kept, cuda[end:]])
+
+
+def _end_of_block(text: str, start: int) -> int:
+    """Behind the brace that closes the block whose first character stands at ``start``."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return start + brace.end()
+    raise ValueError("a brace is not closed")
+
+
+def _library(kernel: str, constants: dict[str, int], folder: Path) -> ctypes.CDLL:
+    """The compiled kernel, from ``folder`` if it was compiled before."""
+    text = source(kernel, constants)
+    digest = hashlib.sha256("\0".join([*COMPILER, text]).encode()).hexdigest()
+    path = folder / f"{kernel}-{digest[:32]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / "kernel.so"
+            command = [*COMPILER, "-Wl,--no-undefined", "-x", "c++", "-", "-o", str(built)]
+            result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stderr[:4000]
+            built.replace(path)
+    return ctypes.CDLL(str(path))

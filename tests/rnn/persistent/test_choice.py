@@ -1,0 +1,60 @@
+"""What was measured is what runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from rnn.persistent.capacities import A100, H200
+from tilefit.rnn.cells import CELLS
+from tilefit.rnn.persistent import choice
+from tilefit.rnn.persistent.choice import chosen, key
+from tilefit.rnn.persistent.variant import Problem, predicted_s, variants
+
+
+def measured(name: str) -> Problem:
+    """The problem that the table has under a name, with full tiles."""
+    cell, kernel, bits, hidden, tiles, directions = name.split("/")
+    element = "float32" if bits == "32" else "bfloat16"
+    sizes = int(hidden), int(tiles) * 8, int(directions)
+    return Problem(CELLS[cell], element, *sizes, backward=kernel == "backward")
+
+
+@pytest.mark.parametrize("name", choice._measured())
+def test_every_measured_variant_can_run(name: str) -> None:
+    problem = measured(name)
+    assert key(problem) == name
+    variant = chosen(problem, H200)
+    assert variant is not None
+    assert choice._cut(variant) == choice._measured()[name]
+
+
+def test_the_measured_variant_goes_before_the_predicted_one() -> None:
+    overruled = 0
+    for name in choice._measured():
+        problem = measured(name)
+        predicted = min(variants(problem, H200), key=lambda variant: predicted_s(problem, variant))
+        overruled += predicted != chosen(problem, H200)
+    assert overruled > 0
+
+
+def test_like_problems_run_the_same_variant() -> None:
+    one = Problem(CELLS["lstm"], "bfloat16", 1024, 8)
+    for other in (
+        Problem(CELLS["lstm"], "float16", 1024, 8),
+        Problem(CELLS["lstm"], "bfloat16", 1024, 3),
+        Problem(CELLS["lstm"], "bfloat16", 1024, 8, lengths=True, resets=True),
+    ):
+        assert chosen(other, H200) == chosen(one, H200)
+
+
+def test_a_gpu_that_cannot_run_the_measured_variant_runs_another() -> None:
+    ran = 0
+    for name in choice._measured():
+        variant = chosen(measured(name), A100)
+        assert variant is None or variant.cluster == 1
+        ran += variant is not None
+    assert ran > 0
+
+
+def test_nothing_fits_nothing_runs() -> None:
+    assert chosen(Problem(CELLS["lstm"], "bfloat16", 8192, 8), H200) is None

@@ -1,0 +1,77 @@
+"""What the persistent kernels refuse, and why."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from rnn.persistent.capacities import H200
+from tilefit.rnn.cells import CELLS
+from tilefit.rnn.persistent import layer, refusal
+
+CUDA = torch.device("cuda", 0)
+LSTM = CELLS["lstm"]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200, as far as a refusal looks at it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(layer, "capacity", lambda index: H200)
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("device", [CUDA, torch.device("cuda")], ids=str)
+def test_what_fits_runs(cell: str, device: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert refusal(device, CELLS[cell], dtype, 33, 5, 2, training=True) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_does_not_fit_is_refused() -> None:
+    assert refusal(CUDA, LSTM, BF16, 1024, 64, 1, training=True) is None
+    reason = refusal(CUDA, LSTM, BF16, 4096, 64, 1, training=False)
+    assert reason is not None
+    assert "hidden size 4096" in reason
+    assert "do not fit" in reason
+
+
+@pytest.mark.usefixtures("hopper")
+def test_training_asks_for_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "chosen", lambda problem, capacity: None if problem.backward else object())
+    assert refusal(CUDA, LSTM, BF16, 64, 8, 1, training=False) is None
+    assert "(backward)" in str(refusal(CUDA, LSTM, BF16, 64, 8, 1, training=True))
+
+
+def test_other_devices_and_types() -> None:
+    assert "on cpu" in str(refusal(torch.device("cpu"), LSTM, BF16, 64, 8, 1, training=False))
+    assert "in float64" in str(refusal(CUDA, LSTM, torch.float64, 64, 8, 1, training=False))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_strict_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "allows_tf32", lambda dtype, device: False)
+    assert "TF32" in str(refusal(CUDA, LSTM, torch.float32, 64, 8, 1, training=False))
+    assert refusal(CUDA, LSTM, BF16, 64, 8, 1, training=False) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_old_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert "compute capability 7.5" in str(refusal(CUDA, LSTM, BF16, 64, 8, 1, training=False))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("absent", ["cuda", "cuda.bindings"])
+def test_without_cuda_bindings(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cuda.bindings")
+    monkeypatch.setitem(sys.modules, absent, None)
+    assert "pip install 'tilefit[rnn]'" in str(refusal(CUDA, LSTM, BF16, 64, 8, 1, training=False))
