@@ -85,14 +85,18 @@ def test_text_goes_to_a_file_without_colour(tilefit, reports: None, tmp_path: Pa
         (["a.json", "store.db"], "one is a report and the other holds measurements"),
         (["x.db", "y.db"], "x.db: no such file"),
         (["x.db", "y.db", "--output-format", "json"], "measurements are compared as text"),
+        (["page.html", "page.html"], "page.html: neither a report nor measurements"),
     ],
 )
 def test_what_cannot_be_compared_is_one_message(
-    tilefit, reports: None, arguments: Sequence[str], message: str
+    tilefit, reports: None, tmp_path: Path, arguments: Sequence[str], message: str
 ) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("mine")
     ran = tilefit("compare", *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err
+    assert page.read_text() == "mine"
 
 
 # ---- how it looks ------------------------------------------------------------------------------

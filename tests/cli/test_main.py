@@ -155,6 +155,14 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     assert ran.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_no_bug() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "tilefit", "rules"]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (2, "error: no space is left to write to\n")
+
+
 def test_a_terminal_without_unicode_gets_question_marks() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tilefit", "gemm", "4096", "50257", "64", "--gpu", "h200"],

@@ -54,13 +54,23 @@ def test_a_trace_is_imported_and_exported(tilefit: Run, trace: Path, tmp_path: P
         (["hf:gpt2", "more"], "unexpected argument 'more'"),
         (["{trace}", "--gpu", "h201"], "h201"),
         (["{trace}", "--select", "XYZ"], "no rule is called 'XYZ'"),
+        (["{trace}", "--batch", "4"], "--batch has no effect: a trace tells which steps it is of"),
+        (["{trace}", "--steps", "4"], "--steps has no effect"),
+        (["{trace}", "--export", "{trace}"], "is the trace itself"),
+        (["--compile", "{script}"], "--compile has no effect: a script makes its own steps"),
+        (["--gpu", "h201", "{script}"], "unknown GPU 'h201'"),
+        (["trace.jsn"], "trace.jsn: neither a model, a script nor a trace"),
     ],
 )
 def test_what_cannot_run_is_told(tilefit: Run, trace: Path, arguments: list[str], says: str) -> None:
-    run = tilefit("profile", *(argument.format(trace=trace) for argument in arguments))
+    before = trace.read_bytes()
+    script = trace.with_name("train.py")
+    script.touch()
+    run = tilefit("profile", *(argument.format(trace=trace, script=script) for argument in arguments))
     assert run.code == 2
     assert says in run.err
     assert "bug" not in run.err
+    assert trace.read_bytes() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

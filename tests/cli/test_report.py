@@ -46,6 +46,27 @@ def test_it_goes_to_a_file(tilefit, run_json: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.sarif").read_text())["version"] == "2.1.0"
 
 
+@pytest.mark.parametrize(
+    ("file", "form"),
+    [
+        ("a.html", "html"),
+        ("a.JSON", "json"),
+        ("a.md", "markdown"),
+        ("a.sarif", "sarif"),
+        ("a.xml", "junit"),
+        ("a.txt", "text"),
+    ],
+)
+def test_the_ending_of_the_file_says_the_format(
+    tilefit, run_json: str, tmp_path: Path, file: str, form: str
+) -> None:
+    assert tilefit("report", run_json, "--output-file", file).code == 0
+    assert (tmp_path / file).read_text() == tilefit("report", run_json, "--output-format", form).out
+    # What is asked for goes before the ending.
+    tilefit("report", run_json, "--output-file", file, "--output-format", "concise")
+    assert (tmp_path / file).read_text() == tilefit("report", run_json, "--output-format", "concise").out
+
+
 def test_what_a_later_version_wrote_is_shown_with_a_note(tilefit, run_json: str, tmp_path: Path) -> None:
     data = json.loads((tmp_path / run_json).read_text())
     (tmp_path / "later.json").write_text(json.dumps({**data, "colour": "red"}))
@@ -66,13 +87,17 @@ def test_what_a_later_version_wrote_is_shown_with_a_note(tilefit, run_json: str,
     [
         (["nope.json"], "nope.json: cannot be read"),
         (["text.json"], "text.json: is not JSON"),
-        (["run.json", "--output-format", "yaml"], "yaml"),
+        (["page.html"], "Name a file that tilefit check, profile or precision wrote"),
+        (["trace.json"], "tilefit profile trace.json"),
+        (["run.json", "--output-format", "yaml"], "'--output-format': 'yaml' is not one of 'text', "),
     ],
 )
 def test_what_cannot_be_shown_is_one_message(
     tilefit, run_json: str, tmp_path: Path, arguments: Sequence[str], message: str
 ) -> None:
     (tmp_path / "text.json").write_text("hello")
+    (tmp_path / "page.html").write_text("<html></html>")
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     ran = tilefit("report", *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err

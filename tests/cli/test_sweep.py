@@ -79,8 +79,15 @@ def test_best_batch_without_a_gpu(tilefit, model: str) -> None:
     ("arguments", "message"),
     [
         (["--gpu", "h200"], "nothing varies\n  Write --over batch=1..512, or --best-batch."),
-        (["--over", "batch=1,2", "--batch", "4"], "batch is fixed by --batch and varies too"),
-        (["--over", "gpu=h200", "--gpu", "l4"], "gpu is fixed by --gpu and varies too"),
+        (["--over", "batch=1,2", "--batch", "4"], "batch varies, and --batch fixes it"),
+        (["--over", "gpu=h200", "--gpu", "l4"], "gpu varies, and --gpu fixes it"),
+        (["--over", "amp=off,bf16", "--amp", "fp16"], "amp varies, and --amp fixes it"),
+        (["--over", "compile=off,on", "--compile"], "compile varies, and --compile fixes it"),
+        (["--over", "dtype=fp32,bf16", "--no-tf32"], "dtype varies, and --tf32 fixes it"),
+        (["--over", "tensor_parallel=2", "--tensor-parallel", "4"], "--tensor-parallel fixes it"),
+        (["--over", "batch=,"], "--over batch: no value is given"),
+        (["--tensor-parallel", "two"], "--tensor-parallel: 'two' is neither a size nor a range"),
+        (["--over", "batch=1,2", "--output-file", "a.svg"], "pictures are drawn by --plot"),
         (["--over", "amp=off", "--over", "dtype=fp32"], "amp and dtype say the same thing"),
         (["--over", "batch=1,2", "--input", "x: float32[4,512]"], "--input fixes the inputs' sizes"),
         (["--best-batch", "--over", "width=8"], "--best-batch varies the batch alone, not width"),
@@ -118,3 +125,17 @@ def test_a_check_of_a_split_that_does_not_divide(tilefit, model: str) -> None:
     ran = tilefit("check", model, "--gpu", "h200", "--data-parallel", "3")
     assert ran.code == 2
     assert "a batch of 64 does not split into 3 replicas" in ran.err
+
+
+def test_a_narrow_terminal_cuts_no_number_off(tilefit, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    ran = tilefit("sweep", model, "--over", "batch=1..4", "--over", "amp=off,bf16", "--gpu", "h200")
+    assert max(map(len, ran.out.splitlines())) <= 40
+    assert "…" not in ran.out
+
+
+def test_what_a_target_does_not_depend_on(tilefit, model: str) -> None:
+    ran = tilefit("sweep", model, "--over", "seq=1,2", "--gpu", "h200")
+    assert ran.code == 2
+    assert "Vary a size it takes: the batch, or a size of the model itself." in ran.err
+    assert "--set" not in ran.err  # an option of another command

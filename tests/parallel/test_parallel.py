@@ -179,6 +179,7 @@ def test_a_convolution_has_nothing_to_split() -> None:
     planned = plan(whole, Split(tensor=2))
     assert planned.stages[0].ops == whole.ops
     assert "Inferred from the step: nothing." in planned.notes[0]
+    assert any("ranks share nothing" in each for each in planned.problems)
 
 
 def test_a_rank_survives_json_and_fusion(gpt2: Step) -> None:

@@ -191,5 +191,5 @@ def _unmoved(target: str, over: str, sizes: Sequence[int], step: Step) -> Sweep:
         return Sweep(at, tuple(sizes), everywhere=True, notes=(note,))
     raise TargetError(
         f"{target} does not depend on {over}: its inputs are {', '.join(step.inputs) or 'its own'}",
-        hint="Vary a size it takes: --batch, or one of the model itself by --set NAME=FIRST:LAST.",
+        hint="Vary a size it takes: the batch, or a size of the model itself.",
     )

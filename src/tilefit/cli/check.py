@@ -52,7 +52,7 @@ def check(
     min_gain: step_options.MinGain = None,
     show_all: report_output.ShowAll = False,
     ops: report_output.Operations = False,
-    output_format: report_output.OutputFormat = "text",
+    output_format: report_output.OutputFormat = None,
     output_file: report_output.OutputFile = None,
 ) -> int:
     """Check a model: what a step costs on a GPU, where it wastes it, what to change and what that saves.

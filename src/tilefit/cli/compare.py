@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tilefit.measure.store import Measurement
 
 Format = Literal["text", "markdown", "json"]
+_ENDINGS: dict[str, Format] = {".md": "markdown", ".json": "json"}
+#: How every SQLite file begins (its file format, section 1.3).
+_SQLITE = b"SQLite format 3\0"
 
 
 def compare(
@@ -29,8 +32,12 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other.")],
     limit: Annotated[int, typer.Option(min=0, help="Operations shown; 0: all.")] = 30,
     output_format: Annotated[
-        Format, typer.Option(metavar="FORMAT", help="Of reports: text, markdown or json.")
-    ] = "text",
+        Format | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Of reports: text, markdown or json; default: by the ending of the file, else text.",
+        ),
+    ] = None,
     output_file: OutputFile = None,
 ) -> None:
     """Compare two reports of a step, or the measurements of two GPUs or versions: B against A.
@@ -39,7 +46,13 @@ def compare(
     """
     reports = [path.suffix == ".json" for path in (first, second)]
     if all(reports):
-        _reports(first, second, limit, output_format, output_file)
+        _reports(
+            first,
+            second,
+            limit,
+            output_format or output.by_ending(output_file, _ENDINGS, "text"),
+            output_file,
+        )
         return
     if any(reports):
         raise UsageError(
@@ -47,7 +60,7 @@ def compare(
             where=f"{first}, {second}",
             hint="Name two reports (.json), or two sets of measurements.",
         )
-    if output_format != "text" or output_file is not None:
+    if output_format not in (None, "text") or output_file is not None:
         raise UsageError("measurements are compared as text", hint="Leave the options of the output out.")
     _measurements(first, second, limit)
 
@@ -113,8 +126,18 @@ def _read(path: Path) -> list[Measurement]:
     from tilefit.measure.store import read_parquet
 
     if not path.is_file():
-        raise UsageError("no such file", where=str(path))
+        raise UsageError(
+            "no such file", where=str(path), hint="Name two reports (.json), or two sets of measurements."
+        )
     if path.suffix == ".parquet":
         return read_parquet(path)
+    with path.open("rb") as file:
+        is_store = file.read(len(_SQLITE)) == _SQLITE
+    if not is_store:  # opening a store sets aside what is none
+        raise UsageError(
+            "neither a report nor measurements",
+            where=str(path),
+            hint="Name reports (.json), stores of tilefit bench (--store), or Parquet files (.parquet).",
+        )
     with bench.open_store(path) as store:
         return list(store)

@@ -48,8 +48,6 @@ def terminal(every: Sequence[Changes], limit: int) -> RenderableType:
         if each.ops:
             shown = _shown(each, limit)
             rows = output.table(">B - A", ">A", ">B", "operation", "why")
-            for column in rows.columns[3:]:
-                column.overflow = "fold"
             for op in shown:
                 rows.add_row(*map(Text, _cells(op)))
             parts += [rows, Text()]

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tilefit.cli import output, step_options
 from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.curve_sizes import Sizes, read_sizes
+from tilefit.cli.destination import Destination, OutputFile, OutputFormat, Plot, destination
 from tilefit.cli.groups import TargetGroup
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
 from tilefit.errors import UsageError
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from tilefit.cost.curve import Curve, Prices
     from tilefit.measure.curve import Measured
     from tilefit.ops import Gemm, Op
-
-Format = Literal["text", "json", "csv"]
 
 app = typer.Typer(
     name="curve",
@@ -38,28 +37,6 @@ app = typer.Typer(
 _OUTPUT = "Output"
 GpuName = Annotated[str | None, typer.Option(metavar="NAME", help="GPU; default: the one in this machine.")]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, tf32, fp32, fp8, …")]
-OutputFormat = Annotated[
-    Format | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="text, json or csv; default: by the ending of the file, else text.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--output-file",
-        "--output",
-        metavar="FILE",
-        help="Write there, not to stdout.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw it too: FILE.svg or FILE.png.", rich_help_panel=_OUTPUT),
-]
 Measure = Annotated[
     bool, typer.Option("--measure", help="Measure on this machine's GPU too; interrupted, it continues.")
 ]
@@ -69,14 +46,6 @@ StoreFile = Annotated[
 #: The range of ``--over batch`` and ``--over seq`` for a model; what exceeds the memory is left out.
 _DEFAULT_RANGE = "1:1024"
 _OVER = "Size that varies, where none is a range: from 1 to the one given."
-
-
-class _Output(NamedTuple):
-    """Where the results go."""
-
-    format: Format
-    file: Path | None
-    plot: Path | None
 
 
 @app.command()
@@ -106,7 +75,7 @@ def gemm(
     """A product C[m,n] = A[m,k] @ B[k,n]: tilefit curve gemm 1:512 4096 4096 --gpu h200."""
     from tilefit.ops import Gemm
 
-    where = _output(output_format, output_file, plot)
+    where = destination(output_format, output_file, plot)
     sizes = read_sizes({"m": m, "n": n, "k": k, "batch": batch}, over)
 
     def products(letters: str) -> Callable[[int], tuple[Gemm, ...]]:
@@ -145,7 +114,7 @@ def linear(
     """A linear layer: tilefit curve linear --rows 16384 --in 768 --out 50200:50400 --gpu h200."""
     from tilefit.cost import curve
 
-    where = _output(output_format, output_file, plot)
+    where = destination(output_format, output_file, plot)
     over = {"rows": "batch", "hidden": "in", "vocab": "out"}.get(over or "", over)  # type: ignore[assignment]
     sizes = read_sizes({"in": in_features, "out": out_features, "batch": batch, "seq": seq}, over)
 
@@ -208,7 +177,7 @@ def target(
     Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
     interpolated where the step allows it; the other sizes are captured one by one.
     """
-    where = _output(output_format, output_file, plot)
+    where = destination(output_format, output_file, plot)
     named = {"batch": batch, "seq": seq, "image_size": image_size, "hidden": hidden, "vocab": vocab}
     over = over.replace("-", "_") if over else None
     sizes = read_sizes(_given(named, settings, over), over, of_step=True)
@@ -314,7 +283,7 @@ def _products(
     gpu: str | None,
     measure: bool,
     store: Path | None,
-    where: _Output,
+    where: Destination,
 ) -> None:
     """Curves of products: predicted and, if wanted, measured."""
     from tilefit.cli.curve_output import Curves, Family
@@ -372,37 +341,11 @@ def _measured(ops: Iterable[Op], local: LocalGpu, store: Path | None, source: st
     return measured
 
 
-def _output(form: Format | None, file: Path | None, plot: Path | None) -> _Output:
-    """Where the results go; wrong names are refused before anything is computed."""
-    from tilefit.cli.curve_output import check_picture
-
-    if plot:
-        check_picture(plot)
-    ending = file.suffix.lower() if file else ""
-    if ending in (".svg", ".png"):
-        raise UsageError("pictures are drawn by --plot", where=str(file), hint=f"Write --plot {file}.")
-    if form is None:
-        form = "json" if ending == ".json" else "csv" if ending == ".csv" else "text"
-    return _Output(form, file, plot)
-
-
-def _show(curves: Curves, where: _Output) -> None:
+def _show(curves: Curves, where: Destination) -> None:
     from tilefit.cli.curve_output import as_csv, as_json, as_text, picture
 
-    if where.plot:
-        output.write_file(where.plot, picture(curves, where.plot))
-    console = output.stdout()
-    if where.format == "text":
-        text = as_text(curves, console.width)
-        if where.file is None:
-            console.print(text)
-            return
-        with console.capture() as captured:
-            console.print(text)
-        written = captured.get()
-    else:
-        written = as_json(curves) if where.format == "json" else as_csv(curves)
-    if where.file is None:
-        print(written, end="")
-    else:
-        output.write_file(where.file, written)
+    where.write(
+        lambda width: as_text(curves, width),
+        {"json": lambda: as_json(curves), "csv": lambda: as_csv(curves)},
+        lambda file: picture(curves, file),
+    )

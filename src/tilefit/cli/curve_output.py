@@ -16,7 +16,6 @@ from tilefit import units
 from tilefit.cli import output
 from tilefit.cost.curve import Curve, Point
 from tilefit.cost.lookup import title as source_of
-from tilefit.errors import UsageError
 from tilefit.report import text as words
 from tilefit.report.plot import Line, Row, braille, ceiling, svg
 
@@ -185,20 +184,6 @@ def picture(curves: Curves, file: Path) -> str | bytes:
     from tilefit.report.png import png
 
     return png(lines, *labels)
-
-
-def check_picture(file: Path) -> None:
-    """Refuse a file that no picture can be written to, before anything is computed.
-
-    Raises:
-        UsageError: its ending is neither ``.svg`` nor ``.png``.
-    """
-    if file.suffix.lower() not in (".svg", ".png"):
-        raise UsageError(
-            "a picture is an SVG or a PNG",
-            where=str(file),
-            hint="End the name in .svg or .png: --plot FILE.svg.",
-        )
 
 
 def _line(curve: Curve, *, measured: bool, marked: bool) -> Line:

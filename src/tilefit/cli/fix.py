@@ -109,14 +109,14 @@ def fix(
         bool, typer.Option("--write", help="Change your files.", rich_help_panel=_OUTPUT)
     ] = False,
     output_format: Annotated[
-        report_output.Format,
+        report_output.Format | None,
         typer.Option(
             metavar="FORMAT",
             help="text, json or markdown; concise, html, sarif, github and junit show the findings, as "
-            "tilefit check does.",
+            "tilefit check does; default: by the ending of the file, else text.",
             rich_help_panel=_OUTPUT,
         ),
-    ] = "text",
+    ] = None,
     output_file: report_output.OutputFile = None,
 ) -> int:
     """Fix a model: what to change, what each change saves, and the proof that it is the same model.
@@ -128,7 +128,7 @@ def fix(
     settled = config.load(Path.cwd())
     wanted = codes(select) or settled.select
     unwanted = (*settled.ignore, *codes(ignore))
-    if diff and (write or output_format != "text"):
+    if diff and (write or output_format not in (None, "text") or output_file):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
     if measure:
         device = predicted_gpu(gpu, local_gpu())
@@ -175,7 +175,9 @@ def fix(
     if diff:
         _print_diff(outcome)
         return bool(outcome.patches.made)
-    _print(outcome, output_format, output_file)
+    _print(
+        outcome, output_format or output.by_ending(output_file, report_output.ENDINGS, "text"), output_file
+    )
     return outcome.exit_code
 
 

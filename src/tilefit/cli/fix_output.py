@@ -122,8 +122,6 @@ def _in_files(outcome: Outcome) -> RenderableType | None:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     table = output.table(*columns)
-    for column in table.columns:
-        column.overflow = "fold"
     for row in rows:
         table.add_row(*map(text.plain, row))
     return table

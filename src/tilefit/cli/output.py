@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Item = TypeVar("Item")
+Form = TypeVar("Form", bound=str)
 
 
 def stdout() -> Console:
@@ -38,7 +39,10 @@ def table(*columns: str) -> Table:
         header_style="dim",
     )
     for column in columns:
-        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+        # In a narrow terminal a number goes on in the next line; cut off, it would be another number.
+        made.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
     return made
 
 
@@ -76,6 +80,11 @@ def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:
 def note(message: str) -> None:
     """Say something beside the data, on stderr."""
     print(f"note: {message}", file=sys.stderr)
+
+
+def by_ending(file: Path | None, forms: Mapping[str, Form], otherwise: Form) -> Form:
+    """The format that the ending of an output file asks for."""
+    return forms.get(file.suffix.lower(), otherwise) if file else otherwise
 
 
 def write_file(path: Path, content: str | bytes) -> None:

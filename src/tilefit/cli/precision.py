@@ -49,7 +49,7 @@ def precision(
     show_all: Annotated[
         bool, typer.Option("--all", help="The tables as well.", rich_help_panel=report_output.PANEL)
     ] = False,
-    output_format: report_output.OutputFormat = "text",
+    output_format: report_output.OutputFormat = None,
     output_file: report_output.OutputFile = None,
 ) -> int:
     """Watch a training script: is its mixed precision silently wrong? Options go before the script.

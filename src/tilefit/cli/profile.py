@@ -49,10 +49,8 @@ def _is_trace(text: str) -> bool:
 def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
     """Options that would have no effect are not ignored."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} has no effect: {why}", hint="Leave it out.")
+        if step_options.given(context, name):
+            raise UsageError(f"{step_options.spelled(name)} has no effect: {why}", hint="Leave it out.")
 
 
 def profile(
@@ -133,7 +131,7 @@ def profile(
     ] = None,
     show_all: report_output.ShowAll = False,
     ops: report_output.Operations = False,
-    output_format: report_output.OutputFormat = "text",
+    output_format: report_output.OutputFormat = None,
     output_file: report_output.OutputFile = None,
 ) -> int:
     """Profile a run: which operation, module and line the GPU's time goes to, and what to change.

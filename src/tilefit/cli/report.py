@@ -21,7 +21,7 @@ def report(
     ],
     show_all: report_output.ShowAll = False,
     ops: report_output.Operations = False,
-    output_format: report_output.OutputFormat = "text",
+    output_format: report_output.OutputFormat = None,
     output_file: report_output.OutputFile = None,
 ) -> None:
     """Show a report again: nothing is captured or priced, so it takes no time.

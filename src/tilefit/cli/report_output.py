@@ -15,13 +15,24 @@ if TYPE_CHECKING:
 #: The formats of :data:`tilefit.report.FORMATS`.
 Format = Literal["text", "markdown", "concise", "json", "html", "sarif", "github", "junit"]
 
+#: The format of a file by its ending, where none is asked for.
+ENDINGS: dict[str, Format] = {
+    ".md": "markdown",
+    ".json": "json",
+    ".html": "html",
+    ".htm": "html",
+    ".sarif": "sarif",
+    ".xml": "junit",
+}
+
 PANEL = "Output"
 
 OutputFormat = Annotated[
-    Format,
+    Format | None,
     typer.Option(
         metavar="FORMAT",
-        help="text, markdown, concise, json, html, sarif, github or junit.",
+        help="text, markdown, concise, json, html, sarif, github or junit; default: by the ending of the "
+        "file, else text.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -39,7 +50,7 @@ Operations = Annotated[
 
 def show(
     document: Document,
-    format: Format,
+    format: Format | None,
     file: Path | None,
     *,
     show_all: bool = False,
@@ -53,6 +64,7 @@ def show(
     from tilefit.report import render
     from tilefit.report.terminal import Terminal
 
+    format = format or output.by_ending(file, ENDINGS, "text")
     console = output.stdout()
     if format == "text" and file is None and console.is_terminal:
         console.print(Terminal(document, show_all=show_all, ops=ops))

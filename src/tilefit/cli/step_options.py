@@ -110,6 +110,17 @@ MinGain = Annotated[
 ]
 
 
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def spelled(name: str) -> str:
+    """An option as it is written: ``--image-size``."""
+    return f"--{name.replace('_', '-')}"
+
+
 def codes(values: list[str] | None) -> tuple[str, ...]:
     """What a repeatable, comma-separated option lists."""
     return tuple(code.strip() for value in values or () for code in value.split(",") if code.strip())

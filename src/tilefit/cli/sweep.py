@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from tilefit.cli import output, step_options
 from tilefit.cli.calibrated_profile import ProfileFile
+from tilefit.cli.destination import PANEL, Destination, OutputFile, OutputFormat, Plot, destination
 from tilefit.cli.local_gpu import LocalGpu, local_gpu
 from tilefit.errors import UsageError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 Format = Literal["text", "json", "csv"]
 Against = Literal["size", "latency", "memory"]
 
-_OUTPUT = "Output"
 #: The largest batch that ``--best-batch`` looks at, where no range is given.
 _MOST_BATCH = 4096
 
@@ -37,6 +37,7 @@ def _split_option(help: str) -> typer.models.OptionInfo:
 
 
 def sweep(
+    context: typer.Context,
     target: step_options.Target,
     over: Annotated[
         list[str] | None,
@@ -91,52 +92,29 @@ def sweep(
     ] = False,
     against: Annotated[
         Against,
-        typer.Option(
-            help="Plot throughput against this: a size, latency or memory.", rich_help_panel=_OUTPUT
-        ),
+        typer.Option(help="Plot throughput against this: a size, latency or memory.", rich_help_panel=PANEL),
     ] = "size",
     show_all: Annotated[
-        bool, typer.Option("--all", help="Every point in the table.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--all", help="Every point in the table.", rich_help_panel=PANEL)
     ] = False,
-    output_format: Annotated[
-        Format | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="text, json or csv; default: by the ending of the file, else text.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-file", "--output", metavar="FILE", help="Write there.", rich_help_panel=_OUTPUT
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw it too: FILE.svg or FILE.png.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output_format: OutputFormat = None,
+    output_file: OutputFile = None,
+    plot: Plot = None,
 ) -> None:
     """What if: tilefit sweep hf:gpt2 --over batch=1..128 --over gpu=h200,l40s --amp bf16.
 
     Step time, throughput, TFLOP/s and memory of every point, the efficient frontier, and the best. Points are
     kept in the store: interrupted, the same command goes on where it stopped.
     """
-    from tilefit.cli.curve_output import check_picture
     from tilefit.sweep.axes import SPLITS, points, read_axes, read_axis
 
-    if plot:
-        check_picture(plot)
+    where = destination(output_format, output_file, plot)
     splits = (tensor_parallel, pipeline_parallel, data_parallel, micro_batches)
     axes = read_axes(over or ())
+    _none_fixed(context, axes)
     for name, text in zip(SPLITS, splits, strict=True):
         if text is not None:
-            _no_such(axes, name)
-            axes.append(read_axis(name, text))
-    fixed = {"batch": batch, "seq": seq, "image_size": image_size, "gpu": gpu}
-    for name, value in fixed.items():
-        if value is not None:
-            _no_such(axes, name)
+            axes.append(read_axis(name, text, step_options.spelled(name)))
     if {"amp", "dtype"} <= {axis.name for axis in axes}:
         raise UsageError("amp and dtype say the same thing", hint="Vary one of them.")
     if not axes and not best_batch:
@@ -174,12 +152,13 @@ def sweep(
         on_cpu=on_cpu,
     )
     grid = Grid(target, options, tuple(axes), devices)
+    sizes = {"batch": batch, "seq": seq, "image_size": image_size}
     # What is fixed and cannot be seen from the axes is told above the results.
     settings = [
         "training step" if train else "inference",
         *([f"{amp} autocast"] if amp != "off" else []),
         *(["compiled"] if compile else []),
-        *(f"{name} {value}" for name, value in fixed.items() if name != "gpu" and value is not None),
+        *(f"{name} {value}" for name, value in sizes.items() if value is not None),
     ]
     with open_store(store) as opened:
         _run(
@@ -189,29 +168,17 @@ def sweep(
             local,
             timeout,
             best_batch,
-            _Shown(settings, against, show_all, output_format, output_file, plot),
+            _Shown(settings, against, show_all, where),
         )
 
 
-class _Shown:
+class _Shown(NamedTuple):
     """How the results are shown."""
 
-    def __init__(
-        self,
-        settings: Sequence[str],
-        against: Against,
-        show_all: bool,
-        form: Format | None,
-        file: Path | None,
-        plot: Path | None,
-    ) -> None:
-        ending = file.suffix.lower() if file else ""
-        self.settings = settings
-        self.against = against
-        self.show_all = show_all
-        self.form = form or ("json" if ending == ".json" else "csv" if ending == ".csv" else "text")
-        self.file = file
-        self.plot = plot
+    settings: Sequence[str]
+    against: Against
+    show_all: bool
+    where: Destination
 
 
 def _run(
@@ -266,9 +233,7 @@ def _run(
         show(
             results,
             shown.against,
-            shown.form,
-            shown.file,
-            shown.plot,
+            shown.where,
             show_all=shown.show_all,
             best_batch=best_batch,
         )
@@ -280,12 +245,15 @@ def _run(
         raise KeyboardInterrupt
 
 
-def _no_such(axes: Iterable[Axis], name: str) -> None:
-    if any(axis.name == name for axis in axes):
-        option = f"--{name.replace('_', '-')}"
-        raise UsageError(
-            f"{name} is fixed by {option} and varies too", hint=f"Leave out {option}, or --over {name}."
-        )
+def _none_fixed(context: typer.Context, axes: Iterable[Axis]) -> None:
+    for axis in axes:
+        for name in ("amp", "tf32") if axis.name == "dtype" else (axis.name,):
+            if step_options.given(context, name):
+                option = step_options.spelled(name)
+                raise UsageError(
+                    f"{axis.name} varies, and {option} fixes it",
+                    hint=f"Leave out {option}, or --over {axis.name}.",
+                )
 
 
 def _batches(axes: list[Axis]) -> list[Axis]:

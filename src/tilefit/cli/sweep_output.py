@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tilefit import units
 from tilefit.cli import output
+from tilefit.cli.destination import Destination
 from tilefit.cost.lookup import title as source_of
 from tilefit.report import text as words
 from tilefit.report.plot import Line, braille, ceiling, svg
@@ -67,31 +68,17 @@ class Results:
 def show(
     results: Results,
     against: str,
-    form: str,
-    file: Path | None,
-    plot: Path | None,
+    where: Destination,
     *,
     show_all: bool,
     best_batch: bool,
 ) -> None:
     """Print or write the results."""
-    if plot:
-        output.write_file(plot, picture(results, against, plot))
-    console = output.stdout()
-    if form == "text":
-        text = as_text(results, against, console.width, show_all=show_all, best_batch=best_batch)
-        if file is None:
-            console.print(text)
-            return
-        with console.capture() as captured:
-            console.print(text)
-        written = captured.get()
-    else:
-        written = as_json(results) if form == "json" else as_csv(results)
-    if file is None:
-        print(written, end="")
-    else:
-        output.write_file(file, written)
+    where.write(
+        lambda width: as_text(results, against, width, show_all=show_all, best_batch=best_batch),
+        {"json": lambda: as_json(results), "csv": lambda: as_csv(results)},
+        lambda file: picture(results, against, file),
+    )
 
 
 def as_json(results: Results) -> str:

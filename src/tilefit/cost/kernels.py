@@ -124,7 +124,7 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"
     )
     if family != native:
-        reason += f": falls from {native} to {family} kernels"
+        reason += f": no {native} kernel can do that, older ones can"
     return Kernel(
         family,
         tn if gemm.layout == "TN" else other,

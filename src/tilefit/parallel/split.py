@@ -63,6 +63,9 @@ class Split:
         return ", ".join([*sizes, *([f"{self.parts} micro-batches"] if self.parts > 1 else [])]) or "one GPU"
 
 
+_NOTHING_SPLIT = "tensor-parallel ranks share nothing that was recognised in this step: each does all of it"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step as it is split.
@@ -113,7 +116,7 @@ def plan(step: Step, split: Split) -> Plan:
         step = scale_batch(step, 1 / ways)
     if split.tensor > 1:
         step, found = tensor_parallel(step, split.tensor)
-        problems += _uneven(step.shards, split.tensor)
+        problems += _uneven(step.shards, split.tensor) if step.shards else [_NOTHING_SPLIT]
         notes += _inferred(found, split.tensor)
     parts = stages(step, split.pipeline, split.parts) if split.pipeline > 1 else (step,)
     if split.pipeline > 1:

@@ -65,14 +65,12 @@ class KernelName:
         tensor_core: The kernel multiplies on the Tensor Cores; None where the name does not tell.
         generation: The architecture its code was written for (``sm90``, ``sm80``, …); empty where unknown.
         communication: It moves data between GPUs.
-        triton: Triton generated it.
     """
 
     short: str
     tensor_core: bool | None
     generation: str = ""
     communication: bool = False
-    triton: bool = False
 
 
 @cache
@@ -83,9 +81,7 @@ def read_name(name: str) -> KernelName:
     if _COMMUNICATION.search(low):
         return KernelName(short, False, communication=True)
     tensor_core = _tensor_core(low)
-    return KernelName(
-        short, tensor_core, _generation(name, low) if tensor_core else "", triton=low.startswith("triton_")
-    )
+    return KernelName(short, tensor_core, _generation(name, low) if tensor_core else "")
 
 
 def older_path(kernel: KernelName, compute_capability: tuple[int, int]) -> bool:

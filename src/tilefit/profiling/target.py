@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tilefit.capture.child import CaptureOptions
+from tilefit.capture.child import CaptureOptions, capture_target
 from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.capture.run import AMP_DTYPES, call, capture, loss_of_output
+from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
 from tilefit.capture.targets import InputOptions, load
 from tilefit.cost.fusion import fuse
 from tilefit.gpus import Gpu
@@ -46,24 +45,9 @@ def profile_target(
     """
     if device == "cuda":
         require_gpu()
+    captured = capture_target(target, options)
     sizes = (options.batch, options.seq, options.image_size)
-    wanted = InputOptions(options.inputs, *sizes, options.train, "cpu", options.arguments)
-    loaded = load(target, wanted)
-    shapes = load(target, replace(wanted, device="meta"))
-    captured = capture(
-        shapes.model,
-        shapes.inputs,
-        train=options.train,
-        amp=options.amp,
-        tf32=options.tf32,
-        optimizer=options.optimizer,
-        fused_optimizer=options.fused_optimizer,
-        channels_last=options.channels_last,
-        compiled=options.compiled,
-        loss=shapes.loss,
-        name=shapes.name,
-        notes=shapes.notes,
-    )
+    loaded = load(target, InputOptions(options.inputs, *sizes, options.train, "cpu", options.arguments))
     if options.compiled:
         captured = fuse(captured)
     profile = Profile(

@@ -104,7 +104,6 @@ class Kernel:
         correlation: Number it shares with the call that launched it.
         external: Number of the host's event that launched it; 0 where the trace does not tell.
         moved_bytes: Of a copy or a fill; else 0.
-        graph_node: Its node in a CUDA graph; 0 outside of one, or where the trace does not tell.
         launch: The call that launched it; None where the trace does not have it.
     """
 
@@ -117,7 +116,6 @@ class Kernel:
     correlation: int
     external: int = 0
     moved_bytes: int = 0
-    graph_node: int = 0
     launch: Launch | None = None
 
     @property
@@ -258,7 +256,6 @@ def _kernel(kind: str, name: str, start_ns: int, end_ns: int, event: Event, args
         args.get("correlation", 0),
         args.get("External id", 0),
         int(args.get("bytes", 0)),
-        args.get("graph node id", 0),
     )
 
 

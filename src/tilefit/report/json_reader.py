@@ -31,6 +31,8 @@ WORDS: dict[tuple[type, str], tuple[str, ...]] = {
     (StepSummary, "provenance"): (DATASHEET, ESTIMATED, MEASURED, ""),
 }
 
+_HINT = "Name a file that tilefit check, profile or precision wrote with --output-format json."
+
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -47,9 +49,9 @@ def load(path: str | os.PathLike[str], *, note: Callable[[str], None] = warnings
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint=_HINT) from error
     except UnicodeDecodeError as error:
-        raise UsageError("is no text in UTF-8", where=str(path)) from error
+        raise UsageError("is no text in UTF-8", where=str(path), hint=_HINT) from error
     return loads(text, where=str(path), note=note)
 
 
@@ -58,7 +60,11 @@ def loads(text: str, *, where: str = "", note: Callable[[str], None] = warnings.
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"is not JSON: {error}", where=where) from error
+        raise UsageError(f"is not JSON: {error}", where=where, hint=_HINT) from error
+    if isinstance(data, dict) and "traceEvents" in data:
+        raise UsageError(
+            "is a trace, not a report", where=where, hint=f"Look into it: tilefit profile {where or 'FILE'}."
+        )
     if not isinstance(data, dict) or not isinstance(data.get("schema_version"), int):
         raise _no_report("it has no schema_version", where)
     version = data["schema_version"]
@@ -177,5 +183,5 @@ def _no_report(why: str, where: str) -> UsageError:
     return UsageError(
         f"is no report of tilefit: {why}",
         where=where,
-        hint="Name a file that tilefit check, profile or precision wrote with --output-format json.",
+        hint=_HINT,
     )

@@ -74,6 +74,11 @@ def setup(report: Report) -> list[str]:
 _WAITS = 3
 
 
+def steps(run: MeasuredStep) -> str:
+    """How many steps were profiled: ``3 steps``."""
+    return f"{run.steps} steps" if run.steps > 1 else "1 step"
+
+
 def measured(run: MeasuredStep) -> list[tuple[str, str]]:
     """What a profiled run did, a line each: (label, words)."""
 
@@ -89,7 +94,7 @@ def measured(run: MeasuredStep) -> list[tuple[str, str]]:
     lines = [
         (
             "Run",
-            f"{run.steps} step{'s' if run.steps > 1 else ''} of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)}), "
+            f"{steps(run)} of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)}), "
             f"predicted {units.seconds(run.predicted_s)}; {profiler}",
         ),
         (

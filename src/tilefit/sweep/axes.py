@@ -74,9 +74,15 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
     return list(axes.values())
 
 
-def read_axis(name: str, text: str) -> Axis:
-    """The axis of a name, through the values of a comma-separated list."""
+def read_axis(name: str, text: str, option: str = "") -> Axis:
+    """The axis of a name, through the values of a comma-separated list.
+
+    ``option`` is what messages say that they were given by; empty for ``--over NAME``.
+    """
+    option = option or f"--over {name}"
     items = [item.strip() for item in text.split(",") if item.strip()]
+    if not items:
+        raise UsageError("no value is given", where=option, hint="Write one or more: 8,16,32.")
     if name == "gpu":
         return Axis(name, tuple(dict.fromkeys(gpus.get(item).name for item in items)))
     if name in SETTINGS:
@@ -85,11 +91,11 @@ def read_axis(name: str, text: str) -> Axis:
                 near = get_close_matches(item, SETTINGS[name], 1)
                 raise UsageError(
                     f"{name} cannot be {item!r}",
-                    where=f"--over {name}",
+                    where=option,
                     hint=f"Did you mean {near[0]}?" if near else f"Use: {', '.join(SETTINGS[name])}.",
                 )
         return Axis(name, tuple(dict.fromkeys(items)))
-    return Axis(name, tuple(sorted({size for item in items for size in _sizes(name, item)})))
+    return Axis(name, tuple(sorted({size for item in items for size in _sizes(option, item)})))
 
 
 def points(axes: Sequence[Axis]) -> int:
@@ -110,7 +116,7 @@ def points(axes: Sequence[Axis]) -> int:
     return count
 
 
-def _sizes(name: str, item: str) -> Sequence[int]:
+def _sizes(option: str, item: str) -> Sequence[int]:
     """``512`` as itself; ``1..512`` as its ends and the powers of two between; ``1..512:8`` as the first and
     the multiples of 8."""
     if item.isascii() and item.isdigit() and int(item):
@@ -119,20 +125,18 @@ def _sizes(name: str, item: str) -> Sequence[int]:
     if match is None or not all(int(part) for part in match.groups() if part):
         raise UsageError(
             f"{item!r} is neither a size nor a range",
-            where=f"--over {name}",
+            where=option,
             hint="Write a number from 1 on, FIRST..LAST (its powers of two), or FIRST..LAST:STEP.",
         )
     first, last = int(match[1]), int(match[2])
     if last < first:
-        raise UsageError(
-            f"the range {item} is reversed", where=f"--over {name}", hint=f"Write {last}..{first}."
-        )
+        raise UsageError(f"the range {item} is reversed", where=option, hint=f"Write {last}..{first}.")
     if match[3]:
         step = int(match[3])
         if (last - first) // step > MOST_POINTS:
             raise UsageError(
                 f"{item} has more than {MOST_POINTS:,} sizes",
-                where=f"--over {name}",
+                where=option,
                 hint="Take a larger step.",
             )
         return [first, *range((first // step + 1) * step, last + 1, step)]
