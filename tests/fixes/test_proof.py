@@ -13,7 +13,7 @@ from torch import nn
 import tilefit
 from tilefit.fixes import Candidate, RefusedError, Run, Undo, proof
 from tilefit.fixes.linear import PaddedLayer, PaddedLinear, Padding
-from tilefit.fixes.proof import prove, prove_in_place
+from tilefit.fixes.proof import _with_values, prove, prove_in_place
 
 
 class Mlp(nn.Module):
@@ -226,3 +226,21 @@ def test_where_it_is_and_in_its_own_precision(amp: str) -> None:
             return undo
 
     assert not prove_in_place(before, Off(HEAD.modules, HEAD.layers)).ok
+
+
+@pytest.mark.parametrize("left_over", [float("nan"), float("inf"), 3e38, 1e-42])
+def test_what_lay_in_memory_is_no_input(left_over: float) -> None:
+    """``torch.empty`` gives a shape; what it holds must not decide whether a fix is proven."""
+    x = torch.zeros(4, 3)
+    x[0] = torch.tensor([left_over, left_over / 2, left_over / 4])
+    x[1, 0] = left_over / 8 if left_over < 1 else 1.0
+    found = _with_values((x, torch.arange(6.0)), nn.Linear(3, 3))
+    assert found[0].isfinite().all()
+    assert 0.1 < found[0].abs().max() < 10
+    assert found[1].equal(torch.arange(6.0))
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_masks_keep_their_values(hidden: float) -> None:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), hidden)
+    assert _with_values({"x": mask}, nn.Linear(3, 3))["x"].equal(mask)

@@ -43,6 +43,10 @@ _SIZES: tuple[dict[str, int], ...] = (
 Arguments = dict[str, Any]
 
 
+#: No model is given larger numbers than this; what memory holds by chance often is.
+_LARGEST_INPUT = 1e9
+
+
 def prove(run: Run, candidate: Candidate) -> Verification:
     """Compare the run's model with and without the candidate, in fp64 on the CPU, on few random inputs.
 
@@ -249,6 +253,18 @@ def _shrunken(inputs: Any, sizes: Mapping[str, int]) -> Any:
     return tree_map(shrunken, inputs)
 
 
+def _left_over(leaf: torch.Tensor) -> bool:
+    """Whether the values are what lay in memory: ``torch.empty`` given for its shape.
+
+    A mask of two values may hold the smallest number or minus infinity.
+    """
+    if not leaf.is_floating_point():
+        return False
+    largest = leaf.abs().max()
+    strange = largest.isnan() or largest > _LARGEST_INPUT or largest < 1 / _LARGEST_INPUT**2
+    return bool(strange) and torch.unique(leaf).numel() > 2
+
+
 def _with_values(inputs: Any, model: nn.Module) -> Any:
     """The inputs on the CPU; random where they have no values or one, indices within every table."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -257,7 +273,12 @@ def _with_values(inputs: Any, model: nn.Module) -> Any:
     def real(leaf: Any, name: str = "") -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if not leaf.is_meta and leaf.numel() and not (leaf == leaf.flatten()[:1]).all():
+        if (
+            not leaf.is_meta
+            and leaf.numel()
+            and not (leaf == leaf.flatten()[:1]).all()
+            and not _left_over(leaf)
+        ):
             return leaf.cpu()
         if leaf.is_floating_point():
             return torch.randn(leaf.shape)

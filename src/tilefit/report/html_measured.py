@@ -22,7 +22,7 @@ def facts(run: MeasuredStep) -> list[tuple[str, str, str]]:
         return units.share(time_s / run.profiled_time_s if run.profiled_time_s else 0.0)
 
     overhead = "" if run.overhead is None else f"; the profiler added {units.share(run.overhead)}"
-    steps = f"{units.interval(run.low_s, run.high_s)} over {run.steps} steps{overhead}"
+    steps = f"{units.interval(run.low_s, run.high_s)} over {run.steps} step{'s' * (run.steps != 1)}{overhead}"
     cores = "of the kernels' time"
     if run.older_path_s:
         cores += f"; {of_kernels(run.older_path_s)} in code of an older generation"
