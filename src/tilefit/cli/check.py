@@ -15,6 +15,7 @@ _RULES = "Rules"
 
 
 def check(
+    context: typer.Context,
     target: step_options.Target,
     gpu: Annotated[
         list[str] | None,
@@ -70,22 +71,9 @@ def check(
     select_rules(wanted, unwanted)
     devices = resolve(gpu or settled.gpu or None)
 
-    from tilefit.capture.child import CaptureOptions, capture_in_child
+    from tilefit.capture.child import capture_in_child
 
-    options = CaptureOptions(
-        inputs=tuple(input or ()),
-        batch=batch,
-        seq=seq,
-        image_size=image_size,
-        train=train,
-        amp="" if amp == "off" else amp,
-        tf32=tf32,
-        optimizer=optimizer,
-        fused_optimizer=fused_optimizer,
-        channels_last=channels_last,
-        compiled=compile,
-        on_cpu=on_cpu,
-    )
+    options = step_options.capture_options(context)
     with output.progress(f"Capturing {target}"):
         step = capture_in_child(target, options, timeout)
     split = Split(tensor_parallel, pipeline_parallel, data_parallel, micro_batches)

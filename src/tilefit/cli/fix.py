@@ -38,6 +38,7 @@ _OUTPUT = "Output"
 
 
 def fix(
+    context: typer.Context,
     target: step_options.Target,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="GPU to plan for. Default: the one in this machine.")
@@ -142,22 +143,7 @@ def fix(
             hint="Leave out --diff and --write, or give the file of yours that builds it: file.py:factory.",
         )
 
-    from tilefit.capture.child import CaptureOptions
-
-    options = CaptureOptions(
-        inputs=tuple(input or ()),
-        batch=batch,
-        seq=seq,
-        image_size=image_size,
-        train=train,
-        amp="" if amp == "off" else amp,
-        tf32=tf32,
-        optimizer=optimizer,
-        fused_optimizer=fused_optimizer,
-        channels_last=channels_last,
-        compiled=compile,
-        on_cpu=on_cpu,
-    )
+    options = step_options.capture_options(context)
     wishes = _Wishes(
         gpu=device,
         level=level,

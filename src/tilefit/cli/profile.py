@@ -178,22 +178,9 @@ def profile(
             hint="A model is file.py:factory or hf:gpt2, a script ends in .py, a trace in .json or .json.gz.",
         )
     else:
-        from tilefit.capture.child import CaptureOptions
         from tilefit.profiling.target import profile_target
 
-        options = CaptureOptions(
-            inputs=tuple(input or ()),
-            batch=batch,
-            seq=seq,
-            image_size=image_size,
-            train=train,
-            amp="" if amp == "off" else amp,
-            tf32=tf32,
-            optimizer=optimizer,
-            fused_optimizer=fused_optimizer,
-            channels_last=channels_last,
-            compiled=compile,
-        )
+        options = step_options.capture_options(context)
         with output.progress(f"Profiling {target}"):
             run = profile_target(target, options, gpu=gpu, steps=steps, skip=skip, plain=plain, **rules)
             document = run.report

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from tilefit.capture.child import CaptureOptions
 
 Amp = Literal["bf16", "fp16", "off"]
 Optimizer = Literal["adamw", "sgd", "none"]
@@ -114,6 +117,21 @@ def given(context: typer.Context, name: str) -> bool:
     """Whether an option stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def capture_options(context: typer.Context) -> CaptureOptions:
+    """How the step is to be captured, as the options of a command say."""
+    from tilefit.capture.child import CaptureOptions
+
+    asked = context.params
+    same = ("batch", "seq", "image_size", "train", "tf32", "optimizer", "fused_optimizer", "channels_last")
+    return CaptureOptions(
+        inputs=tuple(asked["input"] or ()),
+        amp="" if asked["amp"] == "off" else asked["amp"],
+        compiled=asked["compile"],
+        on_cpu=asked.get("on_cpu", False),
+        **{name: asked[name] for name in same},
+    )
 
 
 def spelled(name: str) -> str:

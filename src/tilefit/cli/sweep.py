@@ -128,7 +128,6 @@ def sweep(
     if best_batch:
         axes = _batches(axes)
 
-    from tilefit.capture.child import CaptureOptions
     from tilefit.cli.bench import open_store
     from tilefit.sweep.kept import Kept
     from tilefit.sweep.run import Grid
@@ -137,20 +136,7 @@ def sweep(
     devices = _gpus(axes, gpu, local)
     axes = [axis for axis in axes if axis.name != "gpu"]
     points(axes)
-    options = CaptureOptions(
-        inputs=tuple(input or ()),
-        batch=batch,
-        seq=seq,
-        image_size=image_size,
-        train=train,
-        amp="" if amp == "off" else amp,
-        tf32=tf32,
-        optimizer=optimizer,
-        fused_optimizer=fused_optimizer,
-        channels_last=channels_last,
-        compiled=compile,
-        on_cpu=on_cpu,
-    )
+    options = step_options.capture_options(context)
     grid = Grid(target, options, tuple(axes), devices)
     sizes = {"batch": batch, "seq": seq, "image_size": image_size}
     # What is fixed and cannot be seen from the axes is told above the results.
