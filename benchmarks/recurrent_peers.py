@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,12 @@ LOOPS = [
     Size(cell, hidden, batch) for cell in ("lstm", "gru") for hidden in (256, 1024) for batch in (1, 16, 64)
 ]
 FLASH = [Size("lstm", hidden, batch) for hidden, batch in ((512, 8), (768, 16), (1024, 16), (1024, 64))]
+
+
+def _reason(log: str) -> str:
+    """The last line of a log, without the folders of this machine."""
+    last = log.strip().splitlines()[-1:] or ["no output"]
+    return re.sub(r"/\S*/", "", last[0].strip())
 
 
 def looped(layer: nn.Module, x: Tensor) -> Tensor:
@@ -149,7 +156,7 @@ def peers(setting: Setting) -> dict[str, Any]:
                 refused[str(size)] = "still compiling when its time was over; a larger --budget-s waits"
                 continue
             if process.returncode:
-                refused[str(size)] = f"failed: {log_of(size).read_text().strip()[-300:]}"
+                refused[str(size)] = f"failed: {_reason(log_of(size).read_text())}"
                 continue
             rows += measured(setting, size, steps, "FlashRNN", flashed, captured=False)
     print(f"\npeers: microseconds a step, bf16, {steps} steps, input product included")

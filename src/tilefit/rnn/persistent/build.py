@@ -19,9 +19,6 @@ from typing import Any
 from tilefit.errors import TilefitError
 from tilefit.paths import cache_folder
 
-#: The first compute capability with thread-block clusters.
-CLUSTER_CAPABILITY = (9, 0)
-
 
 class CompilationError(TilefitError):
     """NVRTC refused a kernel."""

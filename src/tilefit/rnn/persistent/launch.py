@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from tilefit.errors import TilefitError
-from tilefit.rnn.persistent.build import CLUSTER_CAPABILITY, binary
+from tilefit.rnn.persistent.build import binary
 from tilefit.rnn.persistent.variant import LARGEST_CLUSTER, Capacity, Problem, Variant
 
 
 class LaunchError(TilefitError):
     """The CUDA driver refused a kernel, or a kernel gave up waiting."""
 
+
+#: The first compute capability with thread-block clusters.
+CLUSTER_CAPABILITY = (9, 0)
 
 #: Polls of one piece of the exchange before a thread gives up; a poll takes about half a microsecond.
 SPIN_LIMIT = 1 << 23

@@ -250,7 +250,7 @@ def predicted_s(problem: Problem, variant: Variant) -> float:
     read_bytes = variant.tiles * 8 * problem.depth * problem.element_bytes / variant.split
     if variant.mail:
         exchange, latency = 0.4e-6, 0.05e-6
-        read = read_bytes / shared_rate + variant.blocks * read_bytes / variant.blocks / 30e9
+        read = read_bytes / shared_rate + read_bytes / 30e9
     else:
         exchange, latency = 0.75e-6, 0.33e-6 if variant.rounds > 1 else 0.0
         read = read_bytes / 35e9 + variant.grid(problem) * read_bytes / 5.5e12
