@@ -240,6 +240,31 @@ def test_what_lay_in_memory_is_no_input(left_over: float) -> None:
     assert found[1].equal(torch.arange(6.0))
 
 
+@pytest.mark.parametrize("left_over", [float("nan"), float("inf"), 1e30, 1e8, 1e-40])
+@pytest.mark.parametrize("places", [1, 5])
+def test_a_fix_is_proven_on_inputs_of_any_size(left_over: float, places: int) -> None:
+    """Attention magnifies rounding errors of large inputs without end."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 21), nn.Linear(21, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ x.mT).softmax(-1) @ self.down(F.gelu(self.up(x)))
+
+    x = torch.zeros(4, 8, 16)
+    x.view(-1)[:places] = left_over * torch.arange(1, places + 1)
+    chain = Padding(("up", "down"), (layer("up", (21, 16), True), layer("down", (16, 21))), ("",))
+    assert prove(Run(Mixed(), x), chain).ok
+    assert prove(Run(Mixed(), torch.randn(4, 8, 16) * left_over), chain).ok
+
+
+def test_large_inputs_are_made_smaller_and_keep_their_signs() -> None:
+    x = torch.tensor([-30000.0, 0.0, 15.0])
+    assert _with_values(x, nn.Linear(3, 3)).equal(torch.tensor([-10.0, 0.0, 0.005]))
+
+
 @pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
 def test_masks_keep_their_values(hidden: float) -> None:
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), hidden)

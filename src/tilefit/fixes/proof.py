@@ -43,8 +43,11 @@ _SIZES: tuple[dict[str, int], ...] = (
 Arguments = dict[str, Any]
 
 
-#: No model is given larger numbers than this; what memory holds by chance often is.
-_LARGEST_INPUT = 1e9
+#: No model is given numbers larger or smaller than these; what memory holds by chance often is.
+_LARGEST_INPUT, _SMALLEST_INPUT = 1e9, 1e-18
+#: Inputs are compared at this size: a softmax or a product of far larger ones magnifies rounding errors
+#: until two ways of computing the same thing differ.
+_COMPARED_INPUT = 10.0
 
 
 def prove(run: Run, candidate: Candidate) -> Verification:
@@ -253,16 +256,20 @@ def _shrunken(inputs: Any, sizes: Mapping[str, int]) -> Any:
     return tree_map(shrunken, inputs)
 
 
-def _left_over(leaf: torch.Tensor) -> bool:
-    """Whether the values are what lay in memory: ``torch.empty`` given for its shape.
+def _is_mask(leaf: torch.Tensor) -> bool:
+    """Two values, of which minus infinity or the smallest number may be one."""
+    return leaf.max() <= 1 and torch.unique(leaf).numel() == 2
 
-    A mask of two values may hold the smallest number or minus infinity.
-    """
-    if not leaf.is_floating_point():
-        return False
-    largest = leaf.abs().max()
-    strange = largest.isnan() or largest > _LARGEST_INPUT or largest < 1 / _LARGEST_INPUT**2
-    return bool(strange) and torch.unique(leaf).numel() > 2
+
+def _comparable(leaf: torch.Tensor) -> torch.Tensor:
+    """Values a model can be compared on: random ones for what lay in memory (``torch.empty``, given for its
+    shape), smaller ones for large numbers."""
+    if not leaf.is_floating_point() or _is_mask(leaf):
+        return leaf.cpu()
+    largest = leaf.abs().max().double().item()
+    if not _SMALLEST_INPUT <= largest <= _LARGEST_INPUT:
+        return torch.randn(leaf.shape)
+    return leaf.cpu() * min(_COMPARED_INPUT / largest, 1.0)
 
 
 def _with_values(inputs: Any, model: nn.Module) -> Any:
@@ -273,13 +280,8 @@ def _with_values(inputs: Any, model: nn.Module) -> Any:
     def real(leaf: Any, name: str = "") -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if (
-            not leaf.is_meta
-            and leaf.numel()
-            and not (leaf == leaf.flatten()[:1]).all()
-            and not _left_over(leaf)
-        ):
-            return leaf.cpu()
+        if not leaf.is_meta and leaf.numel() and not (leaf == leaf.flatten()[:1]).all():
+            return _comparable(leaf)
         if leaf.is_floating_point():
             return torch.randn(leaf.shape)
         if leaf.dtype == torch.bool or "mask" in name:
