@@ -6,6 +6,7 @@
 
 Parts:
   grid          LSTM, GRU, tanh RNN x bf16, fp16 x hidden 256..2048 x mini-batch 1..64, 256 steps
+  absolute      microseconds a step, and their distance to the floor of an exchange
   deepbench     DeepBench's recurrent training and inference lists
   models        whole training steps: language model, speech encoder, reinforcement learning
   memory        bytes saved for backward, what recomputing costs, small mini-batches at one activation budget
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import recurrent_absolute
 import recurrent_convergence
 import recurrent_correctness
 import recurrent_deepbench
@@ -183,6 +185,7 @@ def summary(rows: list[Row]) -> None:
 
 #: Parts by name: what runs them, and the seconds they take on an H200 where no budget is given.
 PARTS: dict[str, tuple[Callable[[Setting], object], float]] = {
+    "absolute": (recurrent_absolute.absolute, recurrent_absolute.BUDGET_S),
     "deepbench": (recurrent_deepbench.deepbench, recurrent_deepbench.BUDGET_S),
     "models": (recurrent_models.models, recurrent_models.BUDGET_S),
     "memory": (recurrent_memory.memory, recurrent_memory.BUDGET_S),

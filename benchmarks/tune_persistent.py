@@ -7,6 +7,10 @@ For each problem (cell, hidden size, mini-batch, direction of time) the variants
 those near the fastest of an earlier result (`--around`), are compiled in parallel, checked against the plain
 PyTorch reference in float32, and timed: median of several launches of all time steps, between CUDA events, on
 random data. `--install` writes the winners into the package.
+
+`--fit FILE` measures nothing: it fits what a step's work costs to the rows of an earlier result, for sizes
+that were not measured, and says how much slower than the fastest measured variant the one so predicted is, of
+hidden sizes that were left out of the fit.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from tilefit.rnn import reference
@@ -27,19 +33,19 @@ from tilefit.rnn.persistent import build, launch
 from tilefit.rnn.persistent.choice import _cut, key
 from tilefit.rnn.persistent.launch import Kernel, LaunchError, failure
 from tilefit.rnn.persistent.layer import _unwritten
-from tilefit.rnn.persistent.variant import UNITS, Capacity, Problem, Variant, predicted_s, variants
+from tilefit.rnn.persistent.variant import UNITS, Capacity, Problem, Variant, predicted_s, variants, work
 
 PACKAGE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "persistent" / "h200.json"
 
 
-def candidates(problem: Problem, capacity: Capacity, top: int) -> list[Variant]:
-    """The variants predicted to be fastest, at most three of the same cluster size, warps and rounds."""
+def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> list[Variant]:
+    """The variants predicted to be fastest, at most ``alike`` that differ in their units only."""
     ordered = sorted(variants(problem, capacity), key=lambda v: predicted_s(problem, v))
     taken: dict[tuple[int, ...], int] = {}
     chosen = []
     for variant in ordered:
         kind = (variant.split, variant.mail, variant.warps, variant.rounds, variant.tiles)
-        if taken.get(kind, 0) < 2:
+        if taken.get(kind, 0) < alike:
             taken[kind] = taken.get(kind, 0) + 1
             chosen.append(variant)
         if len(chosen) == top:
@@ -52,15 +58,58 @@ def neighbours(problem: Problem, capacity: Capacity, rows: list[dict[str, object
     measured = sorted((row for row in rows if "us" in row), key=lambda row: row["us"])[:2]
     chosen: list[Variant] = []
     for row in measured:
-        best = row["variant"]
+        best = Variant(*row["variant"])
         for variant in variants(problem, capacity):
             same = all(
-                getattr(variant, name) == best[name] for name in ("split", "mail", "tiles", "rounds", "warps")
+                getattr(variant, name) == getattr(best, name)
+                for name in ("split", "mail", "tiles", "rounds", "warps")
             )
-            near = abs(UNITS.index(variant.units) - UNITS.index(best["units"])) <= 2
+            near = abs(UNITS.index(variant.units) - UNITS.index(best.units)) <= 2
             if same and near and variant not in chosen:
                 chosen.append(variant)
     return chosen
+
+
+def fit(rows: list[dict[str, Any]]) -> None:
+    """Prints ``MICROSECONDS`` of variant.py, by least squares of the relative error, no cost below zero."""
+    measured = [(*_problem_of(row), float(row["us"])) for row in rows if "us" in row]
+    names = list(work(*measured[0][:2]))
+    table = np.array([[work(problem, variant)[name] for name in names] for problem, variant, _ in measured])
+    times = np.array([time_us for _, _, time_us in measured])
+    hidden = np.array([problem.hidden for problem, _, _ in measured])
+    predicted = np.empty_like(times)
+    for size in set(hidden):
+        others = hidden != size
+        predicted[~others] = table[~others] @ _costs(table[others], times[others])
+    slower = []
+    keys = np.array([key(problem) for problem, _, _ in measured])
+    for name in dict.fromkeys(keys):
+        of_problem = np.flatnonzero(keys == name)
+        slower.append(times[of_problem[predicted[of_problem].argmin()]] / times[of_problem].min())
+    for name, cost in zip(names, _costs(table, times), strict=True):
+        print(f'    "{name}": {cost:.3g},')
+    print(
+        f"{len(times)} variants of {len(slower)} problems; hidden sizes left out: median error "
+        f"{np.median(abs(predicted / times - 1)):.1%}, slower than the fastest by "
+        f"{np.exp(np.log(slower).mean()) - 1:.1%} (geometric mean), {max(slower) - 1:.0%} at most"
+    )
+
+
+def _problem_of(row: dict[str, Any]) -> tuple[Problem, Variant]:
+    cell, kernel, bits, hidden, tiles, directions = row["problem"].split("/")
+    element = "float32" if bits == "32" else "bfloat16"
+    sizes = int(hidden), int(tiles) * 8, int(directions)
+    return Problem(CELLS[cell], element, *sizes, backward=kernel == "backward"), Variant(*row["variant"])
+
+
+def _costs(table: np.ndarray, times: np.ndarray) -> np.ndarray:
+    costs, used = np.zeros(table.shape[1]), np.arange(table.shape[1])
+    while True:
+        found = np.linalg.lstsq(table[:, used] / times[:, None], np.ones_like(times), rcond=None)[0]
+        if (found >= 0).all():
+            costs[used] = found
+            return costs
+        used = np.delete(used, found.argmin())
 
 
 def compile_one(job: tuple[str, dict[str, int], tuple[int, int]]) -> float:
@@ -201,12 +250,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--top", type=int, default=12)
+    parser.add_argument("--alike", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--around", type=Path, help="try what is near the fastest of an earlier result")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="measure nothing; fit the costs to a result")
     parser.add_argument("--install", action="store_true", help="write the winners into the package")
     options = parser.parse_args()
+    if options.fit:
+        fit(json.loads(options.fit.read_text("utf-8"))["rows"])
+        return
     launch.SPIN_LIMIT = 1 << 17  # a variant that hangs costs a tenth of a second
     capacity = launch.capacity(0)
     print(capacity)
@@ -227,7 +281,9 @@ def main() -> None:
                         )
                         known = earlier.get(key(problem), [])
                         around = neighbours(problem, capacity, known)
-                        plan.append((problem, around or candidates(problem, capacity, options.top)))
+                        plan.append(
+                            (problem, around or candidates(problem, capacity, options.top, options.alike))
+                        )
     jobs = [
         ("backward" if problem.backward else "forward", variant.constants(problem), capability)
         for problem, chosen in plan
@@ -250,7 +306,7 @@ def main() -> None:
         for variant in chosen:
             row: dict[str, object] = {
                 "problem": key(problem),
-                "variant": vars(variant),
+                "variant": list(vars(variant).values()),
                 "predicted_us": predicted_s(problem, variant) * 1e6,
             }
             try:

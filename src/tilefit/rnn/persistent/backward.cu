@@ -104,10 +104,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     bool dead = false;
     u32 delays = blockIdx.x * 7919u + 17u;
 
+    // Whose gradients of the gates a round of a step multiplies.
+    auto source_of = [&](int s, int round) {
+        const int after = last - (s - 1) * stride;  // the step whose gradients were published last
+        Recurrent::Source source;
+        source.mailbox = product.mail + (s & 1) * Recurrent::MAIL_BYTES + (round * BATCH + lane / 4) * Recurrent::MAIL_STRIDE;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const int index = round * TILES + n;
+            bool read = s > 0;
+            if (LENGTHS) read = read && after < row_length[index];
+            if (RESETS) read = read && p.resets[i64(after) * p.batch + read_row[index]] == 0;
+            source.rows[n] = p.grad_gates + after * row_count * (PUBLISHED * HIDDEN) +
+                             (read_row[index] * p.directions + direction) * (PUBLISHED * HIDDEN);
+            if (MAIL) {
+                source.waits |= u32(s > 0 && (present >> index & 1)) << n;
+                source.uses |= u32(read) << n;
+            } else {
+                source.reads |= u32(read) << n;
+                source.waits |= u32(read) << n;
+            }
+        }
+        return source;
+    };
+    Recurrent::Source source;
+    if (ROUNDS > 1) product.begin(source = source_of(0, 0), rank);
+
     // One turn more than there are steps: the last one only finds the gradient of the initial state.
     for (int s = 0; s <= p.steps; ++s) {
         const int t = last - s * stride;
-        const int after = t + stride;  // the step whose gradients have just been published
 
         element now_gate[STATES][4], now_grad[STATES];
         Kept now_old[STATES], now_state[STATES];
@@ -123,25 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
-            Recurrent::Source source;
-            source.mailbox = product.mail + (s & 1) * Recurrent::MAIL_BYTES + (round * BATCH + lane / 4) * Recurrent::MAIL_STRIDE;
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                const int index = round * TILES + n;
-                bool read = s > 0;
-                if (LENGTHS) read = read && after < row_length[index];
-                if (RESETS) read = read && p.resets[i64(after) * p.batch + read_row[index]] == 0;
-                source.rows[n] = p.grad_gates + after * row_count * (PUBLISHED * HIDDEN) +
-                                 (read_row[index] * p.directions + direction) * (PUBLISHED * HIDDEN);
-                if (MAIL) {
-                    source.waits |= u32(s > 0 && (present >> index & 1)) << n;
-                    source.uses |= u32(read) << n;
-                } else {
-                    source.reads |= u32(read) << n;
-                    source.waits |= u32(read) << n;
-                }
-            }
+            if (ROUNDS == 1) product.begin(source = source_of(s, 0), rank);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
+            // The next round's rows were published a round ago or earlier: they come while this one is finished.
+            if (round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
+            else if (ROUNDS > 1 && s < p.steps) product.begin(source = source_of(s + 1, 0), rank);
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
             stagger(delays);

@@ -26,6 +26,7 @@
 //              of the others are exchanged meanwhile   WARPS     warps of one block, which split the depth
 //   HELD       weight fragments each warp keeps in registers; the rest stay in shared memory
 //   WINDOW     16-byte pieces of the exchanged vector each thread keeps in flight
+//   STRICT     0 or 1: float32 is multiplied as three TF32 products, which keep its precision
 //   LENGTHS, RESETS, JITTER                             0 or 1: ragged rows, mid-sequence resets, random delays
 
 typedef unsigned int u32;
@@ -158,9 +159,14 @@ __device__ __forceinline__ u32 to_tf32(u32 v) {
 }
 
 __device__ __forceinline__ void round_piece(piece& p) {
-#if ELEMENT == 2
+#if ELEMENT == 2 && !STRICT
     p = {to_tf32(p.x), to_tf32(p.y), to_tf32(p.z), to_tf32(p.w)};
 #endif
+}
+
+// What TF32 leaves of a float32 number, as the next TF32 number.
+__device__ __forceinline__ u32 remainder(u32 v, u32 rounded) {
+    return to_tf32(__float_as_uint(__uint_as_float(v) - __uint_as_float(rounded)));
 }
 
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -173,6 +179,27 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 #endif
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The product of one fragment of weights (rows `low`, and `high` 8 below) with one piece of the exchanged vector.
+__device__ __forceinline__ void multiply_add(float (&d)[4], const piece& low, const piece& high, const piece& b) {
+#if ELEMENT == 2 && STRICT
+    // The product of both remainders is below float32's precision.
+    const piece l = {to_tf32(low.x), to_tf32(low.y), to_tf32(low.z), to_tf32(low.w)};
+    const piece h = {to_tf32(high.x), to_tf32(high.y), to_tf32(high.z), to_tf32(high.w)};
+    const piece v = {to_tf32(b.x), to_tf32(b.y), to_tf32(b.z), to_tf32(b.w)};
+    const u32 rest_x = remainder(b.x, v.x), rest_y = remainder(b.y, v.y);
+    const u32 rest_z = remainder(b.z, v.z), rest_w = remainder(b.w, v.w);
+    mma(d, remainder(low.x, l.x), remainder(high.x, h.x), remainder(low.y, l.y), remainder(high.y, h.y), v.x, v.y);
+    mma(d, l.x, h.x, l.y, h.y, rest_x, rest_y);
+    mma(d, l.x, h.x, l.y, h.y, v.x, v.y);
+    mma(d, remainder(low.z, l.z), remainder(high.z, h.z), remainder(low.w, l.w), remainder(high.w, h.w), v.z, v.w);
+    mma(d, l.z, h.z, l.w, h.w, rest_z, rest_w);
+    mma(d, l.z, h.z, l.w, h.w, v.z, v.w);
+#else
+    mma(d, low.x, high.x, low.y, high.y, b.x, b.y);
+    mma(d, low.z, high.z, low.w, high.w, b.z, b.w);
+#endif
 }
 
 // The address, in the whole cluster's shared memory, of the place in block `owner` that `mine` is in this block.
@@ -262,6 +289,7 @@ struct Product {
     static_assert(SPLIT == 1 || OWN_ROWS % 8 == 0, "rows of one owner must fill half-tiles");
 
     piece held[IN_REGISTERS > 0 ? IN_REGISTERS : 1][2];
+    piece flight[2][CHUNK];  // of the exchanged vector: what is multiplied, and what is on its way
     float sums[ROW_TILES][TILES][4];
     piece* kept;  // shared memory of this warp's other fragments
     float* partial;
@@ -322,20 +350,23 @@ struct Product {
         u32 mailbox = 0;             // MAIL: this thread's row of the first tile, in this round's mailbox
     };
 
+    // Asks for the first pieces of the vector; multiply() with the same source comes next.
+    __device__ __forceinline__ void begin(const Source& source, u32 rank) { fetch<0>(source, start(rank)); }
+
     // Leaves the product in `sums`.
     __device__ __forceinline__ void multiply(const Source& source, u32 rank, u32 spin_limit, bool& dead, int* error) {
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        int start = first_slab(warp, rank) * SLAB + (lane % 4) * LANES_K;
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+        sweep<0>(source, start(rank), spin_limit, dead, error);
+    }
 
-        piece flight[2][CHUNK];
-        fetch<0>(flight[0], source, start);
-        sweep<0>(flight, source, start, lane, spin_limit, dead, error);
+    // Where this thread's first piece begins in the vector.
+    __device__ __forceinline__ int start(u32 rank) const {
+        return first_slab(threadIdx.x / 32, rank) * SLAB + (threadIdx.x % 4) * LANES_K;
     }
 
     // Whether every warp's share of the depth is full; else the last slabs are cut.
@@ -348,26 +379,26 @@ struct Product {
     }
 
     template <int C>
-    __device__ __forceinline__ void fetch(piece (&into)[CHUNK], const Source& source, int start) {
+    __device__ __forceinline__ void fetch(const Source& source, int start) {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
-            int index = C * CHUNK + i, n = index % TILES, depth = start + index / TILES * SLAB;
-            into[i] = piece{0, 0, 0, 0};
+            const int index = C * CHUNK + i, n = index % TILES, depth = start + index / TILES * SLAB;
+            piece& p = flight[C % 2][i];
+            p = piece{0, 0, 0, 0};
             if (index < PIECES) {
                 bool waits = source.waits >> n & 1;
                 bool reads = inside(depth) && (source.reads >> n & 1);
-                if (MAIL) load_mail(into[i], place(source, n, depth), waits && inside(depth));
-                load_shared_device(into[i], source.rows[n] + depth, reads && !(MAIL && waits));
+                if (MAIL) load_mail(p, place(source, n, depth), waits && inside(depth));
+                load_shared_device(p, source.rows[n] + depth, reads && !(MAIL && waits));
             }
         }
     }
 
     template <int C>
-    __device__ __forceinline__ void sweep(piece (&flight)[2][CHUNK], const Source& source, int start, int lane,
-                                          u32 spin_limit, bool& dead, int* error) {
+    __device__ __forceinline__ void sweep(const Source& source, int start, u32 spin_limit, bool& dead, int* error) {
         if constexpr (C < CHUNKS) {
             piece(&now)[CHUNK] = flight[C % 2];
-            if constexpr (C + 1 < CHUNKS) fetch<C + 1>(flight[(C + 1) % 2], source, start);
+            if constexpr (C + 1 < CHUNKS) fetch<C + 1>(source, start);
             u32 spins = 0;
             for (;;) {
                 bool missing = false;
@@ -406,7 +437,7 @@ struct Product {
             for (int i = 0; i < CHUNK; ++i) {
                 int index = C * CHUNK + i;
                 if (index < PIECES) {
-                    int slab = index / TILES, n = index % TILES;
+                    int slab = index / TILES, n = index % TILES, lane = threadIdx.x % 32;
                     round_piece(now[i]);
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; ++m) {
@@ -419,8 +450,7 @@ struct Product {
                             low = kept[(f - IN_REGISTERS) * 64 + lane];
                             high = kept[(f - IN_REGISTERS) * 64 + 32 + lane];
                         }
-                        mma(sums[m][n], low.x, high.x, low.y, high.y, now[i].x, now[i].y);
-                        mma(sums[m][n], low.z, high.z, low.w, high.w, now[i].z, now[i].w);
+                        multiply_add(sums[m][n], low, high, now[i]);
                     }
                 }
             }
@@ -432,7 +462,7 @@ struct Product {
                 if (index < PIECES) clear_mail(place(source, n, depth), (source.waits >> n & 1) && inside(depth));
             }
 #endif
-            sweep<C + 1>(flight, source, start, lane, spin_limit, dead, error);
+            sweep<C + 1>(source, start, spin_limit, dead, error);
         }
     }
 

@@ -74,8 +74,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     bool dead = false;
     u32 delays = blockIdx.x * 7919u + 17u;
 
-    for (int s = 0; s < p.steps; ++s) {
+    // Whose hidden states a round of a step multiplies.
+    auto source_of = [&](int s, int round) {
         const int t = first + s * stride, before = t - stride;
+        Recurrent::Source source;
+        source.mailbox = product.mail + (s & 1) * Recurrent::MAIL_BYTES + (round * BATCH + lane / 4) * Recurrent::MAIL_STRIDE;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const int index = round * TILES + n;
+            const element* sent = p.out + before * row_count * HIDDEN + (read_row[index] * p.directions + direction) * HIDDEN;
+            const element* initial = p.h0 + (direction * p.batch + read_row[index]) * HIDDEN;
+            bool from_others = s > 0, read = true;
+            if (LENGTHS) from_others = before >= 0 && before < row_length[index];
+            if (LENGTHS) read = t < row_length[index];
+            if (RESETS) read = read && p.resets[i64(t) * p.batch + read_row[index]] == 0;
+            read = read && (from_others || p.h0 != nullptr);
+            source.rows[n] = from_others ? sent : initial;
+            if (MAIL) {
+                source.reads |= u32(read && !from_others) << n;
+                source.waits |= u32(s > 0 && (present >> index & 1)) << n;
+                source.uses |= u32(read && from_others) << n;
+            } else {
+                source.reads |= u32(read) << n;
+                source.waits |= u32(read && from_others) << n;
+            }
+        }
+        return source;
+    };
+    Recurrent::Source source;
+    if (ROUNDS > 1) product.begin(source = source_of(0, 0), rank);
+
+    for (int s = 0; s < p.steps; ++s) {
+        const int t = first + s * stride;
 
         element input[STATES][GATES];
 #pragma unroll
@@ -86,29 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
-            Recurrent::Source source;
-            source.mailbox = product.mail + (s & 1) * Recurrent::MAIL_BYTES + (round * BATCH + lane / 4) * Recurrent::MAIL_STRIDE;
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                const int index = round * TILES + n;
-                const element* sent = p.out + before * row_count * HIDDEN + (read_row[index] * p.directions + direction) * HIDDEN;
-                const element* initial = p.h0 + (direction * p.batch + read_row[index]) * HIDDEN;
-                bool from_others = s > 0, read = true;
-                if (LENGTHS) from_others = before >= 0 && before < row_length[index];
-                if (LENGTHS) read = t < row_length[index];
-                if (RESETS) read = read && p.resets[i64(t) * p.batch + read_row[index]] == 0;
-                read = read && (from_others || p.h0 != nullptr);
-                source.rows[n] = from_others ? sent : initial;
-                if (MAIL) {
-                    source.reads |= u32(read && !from_others) << n;
-                    source.waits |= u32(s > 0 && (present >> index & 1)) << n;
-                    source.uses |= u32(read && from_others) << n;
-                } else {
-                    source.reads |= u32(read) << n;
-                    source.waits |= u32(read && from_others) << n;
-                }
-            }
+            if (ROUNDS == 1) product.begin(source = source_of(s, 0), rank);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
+            // The next round's rows were published a round ago or earlier: they come while this one is finished.
+            if (round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
+            else if (ROUNDS > 1 && s + 1 < p.steps) product.begin(source = source_of(s + 1, 0), rank);
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
             stagger(delays);
