@@ -6,7 +6,9 @@ flashrnn`, a peer only: none of its code is here) compiles itself with nvcc for 
 processes do while the loops are timed; its first result is compared with torch's. It takes the input
 projection as given: it is timed with the product that makes it, as every other contender includes it.
 
-FlashRNN's own options choose its backend `cuda_fused`, the fastest it has for one head of these sizes.
+FlashRNN's own options choose its backend `cuda_fused`, the fastest it has for one head of these sizes. Its
+extension that reads the GPU's properties does not compile with CUDA 13, which dropped some of them; PyTorch's
+properties stand in for the few that are used. Its kernels are compiled as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,10 +86,34 @@ def _gru(step: Tensor, product: Tensor, h: Tensor) -> Tensor:
     return (1 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * h
 
 
-def flashed(layer: nn.Module, x: Tensor) -> Tensor:
-    """The output of a layer of torch's by FlashRNN, whose gates have torch's order."""
+@cache
+def flash() -> Callable[..., tuple[Tensor, Tensor]]:
+    """FlashRNN's function."""
     from flashrnn import flashrnn
 
+    def properties(device_id: int) -> dict[str, int]:
+        found = torch.cuda.get_device_properties(device_id)
+        return {
+            "maxThreadsPerBlock": 1024,  # of every CUDA GPU
+            "regsPerMultiprocessor": found.regs_per_multiprocessor,
+            "multiProcessorCount": found.multi_processor_count,
+            "sharedMemPerBlockOptin": found.shared_memory_per_block_optin,
+        }
+
+    sys.modules["flashrnn.flashrnn.flashrnn"].get_gpu_info = properties
+    # It links with -lcublas, and PyTorch's wheels have the library under its full name only.
+    folder = Path(tempfile.gettempdir(), "flashrnn-libraries")
+    folder.mkdir(exist_ok=True)
+    for library in Path(os.environ["CUDA_LIB"]).glob("libcublas.so.*"):
+        with suppress(FileExistsError):  # another process made it
+            (folder / "libcublas.so").symlink_to(library)
+    os.environ["LIBRARY_PATH"] = f"{folder}:{os.environ.get('LIBRARY_PATH', '')}"
+    return flashrnn
+
+
+def flashed(layer: nn.Module, x: Tensor) -> Tensor:
+    """The output of a layer of torch's by FlashRNN, whose gates have torch's order."""
+    flashrnn = flash()
     w_ih, w_hh, b_ih, b_hh = layer.all_weights[0]
     hidden = w_hh.shape[1]
     projected = F.linear(x, w_ih).view(*x.shape[:2], 4, 1, hidden).transpose(0, 1)
