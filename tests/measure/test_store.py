@@ -84,7 +84,10 @@ def test_an_interrupted_writer_leaves_what_it_finished(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["text", "torn page"])
-def test_a_corrupt_store_is_set_aside_and_kept(path: Path, damage: str) -> None:
+def test_a_corrupt_store_is_set_aside_and_kept(
+    path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEFIT_STORE", str(path))
     with Store(path) as store:
         store.add([measured(Gemm(m, 8, 8)) for m in range(1, 300)])
     content = bytearray(path.read_bytes())
@@ -101,6 +104,24 @@ def test_a_corrupt_store_is_set_aside_and_kept(path: Path, damage: str) -> None:
     with Store(path) as store:
         assert store.set_aside is None
         assert len(store) == 1
+
+
+@pytest.mark.parametrize("kind", ["text", "another program's database"])
+def test_a_file_that_is_no_store_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "results.csv"
+    if kind == "text":
+        path.write_text("model,seconds\nmine,1.0\n")
+    else:
+        connection = sqlite3.connect(path)
+        connection.execute("CREATE TABLE bookmarks (name TEXT)")
+        connection.commit()
+        connection.close()
+    before = path.read_bytes()
+    with pytest.raises(TilefitError, match="no store of measurements") as error:
+        Store(path)
+    assert "results.csv" in str(error.value)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_newer_store_is_left_alone(path: Path) -> None:

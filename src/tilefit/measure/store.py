@@ -90,12 +90,14 @@ class Store:
             user.
 
     Raises:
-        TilefitError: the file is of a newer version, or cannot be opened or created.
+        TilefitError: the file is of a newer version or something else's, or cannot be opened or created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.set_aside: Path | None = None
+        if path != default_path() and not _may_be_a_database(path):
+            raise _foreign(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -196,9 +198,28 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
             where=str(path),
             hint="Upgrade tilefit, or choose another file with --store.",
         )
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and "measurement" not in tables:
+        raise _foreign(path)
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         raise _CorruptError(verdict)
+
+
+def _may_be_a_database(path: Path) -> bool:
+    """Whether there is no file, an empty one, or one that begins as SQLite's do."""
+    if not path.is_file():
+        return True
+    with path.open("rb") as file:
+        return file.read(16) in (b"", b"SQLite format 3\0")
+
+
+def _foreign(path: Path) -> TilefitError:
+    return TilefitError(
+        "the file is no store of measurements; it was left as it is",
+        where=str(path),
+        hint="Choose another file with --store or TILEFIT_STORE, or a new one, which is created.",
+    )
 
 
 def _set_aside(path: Path) -> Path:
