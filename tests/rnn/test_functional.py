@@ -56,6 +56,7 @@ def test_dropout_is_for_training() -> None:
         (lambda x, ws, h: (x, [], h), {}, "0 sets of weights"),
         (lambda x, ws, h: (x, ws, h), {"bidirectional": True}, r"1 sets of weights for 2"),
         (lambda x, ws, h: (x, [[ws[0][0].t(), *ws[0][1:]]], h), {}, r"weights\[0\]"),
+        (lambda x, ws, h: (x, [*ws, [torch.zeros(3, 3)] * 2], h), {}, r"weights\[1\]"),
         (lambda x, ws, h: (x, ws, h), {"nonlinearity": "gelu"}, "nonlinearity"),
     ],
 )

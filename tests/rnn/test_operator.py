@@ -53,9 +53,11 @@ def test_a_gradient_penalty_trains() -> None:
 )
 def test_shapes_and_registrations_hold(cell: str, keep: str) -> None:
     module, _ = pair(cell, 3, 2, bidirectional=True)
-    flat = [weight for ws in module._weights() for weight in ws]
     wanted = keep != operator.NOTHING
-    weights = [w.detach().requires_grad_(wanted) for w in operator._joined(flat, 2, torch.float64)]
+    weights = [
+        w.detach().requires_grad_(wanted)
+        for w in operator.joined_weights(module._weights(), 2, torch.float64)
+    ]
     h0 = rows(2, 3, 2).detach().requires_grad_(wanted)
     c0 = rows(2, 3, 2).detach().requires_grad_(wanted) if cell == "lstm" else None
     x = rows(4, 3, 3).detach()

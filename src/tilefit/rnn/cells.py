@@ -53,6 +53,23 @@ CELLS = {
 BY_MODE = {cell.mode: cell for cell in CELLS.values()}
 
 
+class Layers(NamedTuple):
+    """What a stack is made of; its weights are a list as ``torch.nn.RNNBase._flat_weights`` is one.
+
+    Attributes:
+        cell: Which recurrence.
+        depth: How many there are.
+        directions: D
+        kinds: Weights of one direction of a layer: w_ih and w_hh and, with bias, b_ih and b_hh; with a
+            projection one more.
+    """
+
+    cell: Cell
+    depth: int
+    directions: int
+    kinds: int
+
+
 class Forward(NamedTuple):
     """What a forward pass over a layer returns; a tensor the cell does not have, or need not save, is empty.
 

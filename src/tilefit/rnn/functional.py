@@ -7,17 +7,17 @@ layer or a stack, in one direction or two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilefit.errors import UsageError
-from tilefit.rnn import torch_nn
-from tilefit.rnn.cells import CELLS, Cell
+from tilefit.rnn import stack, torch_nn
+from tilefit.rnn.cells import CELLS, Cell, Layers
 from tilefit.rnn.dispatch import CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device
-from tilefit.rnn.operator import recurrent
+from tilefit.rnn.operator import is_traced, recurrent
 
 #: Weights of one direction of one layer: w_ih, w_hh and, with bias, b_ih and b_hh, as in ``torch.nn.LSTM``.
 Weights = Sequence[Tensor]
@@ -111,28 +111,35 @@ def _run(
     directions = 2 if bidirectional else 1
     _check(cell, x, weights, h0, c0, directions)
     lengths, reset = check_rows(x, lengths, reset)
+    flat = [weight for ws in weights for weight in ws]
+    layers = Layers(cell, len(weights) // directions, directions, 4 if len(weights[0]) > 2 else 2)
+    call = None
     if not torch.compiler.is_compiling():
-        call = describe(
-            cell,
-            x,
-            x.shape[:2],
-            weights,
-            directions,
-            ragged=lengths is not None,
-            reset=reset is not None,
-        )
+        ragged, has_reset = lengths is not None, reset is not None
+        call = describe(layers, x, x.shape[:2], flat, (h0, c0), ragged=ragged, reset=has_reset)
         backend = choose(call, backend).backend
-        if backend == CUDNN:
-            return torch_nn.run(cell, x, weights, h0, c0, lengths, directions, dropout, training)
-    return stack(cell, x, weights, h0, c0, lengths, reset, directions, dropout * training, recompute, backend)
+    return run(
+        layers,
+        x,
+        flat,
+        h0,
+        c0,
+        lengths,
+        reset,
+        dropout,
+        training,
+        recompute=recompute,
+        backend=backend,
+        call=call,
+    )
 
 
 def describe(
-    cell: Cell,
+    layers: Layers,
     x: Tensor,
     sizes: Sequence[int],
-    weights: Sequence[Weights],
-    directions: int,
+    flat: Sequence[Tensor],
+    states: Sequence[Tensor | None],
     *,
     ragged: bool,
     reset: bool,
@@ -143,80 +150,87 @@ def describe(
     dtype = computed_dtype(x)
     device = cuda_device(x)
     return Call(
-        cell.name,
+        layers.cell.name,
         dtype,
         device,
         x.is_meta,
         x.shape[-1],
-        weights[0][0].shape[0] // cell.gates,
+        len(flat[0]) // layers.cell.gates,
         batch,
         steps,
-        len(weights) // directions,
-        directions,
+        layers.depth,
+        layers.directions,
         proj,
         ragged,
         reset,
-        torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for ws in weights for w in ws)),
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *states, *flat)),
         torch.float16 if dtype is not x.dtype and device is not None else dtype,
         allows_tf32(dtype, device),
     )
 
 
-def stack(
-    cell: Cell,
+def run(
+    layers: Layers,
     x: Tensor,
-    weights: Sequence[Weights],
+    flat: Sequence[Tensor],
     h0: Tensor | None,
     c0: Tensor | None,
     lengths: Tensor | None,
     reset: Tensor | None,
-    directions: int,
     dropout: float,
+    training: bool,
+    *,
     recompute: bool,
     backend: str | None,
+    call: Call | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layers one after another through the operator.
+    """Layers one after another by a backend.
 
     Args:
+        layers: What they are.
         x: [T, B, I]
+        flat: Their weights.
         h0, c0: [layers * D, B, H] or None
-        dropout: Probability between layers, 0 outside training.
-        backend: None or empty: the operator chooses when it runs.
+        lengths, reset: As :func:`check_rows` returns them.
+        dropout: Probability between layers, where ``training``.
+        backend: That of ``call``; in compiled code one that has to run it or None: the operator chooses then.
+        call: What :func:`describe` returned; None in compiled code.
 
     Returns:
         Output [T, B, D * H]; final hidden and cell states [layers * D, B, H], the latter empty if the cell
         has none.
     """
+    if backend == CUDNN and call is not None:
+        return torch_nn.run(layers, x, flat, h0, c0, lengths, dropout, training)
+    dropout = dropout if training else 0.0
     dtype = computed_dtype(x)
-    if x.dtype is not dtype:
-        x = x.to(dtype)
-    if h0 is not None:
-        h0 = h0.to(dtype)
-    if c0 is not None:
-        c0 = c0.to(dtype)
-    layers = len(weights) // directions
-    h_n, c_n = [], []
-    for layer in range(layers):
-        if layer and dropout:
-            x = F.dropout(x, dropout)
-        rows = slice(layer * directions, (layer + 1) * directions)
-        out, h, c = recurrent(
+    x = x if x.dtype is dtype else x.to(dtype)
+    h0 = h0 if h0 is None or h0.dtype is dtype else h0.to(dtype)
+    c0 = c0 if c0 is None or c0.dtype is dtype else c0.to(dtype)
+    if call is not None and not is_traced() and not torch._C._are_functorch_transforms_active():
+        return stack.run(
+            layers,
             x,
-            weights[rows],
-            h0 if h0 is None or layers == 1 else h0[rows],
-            c0 if c0 is None or layers == 1 else c0[rows],
+            flat,
+            h0,
+            c0,
             lengths,
             reset,
-            cell=cell,
+            dropout=dropout,
             recompute=recompute,
             backend=backend or "",
+            training=call.training,
         )
-        x = out.flatten(2)
-        h_n.append(h)
-        c_n.append(c)
-    if layers == 1:
-        return x, h_n[0], c_n[0]
-    return x, torch.cat(h_n), torch.cat(c_n)
+
+    def layer(x: Tensor, weights: Sequence[Tensor], h0: Tensor | None, c0: Tensor | None) -> Any:
+        return recurrent(
+            x, weights, h0, c0, lengths, reset, layers=layers, recompute=recompute, backend=backend or ""
+        )
+
+    def between(x: Tensor, index: int) -> Tensor:
+        return F.dropout(x, dropout) if dropout else x
+
+    return stack.one_by_one(layer, between, x, flat, h0, c0, layers.depth)
 
 
 def _check(
@@ -240,7 +254,7 @@ def _check(
     for index, ws in enumerate(weights):
         if index == directions:
             width = directions * hidden
-        expected = [(rows, width), (rows, hidden), (rows,), (rows,)][: 4 if len(ws) > 2 else 2]
+        expected = [(rows, width), (rows, hidden), (rows,), (rows,)][: 4 if len(weights[0]) > 2 else 2]
         found = [tuple(w.shape) for w in ws]
         if found != expected:
             raise UsageError(
@@ -273,9 +287,11 @@ def check_rows(
             and not bool(((lengths >= 0) & (lengths <= steps)).all())
         ):
             raise UsageError(f"lengths must be within 0 and {steps}")
-        lengths = lengths.to(x.device, torch.int32, non_blocking=True)
+        lengths = lengths.to(x.device, torch.int32, non_blocking=True).contiguous()
     if reset is not None:
         if reset.shape != (steps, batch):
             raise UsageError(f"reset is {list(reset.shape)}", hint=f"Give [{steps}, {batch}]: steps, batch.")
-        reset = (reset if reset.dtype is torch.uint8 else reset != 0).to(x.device, torch.uint8).contiguous()
+        reset = (
+            (reset if reset.dtype is torch.bool else reset != 0).to(x.device).contiguous().view(torch.uint8)
+        )
     return lengths, reset

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tilefit.errors import UsageError
-from tilefit.rnn import torch_nn
-from tilefit.rnn.cells import BY_MODE
+from tilefit.rnn.cells import BY_MODE, Layers
 from tilefit.rnn.dispatch import BACKENDS, CUDNN, Call, choose, computed_dtype
-from tilefit.rnn.functional import Weights, check_rows, describe, stack
+from tilefit.rnn.functional import check_rows, describe, run
 
 if TYPE_CHECKING:
     from tilefit.rnn.explain import Explanation
@@ -99,9 +98,14 @@ class Recurrent(nn.RNNBase):
         extra = f", backend={self.backend}" if self.backend else ""
         return f"{super().extra_repr()}{extra}{', recompute=True' if self.recompute else ''}"
 
-    def _weights(self) -> list[Weights]:
-        # Not self._flat_weights: a parametrisation or torch.func.functional_call may have put in others.
-        return [[getattr(self, name) for name in names] for names in self._all_weights]
+    def _weights(self) -> list[Tensor]:
+        # Not self._flat_weights: torch.func.functional_call may have put in others. A parametrised weight is
+        # no parameter, but an attribute.
+        parameters: dict[str, Any] = self._parameters
+        return [
+            parameters[name] if name in parameters else getattr(self, name)
+            for name in self._flat_weights_names
+        ]
 
     def _fits(self, x: Tensor, hx: Any, batch: tuple[int, ...]) -> bool:
         """Whether the arguments are as they should be; ``torch.nn`` says best what is wrong with them."""
@@ -120,27 +124,21 @@ class Recurrent(nn.RNNBase):
 
     def _padded(self, x: Tensor, hx: Any, lengths: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Any]:
         """Output [T, B, D * H] and final state of an input [T, B, I]."""
-        cell = BY_MODE[self.mode]
-        directions = 2 if self.bidirectional else 1
-        weights = self._weights()
+        flat = self._weights()
         if lengths is not None or reset is not None:
             lengths, reset = check_rows(x, lengths, reset)
-        h0, c0 = hx if cell.has_c and hx is not None else (hx, None)
-        backend = self.backend
-        by_torch = False
+        has_c = self.mode == "LSTM"
+        h0, c0 = hx if has_c and hx is not None else (hx, None)
+        call, backend = None, self.backend
         if not torch.compiler.is_compiling():
-            ragged, has_reset = lengths is not None, reset is not None
-            backend = self._chosen(x, x.shape[:2], weights, ragged=ragged, reset=has_reset)
-            by_torch = backend == CUDNN
-        if by_torch:
-            result = torch_nn.run(cell, x, weights, h0, c0, lengths, directions, self.dropout, self.training)
-        else:
-            dropout = self.dropout if self.training else 0.0
-            result = stack(
-                cell, x, weights, h0, c0, lengths, reset, directions, dropout, self.recompute, backend
+            call, backend = self._chosen(
+                x, x.shape[:2], flat, (h0, c0), ragged=lengths is not None, reset=reset is not None
             )
-        out, h_n, c_n = result
-        return out, (h_n, c_n) if cell.has_c else h_n
+        out, h_n, c_n = run(
+            self._layers(), x, flat, h0, c0, lengths, reset, self.dropout, self.training,
+            recompute=self.recompute, backend=backend, call=call,
+        )  # fmt: skip
+        return out, (h_n, c_n) if has_c else h_n
 
     def _packed(self, packed: PackedSequence, hx: Any) -> Any:
         """Output, as a PackedSequence of the same order, and final state."""
@@ -148,7 +146,9 @@ class Recurrent(nn.RNNBase):
         batch = int(batch_sizes[0])
         if data.dim() != 2 or not self._fits(data, hx, (batch,)):
             return self._by_torch(packed, hx)
-        if self._chosen(data, (len(batch_sizes), batch), self._weights(), ragged=True, reset=False) == CUDNN:
+        states = hx if isinstance(hx, (tuple, list)) else (hx,)
+        sizes = len(batch_sizes), batch
+        if self._chosen(data, sizes, self._weights(), states, ragged=True, reset=False)[1] == CUDNN:
             return self._by_torch(packed, hx)
         x, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
         if order is not None:
@@ -168,14 +168,25 @@ class Recurrent(nn.RNNBase):
             state = _each(state, lambda state: state.to(dtype))
         return out, state
 
+    def _layers(self) -> Layers:
+        directions = 2 if self.bidirectional else 1
+        return Layers(BY_MODE[self.mode], self.num_layers, directions, len(self._all_weights[0]))
+
     def _chosen(
-        self, x: Tensor, sizes: Sequence[int], weights: list[Weights], *, ragged: bool, reset: bool
-    ) -> str:
-        """The backend of a call, which is remembered for :meth:`explain`."""
-        cell, directions = BY_MODE[self.mode], 2 if self.bidirectional else 1
-        call = describe(cell, x, sizes, weights, directions, ragged=ragged, reset=reset, proj=self.proj_size)
+        self,
+        x: Tensor,
+        sizes: Sequence[int],
+        flat: list[Tensor],
+        states: Sequence[Tensor | None],
+        *,
+        ragged: bool,
+        reset: bool,
+    ) -> tuple[Call, str]:
+        """What a call is, which is remembered for :meth:`explain`, and its backend."""
+        proj = self.proj_size
+        call = describe(self._layers(), x, sizes, flat, states, ragged=ragged, reset=reset, proj=proj)
         self.__dict__["_call"] = call
-        return choose(call, self.backend).backend
+        return call, choose(call, self.backend).backend
 
 
 class LSTM(Recurrent):

@@ -6,9 +6,10 @@ Each is one product where the memory allows it: [T, B, D, columns] is [T * B, D 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilefit.rnn.cells import Cell
@@ -16,16 +17,20 @@ from tilefit.rnn.dispatch import allows_tf32, cuda_device
 from tilefit.rnn.states import previous
 
 
-@contextmanager
-def precision(x: Tensor) -> Iterator[None]:
+def precision(x: Tensor) -> AbstractContextManager[None]:
     """Within the block, fp32 products on CUDA use TF32 if recurrent layers may.
 
     PyTorch has a setting for matrix products (off by default) and one for cuDNN's recurrent layers (on);
     these are a recurrent layer's.
     """
-    if not allows_tf32(x.dtype, cuda_device(x)):
-        yield
-        return
+    return _tf32() if allows_tf32(x.dtype, cuda_device(x)) else _AS_SET
+
+
+_AS_SET = nullcontext()
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     kept = matmul.fp32_precision
     matmul.fp32_precision = "tf32"
@@ -35,33 +40,29 @@ def precision(x: Tensor) -> Iterator[None]:
         matmul.fp32_precision = kept
 
 
-def project(
-    cell: Cell, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Input projection of all steps and directions, [T, B, D, G * H], with biases, and a GRU's ``bias_n``.
+def biases(cell: Cell, b_ih: Tensor, b_hh: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the input projection adds, and a GRU's ``bias_n``, both as many-dimensional as the arguments.
 
     Args:
         cell: Which recurrence.
-        x: [T, B, I]
-        w_ih: [D, G * H, I]
-        b_ih, b_hh: [D, G * H] or None
+        b_ih, b_hh: [G * H] or [D, G * H]
     """
-    directions, rows, _ = w_ih.shape
-    hidden = rows // cell.gates
-    flat = x.flatten(0, 1)
-    weight = w_ih.flatten(0, 1).t()
-    bias_n = None
-    if b_ih is None or b_hh is None:
-        xg = torch.mm(flat, weight)
-        if cell.is_gru:
-            bias_n = x.new_zeros((directions, hidden))
-    else:
-        bias = b_ih + b_hh
-        if cell.is_gru:  # the reset gate multiplies the n part of b_hh
-            bias = torch.cat([bias[:, : 2 * hidden], b_ih[:, 2 * hidden :]], 1)
-            bias_n = b_hh[:, 2 * hidden :]
-        xg = torch.addmm(bias.flatten(), flat, weight)
-    return xg.view(*x.shape[:2], directions, rows), bias_n
+    if not cell.is_gru:
+        return b_ih + b_hh, None
+    r_z = 2 * b_ih.shape[-1] // 3  # the reset gate multiplies the n part of b_hh
+    return torch.cat([b_ih[..., :r_z] + b_hh[..., :r_z], b_ih[..., r_z:]], -1), b_hh[..., r_z:]
+
+
+def project(x: Tensor, w_ih: Tensor, bias: Tensor | None, directions: int) -> Tensor:
+    """Input projection of all steps and directions, [T, B, D, G * H], with its bias.
+
+    Args:
+        x: [T, B, I]
+        w_ih: [D * G * H, I]
+        bias: [D * G * H], see :func:`biases`.
+        directions: D
+    """
+    return F.linear(x.contiguous(), w_ih, bias).view(*x.shape[:2], directions, -1)
 
 
 def rebuilt_gates(
@@ -91,14 +92,27 @@ def rebuilt_gates(
             pre[:, 2 * hidden : 3 * hidden].tanh_()
             pre[:, 3 * hidden :].sigmoid_()
         else:
-            assert bias_n is not None
             r_z, n, hn = kept[:, : 2 * hidden], kept[:, 2 * hidden : 3 * hidden], kept[:, 3 * hidden :]
             torch.addmm(pre[:, : 2 * hidden], before[:, d], weight[:, : 2 * hidden], out=r_z)
-            torch.addmm(bias_n[d], before[:, d], weight[:, 2 * hidden :], out=hn)
+            if bias_n is None:
+                torch.mm(before[:, d], weight[:, 2 * hidden :], out=hn)
+            else:
+                torch.addmm(bias_n[d], before[:, d], weight[:, 2 * hidden :], out=hn)
             r_z.sigmoid_()
             torch.addcmul(pre[:, 2 * hidden :], r_z[:, :hidden], hn, out=n)
             n.tanh_()
     return gates.view(steps, batch, directions, cell.saved * hidden)
+
+
+def _matrix(t: Tensor, direction: int, steps: range, first: int, columns: int) -> Tensor:
+    """Some steps and columns, from ``first``, of one direction of a dense [T, B, D, C]: [steps * B, columns].
+
+    One view instead of four: at small mini-batches the time of a call is that of its operations.
+    """
+    _, batch, directions, width = t.shape
+    row = directions * width
+    offset = t.storage_offset() + steps.start * batch * row + direction * width + first
+    return t.as_strided((len(steps) * batch, columns), (row, 1), offset)
 
 
 def _to_input(cell: Cell, dg: Tensor) -> list[Tensor]:
@@ -107,75 +121,81 @@ def _to_input(cell: Cell, dg: Tensor) -> list[Tensor]:
     if not cell.is_gru:
         return [dg.view(steps * batch, directions * columns)]
     hidden = columns // cell.gradients
-    return [dg.view(steps * batch, directions, columns)[:, d, hidden:] for d in range(directions)]
+    return [_matrix(dg, d, range(steps), hidden, columns - hidden) for d in range(directions)]
 
 
 def input_gradient(cell: Cell, dg: Tensor, w_ih: Tensor) -> Tensor:
     """Gradient of x, [T, B, I]; ``dg`` is that of :class:`~tilefit.rnn.cells.Backward`."""
-    first, *rest = parts = _to_input(cell, dg)
-    first_weight, *weights = w_ih.view(len(parts), -1, w_ih.shape[-1])
-    grad = torch.mm(first, first_weight)
-    for part, weight in zip(rest, weights, strict=True):
-        grad.addmm_(part, weight)
+    first, *rest = _to_input(cell, dg)
+    if not rest:
+        grad = torch.mm(first, w_ih)
+    else:
+        first_weight, weight = w_ih.chunk(2)
+        grad = torch.mm(first, first_weight).addmm_(rest[0], weight)
     return grad.view(*dg.shape[:2], w_ih.shape[-1])
 
 
-def input_weight_gradient(cell: Cell, dg: Tensor, x: Tensor, w_ih: Tensor) -> Tensor:
-    """Gradient of w_ih, [D, G * H, I]."""
-    grad = torch.empty_like(w_ih)
-    parts = _to_input(cell, dg)
-    for part, result in zip(parts, grad.view(len(parts), -1, grad.shape[-1]), strict=True):
-        torch.mm(part.t(), x.flatten(0, 1), out=result)
+def input_weight_gradient(cell: Cell, dg: Tensor, x: Tensor) -> Tensor:
+    """Gradient of w_ih, [D * G * H, I]."""
+    first, *rest = _to_input(cell, dg)
+    rows = x.flatten(0, 1)
+    if not rest:
+        return torch.mm(first.t(), rows)
+    grad = rows.new_empty((2 * first.shape[1], rows.shape[1]))
+    for part, result in zip((first, *rest), grad.chunk(2), strict=True):
+        torch.mm(part.t(), rows, out=result)
     return grad
 
 
 def hidden_weight_gradient(
-    cell: Cell,
-    dg: Tensor,
-    out: Tensor,
-    h0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-    w_hh: Tensor,
-) -> Tensor:
-    """Gradient of w_hh, [D, G * H, H]: of each step's gradient with the hidden state before the step."""
-    directions, rows, hidden = w_hh.shape
-    grad = torch.empty_like(w_hh)
-    if reset is not None:
-        before = previous(out, h0, lengths, reset)
+    cell: Cell, dg: Tensor, out: Tensor, h0: Tensor | None, lengths: Tensor | None, reset: Tensor | None
+) -> list[Tensor]:
+    """Gradient of each direction's w_hh, [G * H, H]: of each step's gradient with the state before the step.
+
+    Its gates are in the order of ``dg``: a GRU's is (n, r, z).
+    """
+    steps, _, directions, hidden = out.shape
+    rows = cell.gates * hidden
+    zeroed = None if reset is None else reset.view(torch.bool).unsqueeze(-1)  # the state before these steps
+    grads = []
     for d in range(directions):
-        to_hidden = dg[:, :, d, :rows]
-        if reset is not None:
-            states = before[:, :, d]
-        elif d == 0:
-            to_hidden, states = to_hidden[1:], out[:-1, :, d]
-        else:
-            to_hidden, states = to_hidden[:-1], out[1:, :, d]
-        torch.mm(to_hidden.flatten(0, 1).t(), states.flatten(0, 1), out=grad[d])
-        if reset is None and h0 is not None:
-            grad[d].addmm_(_first(dg[:, :, d, :rows], d, lengths).t(), h0[d])
-    return _torch_order(cell, grad, hidden)
+        earlier, later = (range(steps - 1), range(1, steps))[:: 1 if d == 0 else -1]
+        states = _matrix(out, d, earlier, 0, hidden)
+        if zeroed is not None:
+            states = torch.where(zeroed[later.start : later.stop].flatten(0, 1), 0, states)
+        grad = torch.mm(_matrix(dg, d, later, 0, rows).t(), states)
+        if h0 is not None:
+            initial = h0[d] if zeroed is None else torch.where(_first(zeroed, d, lengths), 0, h0[d])
+            if d == 0 or lengths is None:
+                start = _matrix(dg, d, range(1) if d == 0 else range(steps - 1, steps), 0, rows)
+            else:
+                start = _first(dg[:, :, d, :rows], d, lengths)
+            grad.addmm_(start.t(), initial)
+        grads.append(grad)
+    return grads
 
 
-def _first(dg: Tensor, direction: int, lengths: Tensor | None) -> Tensor:
-    """Each row's gradient at the step that its recurrence starts with, [B, columns]."""
+def _first(values: Tensor, direction: int, lengths: Tensor | None) -> Tensor:
+    """Of values [T, B, C] each row's at the step that its recurrence starts with, [B, C]."""
     if direction == 0:
-        return dg[0]
+        return values[0]
     if lengths is None:
-        return dg[-1]
+        return values[-1]
     # A row of length 0 has gradient 0 at every step.
-    return dg[(lengths - 1).clamp(min=0).long(), torch.arange(dg.shape[1], device=dg.device)]
+    return values[(lengths - 1).clamp(min=0).long(), torch.arange(values.shape[1], device=values.device)]
 
 
-def _torch_order(cell: Cell, grad: Tensor, hidden: int) -> Tensor:
-    """A gradient over (n, r, z) as one over (r, z, n)."""
-    return grad.roll(-hidden, 1) if cell.is_gru else grad
+def torch_order(cell: Cell, grad: Tensor) -> Tensor:
+    """A gradient over (n, r, z), its first dimension, as one over (r, z, n); of other cells as it is."""
+    return grad.roll(-(grad.shape[0] // 3), 0) if cell.is_gru else grad
 
 
-def bias_gradients(cell: Cell, dg: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of b_ih and b_hh, [D, G * H], in memory of their own."""
-    total = dg.sum((0, 1))
+def bias_gradients(cell: Cell, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of one direction's b_ih and b_hh, [G * H], in memory of their own.
+
+    ``total`` is the sum of ``dg`` over steps and mini-batch.
+    """
     if not cell.is_gru:
         return total, total.clone()
-    hidden = total.shape[1] // cell.gradients
-    return total[:, hidden:].clone(), _torch_order(cell, total[:, : 3 * hidden], hidden)
+    hidden = len(total) // cell.gradients
+    return total[hidden:].clone(), torch_order(cell, total[: 3 * hidden])

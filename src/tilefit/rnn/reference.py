@@ -34,7 +34,7 @@ def forward(
         cell: Which recurrence.
         xg: Input projection with its biases, [T, B, D, G * H]; for a GRU without the n part of ``b_hh``.
         w_hh: Recurrent weights, [D, G * H, H].
-        bias_n: The n part of a GRU's ``b_hh``, [D, H]; None for other cells.
+        bias_n: The n part of a GRU's ``b_hh``, [D, H]; None without bias, and for other cells.
         h0: Initial hidden state, [D, B, H].
         c0: Initial cell state, [D, B, H]; None if the cell has none.
         lengths: Steps of each row, int32[B]; None: all T. Direction 1 starts at a row's last step.
@@ -103,10 +103,9 @@ def _step(
         c = f * c + i * g
         return o * c.tanh(), c, torch.cat([i, f, g, o], -1)
     if cell.is_gru:
-        assert bias_n is not None
         hidden = h.shape[-1]
         r, z = (x + product)[:, : 2 * hidden].sigmoid().chunk(2, -1)
-        hn = product[:, 2 * hidden :] + bias_n
+        hn = product[:, 2 * hidden :] if bias_n is None else product[:, 2 * hidden :] + bias_n
         n = (x[:, 2 * hidden :] + r * hn).tanh()
         return n + z * (h - n), None, torch.cat([r, z, n, hn], -1)
     pre = x + product

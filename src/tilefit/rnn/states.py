@@ -26,7 +26,7 @@ def previous(states: Tensor, initial: Tensor | None, lengths: Tensor | None, res
             steps = torch.arange(states.shape[0], device=lengths.device).unsqueeze(1)
             after = torch.where((steps == lengths - 1).unsqueeze(-1), initial[1], after)
         before.append(after)
-    result = torch.stack(before, 2)
+    result = torch.stack(before, 2) if len(before) == 2 else before[0].unsqueeze(2)
     return result if reset is None else result.masked_fill((reset != 0)[:, :, None, None], 0)
 
 

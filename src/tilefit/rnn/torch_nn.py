@@ -9,37 +9,35 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tilefit.rnn.cells import Cell
+from tilefit.rnn.cells import Layers
 from tilefit.rnn.dispatch import computed_dtype
 
 _CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 
 
 def run(
-    cell: Cell,
+    layers: Layers,
     x: Tensor,
-    weights: Sequence[Sequence[Tensor]],
+    flat: Sequence[Tensor],
     h0: Tensor | None,
     c0: Tensor | None,
     lengths: Tensor | None,
-    directions: int,
     dropout: float,
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.stack`.
+    """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.run`.
 
     Lengths go to the host, as ``pack_padded_sequence`` needs them there. Rows of length 0, which it refuses,
     run one step that is then forgotten.
     """
-    flat = [weight for ws in weights for weight in ws]
-    layers = len(weights) // directions
-    w_ih, w_hh, *rest = weights[0]
+    cell, count, directions, kinds = layers
+    w_ih, w_hh = flat[:2]
     if h0 is None:  # with a projection (proj_size) h is shorter than c
-        h0 = x.new_zeros((len(weights), x.shape[1], w_hh.shape[1]))
+        h0 = x.new_zeros((count * directions, x.shape[1], w_hh.shape[1]))
     if c0 is None and cell.has_c:
-        c0 = x.new_zeros((len(weights), x.shape[1], w_ih.shape[0] // cell.gates))
+        c0 = x.new_zeros((count * directions, x.shape[1], len(w_ih) // cell.gates))
     state: Any = h0 if c0 is None else (h0, c0)
-    options = (len(rest) >= 2, layers, dropout, training, directions == 2)
+    options = (kinds >= 4, count, dropout, training, directions == 2)
     call: Any = _CALLS[cell.mode]
     if lengths is None:
         out, *states = call(x, state, flat, *options, False)

@@ -77,17 +77,10 @@ class EmulatedKernel:
     ) -> Outcome:
         """Run all steps; the last ``missing_blocks`` of the grid never start."""
         error = torch.zeros(1, dtype=torch.int32)
-        arguments = launch._arguments(self.name)(
-            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
-            error=error.data_ptr(),
-            steps=steps,
-            batch=self.problem.batch,
-            directions=self.problem.directions,
-            batch_groups=self.variant.batch_groups,
-            spin_limit=spin_limit,
-        )
+        counts = self.problem.batch, self.problem.directions, self.variant.batch_groups, spin_limit
+        packed = launch.parameter(self.name, tensors, error.data_ptr(), steps, *counts)
         overran = self._run(
-            ctypes.byref(arguments),
+            ctypes.c_char_p(packed),
             self.variant.grid(self.problem),
             missing_blocks,
             self.variant.cluster,

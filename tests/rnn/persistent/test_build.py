@@ -14,7 +14,7 @@ from rnn.persistent.capacities import A100, H200
 from tilefit.rnn.cells import CELLS
 from tilefit.rnn.persistent import build, choice
 from tilefit.rnn.persistent.choice import chosen
-from tilefit.rnn.persistent.launch import _arguments
+from tilefit.rnn.persistent.launch import FIELDS, parameter
 from tilefit.rnn.persistent.variant import Problem, Variant, variants
 
 
@@ -107,7 +107,9 @@ def test_the_launch_passes_what_the_kernel_declares(kernel: str) -> None:
     assert declared is not None
     lines = re.sub("//.*", "", declared[1]).split(";")
     names = [name for line in lines for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-    assert [name for name, _ in _arguments(kernel)._fields_] == names
+    assert FIELDS[kernel].split() == names
+    pointers = names.index("error") + 1
+    assert len(parameter(kernel, {}, 1, 2, 3, 4, 5, 6)) == 8 * (pointers + -(-(len(names) - pointers) // 2))
 
 
 @needs_nvrtc

@@ -13,7 +13,8 @@ import torch
 
 from rnn.persistent import emulation
 from rnn.persistent.emulation import EmulatedKernel, Outcome
-from tilefit.rnn import reference
+from tilefit.nn import GRU
+from tilefit.rnn import dispatch, reference
 from tilefit.rnn.cells import CELLS
 from tilefit.rnn.persistent import layer
 from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, variants
@@ -194,6 +195,32 @@ def compare(case: Case, *, given: bool) -> None:
     )
     for one, other in zip(got, wanted, strict=True):
         check(one, other)
+
+
+def test_a_whole_module_under_autocast(
+    emulated: Callable[[Case], list[Variant]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers in two directions, padded from 37 units, from weights and to gradients in float32."""
+    ran = emulated(CASES[6])
+    monkeypatch.setitem(dispatch._REFUSALS, "persistent", lambda call: None)
+    dispatch._choose.cache_clear()
+    torch.manual_seed(0)
+    module = GRU(21, 37, 2, bidirectional=True, backend="persistent")
+    x, h0 = torch.randn(4, 18, 21, requires_grad=True), torch.randn(4, 18, 37, requires_grad=True)
+    inputs = [x, h0, *module.parameters()]
+    results = []
+    for backend in ("persistent", "reference"):
+        module.backend = backend
+        with torch.autocast("cpu", FP16):
+            out, h_n = module(x, h0)
+        assert out.dtype is FP16
+        grads = torch.autograd.grad([out, h_n], inputs, [torch.ones_like(out), torch.ones_like(h_n)])
+        assert all(grad.dtype is torch.float32 for grad in grads)
+        results.append([out.detach().float(), h_n.detach().float(), *grads])
+    dispatch._choose.cache_clear()
+    assert {variant.rounds for variant in ran} == {2}
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=4e-3 * max(1.0, float(other.abs().max())))
 
 
 def test_a_block_that_never_comes_ends_in_an_error(pytestconfig: pytest.Config) -> None:

@@ -7,7 +7,9 @@ exchange between them needs.
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -28,20 +30,41 @@ CLUSTER_CAPABILITY = (9, 0)
 #: Polls of one piece of the exchange before a thread gives up; a poll takes about half a microsecond.
 SPIN_LIMIT = 1 << 23
 
-_POINTERS = {
-    "forward": "projected weights bias_n h0 c0 lengths resets out gates cells last_hidden last_cell",
+#: Fields of the kernels' one parameter, a struct, in the order of its declaration: pointers up to ``error``,
+#: then integers of 32 bits.
+FIELDS = {
+    "forward": "projected weights bias_n h0 c0 lengths resets out gates cells last_hidden last_cell error "
+    "steps batch directions batch_groups spin_limit",
     "backward": "grad_out grad_last_h grad_last_c weights out gates cells h0 first_cell lengths resets "
-    "grad_gates grad_h0 grad_c0",
+    "grad_gates grad_h0 grad_c0 error steps batch directions batch_groups spin_limit",
 }
-_COUNTS = "steps batch directions batch_groups"
 
 
 @cache
-def _arguments(kernel: str) -> type[ctypes.Structure]:
-    """The kernel's one parameter, a struct; the order is that of its declaration in the source."""
-    fields = [(name, ctypes.c_void_p) for name in [*_POINTERS[kernel].split(), "error"]]
-    counts = [(name, ctypes.c_int) for name in _COUNTS.split()]
-    return type(kernel, (ctypes.Structure,), {"_fields_": [*fields, *counts, ("spin_limit", ctypes.c_uint)]})
+def _layout(kernel: str) -> tuple[list[str], struct.Struct]:
+    """The tensors in the kernel's parameter, and how it lies in memory, up to a multiple of 8 bytes."""
+    tensors, _, counts = FIELDS[kernel].partition(" error ")
+    names = tensors.split()
+    return names, struct.Struct(f"{len(names) + 1}P{len(counts.split())}I0P")
+
+
+def parameter(kernel: str, tensors: Mapping[str, torch.Tensor | None], error: int, *counts: int) -> bytes:
+    """The kernel's parameter.
+
+    Args:
+        kernel: ``"forward"`` or ``"backward"``.
+        tensors: Dense, by the names of the fields; what is missing, None or empty becomes a null pointer.
+        error: Address of the integer where the kernel writes that it gave up.
+        *counts: The fields after ``error``.
+    """
+    names, layout = _layout(kernel)
+    given = map(tensors.get, names)
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    return layout.pack(*pointers, error, *counts)
+
+
+#: What the driver takes: an array of one pointer to the parameter.
+_Parameters = ctypes.c_char_p * 1
 
 
 class Kernel:
@@ -73,12 +96,8 @@ class Kernel:
                     driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
                     1,
                 )
-        self._config = _config(
-            variant.grid(problem), variant.warps * 32, shared, variant.cluster, cooperative=True
-        )
+        self._configs: dict[int, Any] = {}
         self._handle = int(self._function)
-        self._names = _POINTERS[self.name].split()
-        self._structure = _arguments(self.name)
         word = failure(device)
         self._error = word.data_ptr()
         self._failed = ctypes.c_int.from_address(self._error)
@@ -92,8 +111,12 @@ class Kernel:
             _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self._function),
         )
 
-    def launch(self, tensors: dict[str, torch.Tensor | None], steps: int) -> None:
+    def launch(self, tensors: Mapping[str, torch.Tensor | None], steps: int) -> None:
         """Queues one launch on the current stream.
+
+        Args:
+            tensors: Dense, by the names of the kernel's parameters; what is missing, None or empty is null.
+            steps: T
 
         Raises:
             LaunchError: An earlier launch on this device gave up, or the driver refuses this one.
@@ -106,10 +129,9 @@ class Kernel:
                 "results of that call are not valid",
                 hint="Set TILEFIT_RNN=cudnn to go on without these kernels, and report this.",
             )
-        pointers = [0 if tensors[name] is None else tensors[name].data_ptr() for name in self._names]  # type: ignore[union-attr]
         batch, directions, groups = self.problem.batch, self.problem.directions, self.variant.batch_groups
-        arguments = self._structure(*pointers, self._error, steps, batch, directions, groups, SPIN_LIMIT)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        packed = parameter(self.name, tensors, self._error, steps, batch, directions, groups, SPIN_LIMIT)
+        parameters = _Parameters(packed)
         if torch._C._cuda_getDevice() == self.device:
             status = self._queue(parameters)
         else:
@@ -124,10 +146,23 @@ class Kernel:
                 "shared with other programs? Set TILEFIT_RNN=cudnn to go on without these kernels.",
             )
 
-    def _queue(self, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
+    def _queue(self, parameters: ctypes.Array[ctypes.c_char_p]) -> int:
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        config = self._configs.get(stream)
+        if config is None:  # one for each stream: threads may launch at the same time
+            problem, variant = self.problem, self.variant
+            config = _config(
+                variant.grid(problem),
+                variant.warps * 32,
+                variant.shared_bytes(problem),
+                variant.cluster,
+                cooperative=True,
+                stream=stream,
+            )
+            self._configs[stream] = config
         # The driver is called directly: its Python binding copies the whole configuration at every call.
-        self._config.hStream = torch._C._cuda_getCurrentRawStream(self.device)
-        return int(_library().cuLaunchKernelEx(self._config.getPtr(), self._handle, parameters, None))
+        status: int = _library().cuLaunchKernelEx(config.getPtr(), self._handle, parameters, None)
+        return status
 
 
 @cache
@@ -165,12 +200,15 @@ def capacity(device: int) -> Capacity:
     return Capacity(multiprocessors, tuple(clusters), shared)
 
 
-def _config(blocks: int, threads: int, shared_bytes: int, cluster: int, *, cooperative: bool) -> Any:
+def _config(
+    blocks: int, threads: int, shared_bytes: int, cluster: int, *, cooperative: bool, stream: int = 0
+) -> Any:
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
+    config.hStream = stream
     attributes = []
     if cooperative:
         attribute = driver.CUlaunchAttribute()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilefit.rnn.cells import Backward, Cell, Forward
@@ -75,47 +77,51 @@ def forward(
     steps, batch, directions, _ = xg.shape
     hidden = w_hh.shape[-1]
     padded = _padded(hidden, xg.dtype)
+    if padded != hidden:
+        xg, w_hh = _widen_gates(xg, cell.gates, padded), _widen_weights(w_hh, cell.gates, padded)
+        bias_n, h0, c0 = (_widen(t, padded) for t in (bias_n, h0, c0))
+        wide = forward(cell, xg, w_hh, bias_n, h0, c0, lengths, reset, save=save)
+        parts = (1, 1, cell.saved, 1, 1)
+        return Forward(*(_narrow(t, n, hidden) for t, n in zip(wide, parts, strict=True)))  # type: ignore[arg-type]
     kernel = _kernel(
         cell,
         xg.dtype,
-        (padded, batch, directions),
-        (False, lengths is not None, reset is not None),
+        hidden,
+        batch,
+        directions,
+        False,
+        lengths is not None,
+        reset is not None,
         xg.get_device(),
     )
-    xg, w_hh = _widen_gates(xg, cell.gates, hidden, padded), _widen_weights(w_hh, cell.gates, hidden, padded)
-    out = _unwritten(xg, (steps, batch, directions, padded))
-    keep = save and cell.saved > 0
-    gates = xg.new_empty((steps, batch, directions, cell.saved * padded if keep else 0))
-    cells = xg.new_empty(
-        (steps, batch, directions, padded if save and cell.has_c else 0), dtype=torch.float32
-    )
-    h_n = xg.new_empty((directions, batch, padded))
-    c_n = torch.empty_like(h_n) if cell.has_c else xg.new_empty(0)
+    out = _unwritten(xg, (steps, batch, directions, hidden))
+    h_n = xg.new_empty((directions, batch, hidden))
+    c_n = cells = gates = xg.new_empty(0)
+    if cell.has_c:
+        c_n = xg.new_empty((directions, batch, hidden))
+    if save and cell.has_c:
+        cells = xg.new_empty((steps, batch, directions, hidden), dtype=torch.float32)
+    if save and cell.saved:
+        gates = xg.new_empty((steps, batch, directions, cell.saved * hidden))
     _launch(
         kernel,
         {
             "projected": xg,
             "weights": w_hh,
-            "bias_n": _widen(bias_n, padded),
-            "h0": _widen(h0, padded),
-            "c0": _widen(c0, padded),
+            "bias_n": bias_n,
+            "h0": h0,
+            "c0": c0,
             "lengths": lengths,
             "resets": reset,
             "out": out,
-            "gates": gates if keep else None,
-            "cells": cells if save and cell.has_c else None,
+            "gates": gates,
+            "cells": cells,
             "last_hidden": h_n,
-            "last_cell": c_n if cell.has_c else None,
+            "last_cell": c_n,
         },
         steps,
     )
-    return Forward(
-        _narrow(out, 1, padded, hidden),
-        _narrow(c_n, 1, padded, hidden) if cell.has_c else c_n,
-        _narrow(gates, cell.saved, padded, hidden) if keep else gates,
-        _narrow(cells, 1, padded, hidden) if save and cell.has_c else cells,
-        _narrow(h_n, 1, padded, hidden),
-    )
+    return Forward(out, c_n, gates, cells, h_n)
 
 
 def backward(
@@ -123,7 +129,7 @@ def backward(
     grad_out: Tensor | None,
     grad_hn: Tensor | None,
     grad_cn: Tensor | None,
-    results: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor | None, Tensor],
     w_hh: Tensor,
     h0: Tensor | None,
     c0: Tensor | None,
@@ -134,53 +140,68 @@ def backward(
     out, gates, c = results
     steps, batch, directions, hidden = out.shape
     padded = _padded(hidden, out.dtype)
+    if padded != hidden:
+        w_hh = _widen_weights(w_hh, cell.gates, padded)
+        gates = _widen_gates(gates, cell.saved, padded) if gates is not None and cell.saved else None
+        grad_out, grad_hn, grad_cn, h0, c0 = (_widen(t, padded) for t in (grad_out, grad_hn, grad_cn, h0, c0))
+        results = _widen(out, padded), gates, _widen(c, padded) if cell.has_c else c
+        wide = backward(cell, grad_out, grad_hn, grad_cn, results, w_hh, h0, c0, lengths, reset)
+        parts = (cell.gradients, 1, 1)
+        return Backward(*(_narrow(t, n, hidden) for t, n in zip(wide, parts, strict=True)))
     kernel = _kernel(
         cell,
         out.dtype,
-        (padded, batch, directions),
-        (True, lengths is not None, reset is not None),
+        hidden,
+        batch,
+        directions,
+        True,
+        lengths is not None,
+        reset is not None,
         out.get_device(),
     )
-    weights = _widen_weights(w_hh, cell.gates, hidden, padded).view(directions, cell.gates, padded, padded)
+    weights = w_hh.view(directions, cell.gates, hidden, hidden)
     if cell.is_gru:
         weights = weights.roll(1, 1)  # (r, z, n) to (n, r, z)
-    weights = weights.permute(0, 3, 1, 2).contiguous()
-    grad_gates = _unwritten(out, (steps, batch, directions, cell.gradients * padded))
-    grad_h0 = out.new_empty((directions, batch, padded))
-    grad_c0 = out.new_empty((directions, batch, padded if cell.has_c else 0))
+    grad_gates = _unwritten(out, (steps, batch, directions, cell.gradients * hidden))
+    grad_h0 = out.new_empty((directions, batch, hidden))
+    grad_c0 = out.new_empty((directions, batch, hidden) if cell.has_c else 0)
     _launch(
         kernel,
         {
-            "grad_out": _widen(grad_out, padded),
-            "grad_last_h": _widen(grad_hn, padded),
-            "grad_last_c": _widen(grad_cn, padded) if cell.has_c else None,
-            "weights": weights,
-            "out": _widen(out, padded),
-            "gates": _widen_gates(gates, cell.saved, hidden, padded) if cell.saved else None,
-            "cells": _widen(c, padded) if cell.has_c else None,
-            "h0": _widen(h0, padded),
-            "first_cell": None if c0 is None else _widen(c0.float(), padded),
+            "grad_out": grad_out,
+            "grad_last_h": grad_hn,
+            "grad_last_c": grad_cn,
+            "weights": weights.permute(0, 3, 1, 2),
+            "out": out,
+            "gates": gates,
+            "cells": c,
+            "h0": h0,
+            "first_cell": None if c0 is None else c0.float(),
             "lengths": lengths,
             "resets": reset,
             "grad_gates": grad_gates,
             "grad_h0": grad_h0,
-            "grad_c0": grad_c0 if cell.has_c else None,
+            "grad_c0": grad_c0,
         },
         steps,
     )
-    return Backward(
-        _narrow(grad_gates, cell.gradients, padded, hidden),
-        _narrow(grad_h0, 1, padded, hidden),
-        _narrow(grad_c0, 1, padded, hidden) if cell.has_c else grad_c0,
-    )
+    return Backward(grad_gates, grad_h0, grad_c0)
 
 
 @cache
 def _kernel(
-    cell: Cell, dtype: torch.dtype, sizes: tuple[int, int, int], options: tuple[bool, bool, bool], device: int
+    cell: Cell,
+    dtype: torch.dtype,
+    hidden: int,
+    batch: int,
+    directions: int,
+    backward: bool,
+    lengths: bool,
+    resets: bool,
+    device: int,
 ) -> Kernel:
-    """The kernel for hidden size, mini-batch and directions, and for backward, lengths and resets."""
-    problem = Problem(cell, ELEMENTS[dtype], *sizes, *options)
+    """The kernel for such a layer on a device."""
+    problem = Problem(cell, ELEMENTS[dtype], hidden, batch, directions, backward, lengths, resets)
     variant = chosen(problem, capacity(device))
     if variant is None:
         raise ValueError(f"the kernels cannot run {problem}: ask refusal() first")
@@ -204,31 +225,25 @@ def _unwritten(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return empty
 
 
-def _widen(tensor: Tensor | None, padded: int) -> Tensor | None:
-    if tensor is None or tensor.shape[-1] == padded:
+def _widen(tensor: Tensor | None, padded: int) -> Any:
+    """``[..., hidden]`` to ``[..., padded]``, with zeros."""
+    return tensor if tensor is None else F.pad(tensor, (0, padded - tensor.shape[-1]))
+
+
+def _widen_gates(tensor: Tensor, gates: int, padded: int) -> Tensor:
+    """``[..., gates * hidden]`` to ``[..., gates * padded]``."""
+    wide: Tensor = _widen(tensor.view(*tensor.shape[:-1], gates, -1), padded)
+    return wide.flatten(-2)
+
+
+def _widen_weights(w_hh: Tensor, gates: int, padded: int) -> Tensor:
+    """``[D, gates * hidden, hidden]`` to ``[D, gates * padded, padded]``."""
+    extra = padded - w_hh.shape[-1]
+    return F.pad(w_hh.view(len(w_hh), gates, -1, w_hh.shape[-1]), (0, extra, 0, extra)).flatten(1, 2)
+
+
+def _narrow(tensor: Tensor, gates: int, hidden: int) -> Tensor:
+    """The opposite of :func:`_widen_gates`; what is empty stays empty."""
+    if tensor.numel() == 0:
         return tensor
-    return torch.nn.functional.pad(tensor, (0, padded - tensor.shape[-1]))
-
-
-def _widen_gates(tensor: Tensor, gates: int, hidden: int, padded: int) -> Tensor:
-    """``[..., gates * hidden]`` to ``[..., gates * padded]``, with zeros."""
-    if hidden == padded:
-        return tensor
-    split = tensor.view(*tensor.shape[:-1], gates, hidden)
-    return torch.nn.functional.pad(split, (0, padded - hidden)).flatten(-2)
-
-
-def _widen_weights(w_hh: Tensor, gates: int, hidden: int, padded: int) -> Tensor:
-    """``[D, gates * hidden, hidden]`` to ``[D, gates * padded, padded]``, with zeros."""
-    if hidden == padded:
-        return w_hh
-    extra = padded - hidden
-    split = w_hh.view(-1, gates, hidden, hidden)
-    return torch.nn.functional.pad(split, (0, extra, 0, extra)).flatten(1, 2)
-
-
-def _narrow(tensor: Tensor, gates: int, padded: int, hidden: int) -> Tensor:
-    """The opposite of :func:`_widen_gates`."""
-    if hidden == padded:
-        return tensor
-    return tensor.view(*tensor.shape[:-1], gates, padded)[..., :hidden].flatten(-2)
+    return tensor.view(*tensor.shape[:-1], gates, -1)[..., :hidden].flatten(-2)
