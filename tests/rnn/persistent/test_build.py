@@ -72,6 +72,13 @@ def test_every_exchange_compiles_for_hopper(cell: str, element: str, backward: b
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("backward", [False, True])
+def test_exact_fp32_compiles(backward: bool) -> None:
+    problem = Problem(CELLS["gru"], "float32", 128, 16, backward=backward, strict=True)
+    assert compiled(problem, next(variants(problem, A100)), (8, 0))
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_without_clusters_compiles_for_every_gpu(cell: str, capability: tuple[int, int]) -> None:

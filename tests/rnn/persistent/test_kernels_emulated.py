@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(emulation.missing() is not None, reason=str(emul
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 #: Two roundings of a result of about 1, and what later steps make of them. The sums of the fp32 kernels
-#: differ from the reference's in their order only.
+#: differ from the reference's in their order, and small layers' products in what three of TF32 leave of one.
 TOLERANCE = {BF16: 2.5e-2, FP16: 4e-3, FP32: 2e-5}
 
 
@@ -69,6 +69,7 @@ CASES = [
     Case("rnn_tanh", BF16, 70, 20, 4, 2, "L", 0, 4, 3, False),
     Case("rnn_relu", FP16, 96, 30, 3, 1, "LR", 2, 4, 2, False, groups=2),
     Case("rnn_relu", BF16, 17, 1, 6, 1, "", 1, 8, 1, False),
+    Case("rnn_tanh", FP32, 128, 8, 3, 1, "", 1, 4, 1, False),
 ]
 
 

@@ -11,6 +11,8 @@ import torch
 from rnn.persistent.capacities import H200
 from tilefit.rnn.cells import CELLS
 from tilefit.rnn.persistent import layer, refusal
+from tilefit.rnn.persistent.choice import chosen
+from tilefit.rnn.persistent.variant import Capacity, Problem, Variant
 
 CUDA = torch.device("cuda", 0)
 LSTM = CELLS["lstm"]
@@ -58,10 +60,22 @@ def test_other_devices_and_types() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_strict_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "allows_tf32", lambda dtype, device: False)
-    assert "TF32" in str(refusal(CUDA, LSTM, torch.float32, 64, 8, 1, training=False))
-    assert refusal(CUDA, LSTM, BF16, 64, 8, 1, training=False) is None
+@pytest.mark.parametrize(
+    ("hidden", "allowed", "strict"), [(64, True, True), (256, True, False), (256, False, True)]
+)
+def test_fp32_is_exact_where_tf32_is_not_allowed_or_saves_nothing(
+    hidden: int, allowed: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+
+    def recorded(problem: Problem, capacity: Capacity) -> Variant | None:
+        asked.append(problem)
+        return chosen(problem, capacity)
+
+    monkeypatch.setattr(layer, "allows_tf32", lambda dtype, device: allowed)
+    monkeypatch.setattr(layer, "chosen", recorded)
+    assert refusal(CUDA, LSTM, torch.float32, hidden, 8, 1, training=True) is None
+    assert [problem.strict for problem in asked] == [strict, strict]
 
 
 @pytest.mark.usefixtures("hopper")

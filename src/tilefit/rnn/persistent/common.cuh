@@ -154,7 +154,12 @@ __device__ __forceinline__ bool unwritten(const piece& p) {
 
 __device__ __forceinline__ u32 to_tf32(u32 v) {
     u32 r;
+#if STRICT
+    // Volatile: kept out of the loop over the steps, the weights' remainders would take as many registers again.
+    asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(v)));
+#else
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(v)));
+#endif
     return r;
 }
 

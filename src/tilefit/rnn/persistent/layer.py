@@ -15,8 +15,12 @@ from tilefit.rnn.persistent.choice import chosen
 from tilefit.rnn.persistent.launch import Kernel, capacity
 from tilefit.rnn.persistent.variant import Problem
 
-#: Element types of the kernels; float32 is multiplied as TF32, as cuDNN does by default.
+#: Element types of the kernels.
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+#: Hidden size from which float32 is multiplied as TF32, where PyTorch's setting allows it. Below, the exact
+#: products cost next to nothing, and cuDNN was measured to make smaller errors than TF32 has.
+TF32_HIDDEN = 128
 
 
 def refusal(
@@ -34,23 +38,28 @@ def refusal(
         return f"the tensors are on {device.type}, and the kernels are for CUDA"
     if dtype not in ELEMENTS:
         return f"no kernel computes in {str(dtype).removeprefix('torch.')}"
-    if dtype is torch.float32 and not allows_tf32(dtype, device):
-        return "float32 is multiplied as TF32, which PyTorch's setting for recurrent layers forbids"
     if not _has_bindings():
         return "the package cuda-bindings is not installed (pip install 'tilefit[rnn]')"
     index = device.index if device.index is not None else torch.cuda.current_device()
     capability = torch.cuda.get_device_capability(index)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} lacks the instructions; 8.0 has them"
+    padded = _padded(hidden, dtype)
+    strict = _strict(dtype, padded, device)
     kinds = (False, True) if training else (False,)
     for backward_pass in kinds:
-        problem = Problem(cell, ELEMENTS[dtype], _padded(hidden, dtype), batch, directions, backward_pass)
+        problem = Problem(cell, ELEMENTS[dtype], padded, batch, directions, backward_pass, strict=strict)
         if chosen(problem, capacity(index)) is None:
             return (
                 f"the recurrent weights of hidden size {hidden} with mini-batch {batch} do not fit on the "
                 f"chip ({'backward' if backward_pass else 'forward'})"
             )
     return None
+
+
+def _strict(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
+    """Whether products are those of float32, and not of TF32."""
+    return dtype is torch.float32 and (hidden < TF32_HIDDEN or not allows_tf32(dtype, device))
 
 
 def _has_bindings() -> bool:
@@ -92,6 +101,7 @@ def forward(
         False,
         lengths is not None,
         reset is not None,
+        _strict(xg.dtype, hidden, xg.device),
         xg.get_device(),
     )
     out = _unwritten(xg, (steps, batch, directions, hidden))
@@ -157,6 +167,7 @@ def backward(
         True,
         lengths is not None,
         reset is not None,
+        _strict(out.dtype, hidden, out.device),
         out.get_device(),
     )
     weights = w_hh.view(directions, cell.gates, hidden, hidden)
@@ -198,10 +209,11 @@ def _kernel(
     backward: bool,
     lengths: bool,
     resets: bool,
+    strict: bool,
     device: int,
 ) -> Kernel:
     """The kernel for such a layer on a device."""
-    problem = Problem(cell, ELEMENTS[dtype], hidden, batch, directions, backward, lengths, resets)
+    problem = Problem(cell, ELEMENTS[dtype], hidden, batch, directions, backward, lengths, resets, strict)
     variant = chosen(problem, capacity(device))
     if variant is None:
         raise ValueError(f"the kernels cannot run {problem}: ask refusal() first")
