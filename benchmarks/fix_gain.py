@@ -8,8 +8,12 @@ the median over the rounds. A row per model is written as soon as it is measured
     PYTHONPATH=src python benchmarks/fix_gain.py --out benchmarks/results/fix_gain.json
 
 ``--compiled`` measures instead, under ``torch.compile``, the original and the model with the plan that is
-made for the compiler. Plans are made ahead, by other processes. ``--device cpu`` is a dry run on small
-inputs. A model that fails is a row that says why.
+made for the compiler. Plans are made ahead, by other processes, for a host that launches as fast as this one
+(``launch_scale``). ``--device cpu`` is a dry run on small inputs. A model that fails is a row that says why.
+
+With ``--measured FILE`` nothing is measured: the fixes recorded in FILE are predicted again, in their order,
+which needs no GPU, and compared with what they gained. A recorded gain of wall time counts where its noise is
+smaller than what the bar allows; that of GPU time is shown beside it, since a busy host does not disturb it.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count as naturals
 from itertools import groupby
+from math import hypot
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +48,12 @@ from torch.utils._pytree import tree_map
 import tilefit
 from tilefit.capture.run import call, loss_of_output
 from tilefit.capture.targets import InputOptions, Target, load
-from tilefit.fixes import Candidate, Run
+from tilefit.cost import StepEstimate, estimate_step
+from tilefit.cost.measured import MeasuredRun
+from tilefit.cost.measured import measured as priced_by
+from tilefit.fixes import Candidate, Context, Refusal, Run, all_fixes
+from tilefit.measure.launch import launch_scale
+from tilefit.ops import Step
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 LLAMA = {
@@ -261,23 +273,29 @@ def load_model(model: Model, device: str, small: bool) -> Target:
         return load(model.target, InputOptions(device=device, arguments=model.arguments, **sizes))
 
 
-def planned(name: str, gpu: str, level: str, compiled: bool) -> Planned:
+def on_host(gpu: str, scale: float) -> AbstractContextManager[None]:
+    """Within the block, steps are priced for a host whose launches take ``scale`` times the model's."""
+    return priced_by(MeasuredRun(gpu, Step(()), (), (), launch_scale=scale))
+
+
+def planned(name: str, gpu: str, level: str, compiled: bool, scale: float) -> Planned:
     """The plan of a model, made without weights."""
     start = time.perf_counter()
     model = MODELS[name]
     loaded = load_model(model, "meta", small=False)
-    plan = tilefit.optimize(
-        loaded.model,
-        loaded.inputs,
-        gpu=gpu,
-        level=level,
-        amp="bf16",
-        loss=loaded.loss,
-        channels_last=model.channels_last,
-        compile=compiled,
-        ignore=["NTC001"],
-        verify=False,
-    )
+    with on_host(gpu, scale):
+        plan = tilefit.optimize(
+            loaded.model,
+            loaded.inputs,
+            gpu=gpu,
+            level=level,
+            amp="bf16",
+            loss=loaded.loss,
+            channels_last=model.channels_last,
+            compile=compiled,
+            ignore=["NTC001"],
+            verify=False,
+        )
     pairs = zip(plan.fixes, plan.candidates, strict=True)
     fixes = [(fix_name, list(group)) for fix_name, group in groupby(pairs, key=lambda pair: pair[0].name)]
     row = {
@@ -335,9 +353,7 @@ def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[s
         row["bar"] = model.bar
         for fix, before, after in zip(row["fixes"], rounds, rounds[1:], strict=False):
             fix["measured_ms"] = 1e3 * statistics.median(a - b for a, b in zip(before, after, strict=True))
-            off_ms = abs(fix["predicted_ms"] - fix["measured_ms"])
-            # The bar: within 25 % of the gain, or 2 % of the step.
-            fix["foreseen"] = off_ms <= max(0.25 * abs(fix["measured_ms"]), 0.02 * row["wall_ms"][0])
+        judge(row)
     if options.device == "cuda":
         row["gpu_ms"] = [1e3 * variant.gpu_s() for variant in variants]
         row["step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
@@ -354,6 +370,83 @@ def under_the_compiler(variant: Variant) -> float:
     return time.perf_counter() - start
 
 
+def is_foreseen(predicted_ms: float, measured_ms: float, step_ms: float) -> bool:
+    """The bar: within 25 % of the gain, or 2 % of the step."""
+    return abs(predicted_ms - measured_ms) <= max(0.25 * abs(measured_ms), 0.02 * step_ms)
+
+
+def judge(row: dict[str, Any]) -> None:
+    """Say of each fix whether its gain was foreseen, and measured well enough to tell."""
+    for index, fix in enumerate(row["fixes"]):
+        measured_ms, step_ms = fix["measured_ms"], row["wall_ms"][0]
+        fix["foreseen"] = is_foreseen(fix["predicted_ms"], measured_ms, step_ms)
+        # Half the range of each of the two medians it is the difference of.
+        fix["noise_ms"] = hypot(*row["spread_ms"][index : index + 2]) / 2
+        fix["is_noise"] = not is_foreseen(measured_ms + fix["noise_ms"], measured_ms, step_ms)
+
+
+# ---- a record, predicted again -----------------------------------------------------------------
+
+
+def predicted_again(row: dict[str, Any], gpu: str) -> None:
+    """Put today's predictions of its fixes into a recorded row."""
+    model = MODELS[row["model"]]
+    loaded = load_model(model, "meta", small=False)
+    run = Run(loaded.model, loaded.inputs, amp="bf16", loss=loaded.loss, channels_last=model.channels_last)
+    estimate = estimate_step(run.capture(), gpu)
+    row["predicted_before_ms"] = 1e3 * estimate.time_s
+    row["predicted_gpu_ms"] = [1e3 * estimate.gpu_time_s]
+    for fix in row["fixes"]:
+        after, saves_launches = with_recorded(run, fix, gpu)
+        gain_s, gpu_gain_s = estimate.time_s - after.time_s, estimate.gpu_time_s - after.gpu_time_s
+        fix["predicted_ms"] = 1e3 * (gain_s if saves_launches else min(gain_s, gpu_gain_s))
+        row["predicted_gpu_ms"].append(1e3 * after.gpu_time_s)
+        estimate = after
+
+
+def with_recorded(run: Run, fix: dict[str, Any], gpu: str) -> tuple[StepEstimate, bool]:
+    """The estimate after the changes that a record names are made to ``run``; and whether what they save of
+    launches counts."""
+    (finder,) = [each for each in all_fixes() if each.name == fix["name"]]
+    device = tilefit.gpus.get(gpu)
+    for summary in fix["summaries"]:
+        step = run.capture()
+        context = Context(step, device, estimate_step(step, device), run)
+        found = [c for c in finder.find(context) if not isinstance(c, Refusal) and c.summary == summary]
+        if not found:
+            raise LookupError(f"{fix['name']} does not find this any more: {summary}")
+        found[0].apply(run)
+    return estimate_step(run.capture(), device), found[0].saves_launches
+
+
+def predict_again(recorded: Path, gpu: str, names: Sequence[str], out: Path | None) -> None:
+    """Predict the fixes of a record, and print how far off the predictions are."""
+    result = json.loads(recorded.read_text())
+    result["rows"] = [row for row in result["rows"] if row["model"] in names and "speedup" in row]
+    on_gpu: list[bool] = []
+    print(f"{'':18} {'':20} {'gain of GPU time, ms':>22}  {'of wall time, ms':>32}")
+    pair = f"{'predicted':>11}{'measured':>11}"
+    print(f"{'model':18} {'fix':20} {pair}  {pair}{'noise':>10}")
+    for row in result["rows"]:
+        with on_host(gpu, result.get("launch_scale", 1.0)):  # older records do not know it
+            predicted_again(row, gpu)
+        judge(row)
+        gains_ms = [map(sub, ms, ms[1:]) for ms in (row["predicted_gpu_ms"], row["gpu_ms"])]
+        # A model without fixes was measured against itself.
+        for fix, predicted_ms, measured_ms in zip(row["fixes"], *gains_ms, strict=False):
+            on_gpu.append(is_foreseen(predicted_ms, measured_ms, row["gpu_ms"][0]))
+            verdict = "noise" if fix["is_noise"] else "" if fix["foreseen"] else "OFF"
+            print(
+                f"{row['model']:18} {fix['name']:20} {predicted_ms:11.2f}{measured_ms:11.2f}  "
+                f"{fix['predicted_ms']:11.2f}{fix['measured_ms']:11.2f}{fix['noise_ms']:10.2f}  {verdict}"
+            )
+    clear = [fix["foreseen"] for row in result["rows"] for fix in row["fixes"] if not fix["is_noise"]]
+    print(f"foreseen: GPU time {sum(on_gpu)} of {len(on_gpu)}")
+    print(f"foreseen: wall time {sum(clear)} of the {len(clear)} that are above the noise")
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 # ---- all of them -------------------------------------------------------------------------------
 
 
@@ -362,6 +455,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     done = [row for row in rows if "speedup" in row]
     changed = [row["speedup"] for row in done if row["fixes"]]
     fixes = [fix for row in done for fix in row["fixes"] if "foreseen" in fix]
+    clear = [fix for fix in fixes if not fix["is_noise"]]
     return {
         "models": len(done),
         "slower": [row["model"] for row in done if row["speedup"] < 0.99],
@@ -369,6 +463,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "geomean": statistics.geometric_mean(changed) if changed else None,
         "fixes": len(fixes),
         "foreseen": sum(fix["foreseen"] for fix in fixes) / len(fixes) if fixes else None,
+        "clear_fixes": len(clear),
+        "clear_foreseen": sum(fix["foreseen"] for fix in clear) / len(clear) if clear else None,
     }
 
 
@@ -391,18 +487,25 @@ def main() -> None:
     parser.add_argument("--model-s", type=float, default=6.0, help="a model's rounds take at least so long")
     parser.add_argument("--round-s", type=float, default=0.3, help="about how long one variant's turn is")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no further model after this time")
+    parser.add_argument("--measured", type=Path, help="predict the fixes recorded in this file again")
     options = parser.parse_args()
-    if options.device == "cuda" and not (options.plan_only or torch.cuda.is_available()):
-        sys.exit("This measures on a GPU, and PyTorch finds none here.")
     wanted = options.models.split(",") if options.models else list(MODELS)
     unknown = sorted(set(wanted) - set(MODELS))
     if unknown:
         sys.exit(f"There is no model {unknown[0]}; there are {', '.join(MODELS)}.")
+    if options.measured:
+        predict_again(options.measured, options.gpu, wanted, options.out)
+        return
+    if options.device == "cuda" and not (options.plan_only or torch.cuda.is_available()):
+        sys.exit("This measures on a GPU, and PyTorch finds none here.")
+    measures = not options.plan_only and options.device == "cuda"
+    scale = launch_scale(torch.device("cuda")) if measures else 1.0
     with ProcessPoolExecutor(
         min(8, max(1, (os.cpu_count() or 1) // 2)), multiprocessing.get_context("spawn"), _worker
     ) as pool:
         plans = {
-            name: pool.submit(planned, name, options.gpu, options.level, options.compiled) for name in wanted
+            name: pool.submit(planned, name, options.gpu, options.level, options.compiled, scale)
+            for name in wanted
         }
         rows: list[dict[str, Any]] = []
         start = time.perf_counter()
@@ -426,6 +529,7 @@ def main() -> None:
                     "torch": torch.__version__,
                     "level": options.level,
                     "compiled": options.compiled,
+                    "launch_scale": scale,
                     "summary": summary(rows),
                     "rows": rows,
                 }

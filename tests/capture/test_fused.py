@@ -50,6 +50,25 @@ def test_the_saved_statistics_of_attention_are_kept_not_the_scores() -> None:
     assert memory.peak_bytes < 2 * 1024 * 1024
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32])
+def test_dropout_in_unfused_attention_is_one_kernel(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
+    """Its mask repeats one column, which no fused kernel takes."""
+    mask = torch.empty(32, 1, dtype=mask_dtype, device="meta").expand(32, 32)
+    sizes = [(2, 8, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16)]
+    kept, dropped = (
+        _attention(*sizes, dtype=dtype, attn_mask=mask, enable_gqa=True, dropout_p=p) for p in (0.0, 0.1)
+    )
+    assert not _ops(dropped, Attention)
+    assert products(dropped) == products(kept)
+    assert "bernoulli_" not in names(dropped)
+    (drop,) = (op for op in _ops(dropped, Streaming, FORWARD) if op.function == "native_dropout")
+    (softmax,) = (op for op in _ops(dropped, Streaming, FORWARD) if op.function == "_safe_softmax")
+    size = 8 if dtype == torch.float64 else 4
+    assert drop.write_bytes == 2 * 8 * 32 * 32 * (size + 1)
+    assert softmax.write_bytes == 2 * 8 * 32 * 32 * size
+
+
 @pytest.mark.parametrize("sizes", [(2, 4, 32, 16), (4, 32, 16)])
 def test_fp64_falls_to_separate_products(sizes: tuple[int, ...]) -> None:
     step = _attention(*[sizes] * 3, dtype=torch.float64)

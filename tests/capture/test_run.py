@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.modules import module as nn_module
 
 from capturing import Lines, captured, entries, names, products, rows
 from tilefit.capture import capture
-from tilefit.errors import CaptureError
+from tilefit.errors import CaptureError, UsageError
 from tilefit.ops import FORWARD, Conv, Gemm
 
 
@@ -170,6 +171,26 @@ def test_compiled_code_runs_as_python() -> None:
     assert names(step) == ["exp"]
 
 
+def test_a_model_that_asks_is_told_that_it_is_compiled() -> None:
+    class Asking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.exp() if torch.compiler.is_compiling() else x.sin()
+
+    for compiled, name in ((True, "exp"), (False, "sin")):
+        assert names(capture(Asking(), rows(4, 8), train=False, compiled=compiled)) == [name]
+    assert not torch.compiler.is_compiling()
+
+
+def test_values_that_split_a_compiled_model_are_noted() -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if torch.rand([], device="cpu") < 0.0 else x.exp()
+
+    compiled, eager = (capture(Dropping(), rows(4, 8), train=False, compiled=c) for c in (True, False))
+    (note,) = set(compiled.notes) - set(eager.notes)
+    assert "reads 1 tensor value: there torch.compile splits the model" in note
+
+
 def test_the_settings_say_how_it_ran() -> None:
     step = capture(_model(), rows(2, 3, 8, 8), channels_last=True, compiled=True, amp="bf16", name="mine")
     settings = step.settings
@@ -248,6 +269,17 @@ def test_a_step_on_real_tensors_is_refused_rather_than_seen_as_empty() -> None:
     with pytest.raises(CaptureError, match="different devices") as caught:
         capture(nn.Linear(8, 8).forward, rows(4, 8))
     assert "factory" in caught.value.hint
+
+
+def test_models_that_were_turned_into_something_else() -> None:
+    linear = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(UsageError, match="scripted or traced"):
+        capture(torch.jit.script(linear), torch.empty(4, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.quantization.quantize_dynamic(linear, {nn.Linear})
+    with pytest.raises(CaptureError, match=r"quantised for the CPU \(quantized::linear_dynamic\)"):
+        capture(quantised, torch.empty(4, 8))
 
 
 def test_an_interrupt_passes_through() -> None:

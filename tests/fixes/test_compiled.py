@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 import tilefit
 from tilefit.fixes.attention import Fusion
 from tilefit.fixes.compiled import DEFAULT, REDUCE_OVERHEAD, Compilation
-from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
 
 
@@ -59,14 +57,53 @@ def test_products_gain_nothing() -> None:
     assert not plan(model, 1 << 16, train=False, verify=False).fixes
 
 
-def test_not_on_top_of_fused_attention() -> None:
-    model = nn.Sequential(Gated())
-    run = Run(model)
-    Fusion(("0",)).apply(run)
-    with pytest.raises(RefusedError, match="fuse-attention"):
-        Compilation((), DEFAULT).apply(run)
-    assert not run.compiled
+class Attention(nn.Module):
+    """Attention written by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT / 8).softmax(-1) @ x
+
+
+def test_on_top_of_fused_attention_it_is_priced_as_it_will_run() -> None:
+    kernels = []
+    for fixes in (
+        [],
+        [Fusion(("0",))],
+        [Compilation((), DEFAULT)],
+        [Fusion(("0",)), Compilation((), DEFAULT)],
+    ):
+        run = Run(nn.Sequential(Attention()), torch.empty(2, 64, 64, requires_grad=True)).on_meta()
+        for fix in fixes:
+            fix.apply(run)
+        kernels.append([entry.name for entry in run.capture().ops])
+    assert kernels[1] != kernels[0]
+    assert kernels[3] == kernels[2] == kernels[0]
+
+
+def test_it_comes_after_what_changes_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(60, 90, 3), nn.BatchNorm2d(90), nn.ReLU(), nn.Conv2d(90, 60, 3))
+    images = torch.empty(256, 60, 128, 128, device="meta")
+    found = tilefit.optimize(
+        model,
+        images,
+        gpu="h200",
+        amp="bf16",
+        channels_last=True,
+        select=["compile", "pad-channels"],
+        verify=False,
+    )
+    assert [fix.name for fix in found.fixes] == ["pad-channels", "compile"]
 
 
 def test_a_model_to_be_compiled_anyway_is_left_to_that() -> None:
     assert not plan(Gated(), 1 << 20, compile=True).fixes
+
+
+def test_graphs_that_the_compiler_makes_are_not_missed() -> None:
+    found = tilefit.optimize(
+        Gated(), torch.empty(64, 512), gpu="h200", amp="bf16", select=["compile", "cuda-graph"]
+    )
+    assert found.candidates == (Compilation((), REDUCE_OVERHEAD),)
+    assert not found.refused
+    alone = tilefit.optimize(Gated(), torch.empty(64, 512), gpu="h200", amp="bf16", select=["cuda-graph"])
+    assert "Python" in alone.refused[0].reason

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tilefit
@@ -19,6 +21,9 @@ from tilefit.fixes.run import Run
 with tolerated():
     transformers = pytest.importorskip("transformers")
     GPT2 = transformers.GPT2LMHeadModel
+
+
+PLAIN = F.cross_entropy
 
 
 def model(layers: int = 1, **options: Any) -> Any:
@@ -94,6 +99,43 @@ def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     undo()
     changed(x, labels)
     assert len(calls) == 2
+
+
+class Failing(Head):
+    """Looks at what its cross-entropy is, then fails."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert F.cross_entropy is not PLAIN
+        thread = Thread(target=lambda: found.append(F.cross_entropy(x, labels)))
+        found: list[torch.Tensor] = []
+        thread.start()
+        thread.join()
+        assert torch.equal(found[0], PLAIN(x, labels))
+        raise ValueError("on purpose")
+
+
+def test_nobody_else_meets_what_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does another thread, nor anyone after a failure; and a function of somebody else's stays."""
+    monkeypatch.setattr(CompiledLoss, "__call__", lambda *args, **options: pytest.fail("compiled"))
+    changed = Failing(8)
+    FusedCrossEntropy(()).apply(Run(changed))
+    x, labels = torch.randn(4, 50000), torch.tensor([1, 2, 3, 4])
+    with pytest.raises(ValueError, match="on purpose"):
+        changed(x, labels)
+    assert F.cross_entropy is PLAIN
+    other = Head()
+    FusedCrossEntropy(()).apply(Run(other))
+    monkeypatch.setattr(F, "cross_entropy", lambda *args, **options: x.sum())
+    assert other(torch.randn(4, 16), labels) == x.sum()
+
+
+def test_a_small_loss_beside_it_is_captured_as_ever() -> None:
+    original = Head(100)
+    changed = copy.deepcopy(original)
+    FusedCrossEntropy(()).apply(Run(changed))
+    inputs = torch.empty(4, 16, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    steps = [Run(which, inputs, amp="bf16").capture() for which in (original, changed)]
+    assert [op.name for op in steps[0].ops] == [op.name for op in steps[1].ops]
 
 
 def test_the_plan_finds_a_cross_entropy_in_the_model() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,9 +14,9 @@ from torch import nn
 import tilefit
 from fixing import fixed
 from tilefit.errors import UsageError
-from tilefit.fixes import Run, planner
+from tilefit.fixes import Candidate, Run, planner
 from tilefit.fixes.linear import PaddedLinear
-from tilefit.fixes.measuring import step_times_s
+from tilefit.fixes.measuring import RunningStep, step_times_s
 
 
 class Clock:
@@ -49,7 +52,7 @@ def test_variants_take_turns_and_the_model_is_as_before() -> None:
     expected = torch.rand(1)
     torch.manual_seed(3)
     times = step_times_s(run, candidates, rounds=4, clock=clock)
-    assert times == pytest.approx([1.0, 0.1, 0.1])
+    assert times == [pytest.approx([time_s] * 4) for time_s in (1.0, 0.1, 0.1)]
     assert not torch.equal(torch.tensor(clock.seen), torch.tensor(sorted(clock.seen)))
     assert torch.equal(torch.rand(1), expected)
     assert not first.training
@@ -60,24 +63,113 @@ def test_variants_take_turns_and_the_model_is_as_before() -> None:
         assert torch.equal(value, state[name])
 
 
+def test_variants_share_an_optimizer_unless_it_is_another() -> None:
+    run = Run(model(), torch.randn(5, 13))
+    optimizers: dict[object, torch.optim.Optimizer] = {}
+    first, second = RunningStep(run, optimizers), RunningStep(run, optimizers)
+    assert first.optimizer is second.optimizer
+    run.fused_optimizer = True
+    fused = RunningStep(run, optimizers)
+    assert fused.optimizer is not first.optimizer
+    assert [step.optimizer.param_groups[0]["fused"] for step in (first, fused)] == [None, True]
+    assert fused.optimizer.param_groups[0]["lr"] == 0
+
+
 def test_a_model_that_is_on_no_gpu_is_not_measured() -> None:
     with pytest.raises(UsageError, match="is on cpu"):
         tilefit.optimize(model(), torch.randn(5, 13), gpu="h200", measure=True)
 
 
-@pytest.mark.parametrize(("times", "kept"), [([1.0, 0.5], 1), ([1.0, 1.1], 0), ([1.0, 1.004], 1)])
-def test_what_was_measured_counts(times: list[float], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+class Several(nn.ModuleList):
+    """Each layer with an input of its own."""
+
+    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) for layer, x in zip(self, inputs, strict=True)]
+
+
+class Timer:
+    """Takes the place of ``step_times_s``: a step takes a second, less what its fixes save."""
+
+    #: Milliseconds by which seven equal measurements differ.
+    NOISE = (0.0, 4.0, -3.0, 1.0, -1.0, 3.0, -4.0)
+
+    def __init__(self, saved_ms: list[float]) -> None:
+        self.saved_ms = saved_ms
+        self.saved_by: dict[Candidate, float] = {}
+
+    def __call__(self, run: Run, candidates: Sequence[Candidate]) -> list[list[float]]:
+        if not self.saved_by:
+            self.saved_by = dict(zip(candidates, self.saved_ms, strict=True))
+        saved = accumulate((self.saved_by[each] for each in candidates), initial=0.0)
+        return [
+            [1e-3 * (1000 - ms + (number % 2) * noise) for noise in self.NOISE]
+            for number, ms in enumerate(saved)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("saved_ms", "kept"),
+    [
+        ([500], [0]),
+        ([1], [0]),
+        ([-100], []),
+        ([-1], []),  # perhaps it is no loss, but the plan is no gain
+        ([500, -100], [0]),
+        ([-100, 500], [1]),
+        ([500, -1], [0, 1]),  # perhaps a loss, but the plan is a gain
+        ([2, -3], [0]),
+    ],
+)
+def test_what_was_measured_counts(
+    saved_ms: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = Timer(saved_ms)
     monkeypatch.setattr(planner, "require_cuda", lambda run: None)
-    monkeypatch.setattr(planner, "step_times_s", lambda run, candidates: times[: len(candidates) + 1])
-    layer = nn.Linear(1024, 4095)
+    monkeypatch.setattr(planner, "step_times_s", timer)
+    monkeypatch.setattr(planner, "step_times_s", timer)
+    widths = (1021, 1533)[: len(saved_ms)]
+    layers = Several(nn.Linear(width, width) for width in widths)
     plan = tilefit.optimize(
-        layer, torch.empty(131072, 1024, device="meta"), gpu="h200", amp="bf16", select=["ALN"], measure=True
+        layers,
+        tuple(torch.empty(65536, width, device="meta") for width in widths),
+        gpu="h200",
+        amp="bf16",
+        select=["pad-linear"],
+        verify=False,
+        measure=True,
     )
-    assert len(plan.fixes) == kept == isinstance(layer, PaddedLinear)
+    everything = list(timer.saved_by)
+    assert len(everything) == len(saved_ms)
+    assert plan.candidates == tuple(everything[index] for index in kept)
     assert plan.provenance == "measured"
-    if kept:
-        assert plan.fixes[0].measured_s == pytest.approx(times[0] - times[1])
-        assert plan.speedup == pytest.approx(times[0] / times[1])
-    else:
-        assert any("no gain" in refused.reason for refused in plan.refused)
-        assert plan.speedup == 1.0
+    assert plan.before_s == pytest.approx(1)
+    assert plan.before_s - plan.after_s == pytest.approx(1e-3 * sum(saved_ms[index] for index in kept))
+    for fix, index in zip(plan.fixes, kept, strict=True):
+        assert fix.measured_s == pytest.approx(1e-3 * saved_ms[index])
+    padded = {path for candidate in plan.candidates for path in candidate.modules}
+    assert {path for path, layer in layers.named_children() if isinstance(layer, PaddedLinear)} == padded
+    dropped = [each for each in plan.refused if "measured" in each.reason]
+    assert len(dropped) == len(saved_ms) - len(kept)
+    for each in dropped:
+        assert re.search(r"a step takes \d+(\.\d+)? ms longer with it", each.reason)
+
+
+@pytest.mark.parametrize(("saved_ms", "kept"), [(20, True), (2, False), (-20, False)])
+def test_what_cannot_be_predicted_stays_where_it_is_measured_to_gain(
+    saved_ms: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+    def planned(**options: bool) -> tilefit.Plan:
+        image = torch.empty(4, 8, 9, 9, device="meta")
+        return tilefit.optimize(nn.Conv2d(8, 8, 3), image, gpu="h200", select=["cudnn-autotuning"], **options)
+
+    assert not planned().fixes
+    monkeypatch.setattr(planner, "require_cuda", lambda run: None)
+    monkeypatch.setattr(planner, "step_times_s", Timer([saved_ms]))
+    plan = planned(measure=True)
+    assert torch.backends.cudnn.benchmark == kept == bool(plan.fixes)
+    assert kept or "measured" in plan.refused[0].reason
+    assert kept == (plan.speedup > 1)
+    plan.undo()
+    assert not torch.backends.cudnn.benchmark

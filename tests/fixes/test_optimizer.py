@@ -135,3 +135,30 @@ def test_nothing_to_do(options: dict[str, Any]) -> None:
     assert not tilefit.optimize(
         model, torch.empty(64, 1024), gpu="h200", select=["fuse-optimizer"], **options
     ).fixes
+
+
+def planned_with(make: Make) -> tilefit.Plan:
+    """The plan of four layers, trained by an optimizer that is passed in."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    optimizer = make(list(model.parameters()))
+    return tilefit.optimize(
+        model, torch.empty(64, 1024), gpu="h200", optimizer=optimizer, select=["fuse-optimizer"]
+    )
+
+
+def test_the_options_of_an_optimizer_count() -> None:
+    plain = planned_with(lambda p: torch.optim.Adam(p))
+    assert plain.fixes[0].summary == "Run adam as one fused kernel (fused=True)."
+    fused = planned_with(lambda p: torch.optim.Adam(p, fused=True))
+    assert not fused.fixes
+    assert fused.before_s == pytest.approx(plain.after_s)
+    one_by_one = planned_with(lambda p: torch.optim.Adam(p, foreach=False))
+    assert one_by_one.before_s > plain.before_s
+    assert "one tensor at a time" in one_by_one.refused[0].reason
+    part = planned_with(lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:2]}]))
+    assert part.before_bytes < plain.before_bytes
+
+
+def test_an_optimizer_that_needs_values() -> None:
+    with pytest.raises(tilefit.errors.UsageError, match=r"the step of LBFGS cannot be captured.*\n.*none"):
+        planned_with(lambda p: torch.optim.LBFGS(p))

@@ -398,7 +398,7 @@ def test_a_file_outside_the_project_is_left_alone(
         )
         monkeypatch.syspath_prepend(folder)
     for name, reason in (
-        ("a_library", "a_library.py, a library's file, makes it"),
+        ("a_library", "it is the library's (a_library.py), and an argument there may set it"),
         ("a_neighbour", "lies outside the project"),
     ):
         text = f"import torch\nfrom {name} import layer\n\ndef build():\n    return layer(), {_X}\n"

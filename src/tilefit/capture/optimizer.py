@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -19,11 +20,18 @@ from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
 from tilefit.ops import OPTIMIZER, Streaming
 
+#: Makes an optimizer of parameters.
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 #: What ``--optimizer`` can name.
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
+
+
+def made_optimizer(make: str | MakeOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer, of a name in ``OPTIMIZERS`` or of what makes one."""
+    return (OPTIMIZERS[make] if isinstance(make, str) else make)(parameters)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.capture.autocast import AutocastState, simulated
 from tilefit.capture.dtypes import DTYPES
-from tilefit.capture.optimizer import OPTIMIZERS, OptimizerSteps, intercepted
+from tilefit.capture.optimizer import (
+    OPTIMIZERS,
+    MakeOptimizer,
+    OptimizerSteps,
+    intercepted,
+    made_optimizer,
+)
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
@@ -45,7 +51,7 @@ def capture(
     train: bool = True,
     amp: str = "",
     tf32: bool | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | MakeOptimizer = "adamw",
     fused_optimizer: bool = False,
     channels_last: bool = False,
     compiled: bool = False,
@@ -66,10 +72,11 @@ def capture(
         train: Include loss, backward and optimizer. Ignored for a step callable.
         amp: ``"bf16"``, ``"fp16"`` (with the gradient scaler's work) or empty.
         tf32: Let fp32 products use TF32; None means PyTorch's defaults: convolutions yes, matrix products no.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``.
+        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or what makes one of a list of parameters.
         fused_optimizer: As with ``fused=True``.
         channels_last: Convert the model and 4-dimensional inputs to NHWC.
-        compiled: Say in the settings that fusion is to be modelled (the cost model does it).
+        compiled: Say in the settings that fusion is to be modelled (the cost model does it), and tell a model
+            that asks whether it is being compiled that it is: some then take other paths.
         on_cpu: Run with real tensors on the CPU, for code that depends on values.
         loss: Makes the loss of the model's output. Without it: the output's ``loss``; else the mean of
             the output, with a note.
@@ -82,7 +89,12 @@ def capture(
     """
     if amp not in ("", *AMP_DTYPES):
         raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
-    if optimizer not in ("none", "", *OPTIMIZERS):
+    if train and isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "the model was scripted or traced, and its training step cannot be followed",
+            hint="Give the model as it was before, or look at inference: --infer (train=False).",
+        )
+    if isinstance(optimizer, str) and optimizer not in ("none", "", *OPTIMIZERS):
         raise UsageError(
             f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(OPTIMIZERS)}, none."
         )
@@ -99,7 +111,7 @@ def capture(
         session.hold(inputs)
         if isinstance(model, nn.Module):
             session.sites.name_modules(model)
-            _step(session, model, inputs, train, amp, optimizer, fused_optimizer, loss)
+            _step(session, model, inputs, train, amp, optimizer, fused_optimizer, compiled, loss)
         else:
             call(model, inputs)
             session.check_something_ran()
@@ -191,6 +203,12 @@ class _Session:
                 where=where,
                 hint=_ELSEWHERE,
             )
+        if text.startswith("quantized::"):
+            return CaptureError(
+                f"the model is quantised for the CPU ({text.split(': ')[0]}), and no GPU runs that",
+                where=where,
+                hint="Give the model as it was before.",
+            )
         if self.device == "meta" and ("meta" in lower or "data-dependent" in lower or "no data" in lower):
             return CaptureError(
                 f"the step depends on values, and only shapes are known ({type(error).__name__}: {text})",
@@ -227,6 +245,14 @@ class _Session:
         loss, note = loss_of_output(output, loss_of)
         self.notes += [note] if note else []
         return loss
+
+    def note_graph_breaks(self, values_read: int) -> None:
+        """Say where the compiler splits the model, which the cost model does not know of."""
+        if values_read:
+            self.notes.append(
+                f"The forward pass reads {values_read} tensor value{'s' * (values_read > 1)}: there "
+                "torch.compile splits the model, and some of it runs as it is. The estimate is of one part."
+            )
 
     def check_something_ran(self) -> None:
         """Refuse a step whose tensors were somewhere else all along."""
@@ -293,14 +319,15 @@ def _step(
     inputs: Any,
     train: bool,
     amp: str,
-    optimizer_name: str,
+    make_optimizer: str | MakeOptimizer,
     fused: bool,
+    compiled: bool,
     loss_of: Callable[[Any], torch.Tensor] | None,
 ) -> None:
     optimizer = None
     trainable = [p for p in model.parameters() if p.requires_grad]
-    if train and optimizer_name in OPTIMIZERS and trainable:
-        optimizer = OPTIMIZERS[optimizer_name](trainable)
+    if train and make_optimizer not in ("none", "") and trainable:
+        optimizer = made_optimizer(make_optimizer, trainable)
         for group in optimizer.param_groups:
             group["fused"] = fused or None
     grad = (
@@ -311,9 +338,14 @@ def _step(
         else torch.no_grad()
     )
     autocast = torch.autocast("cuda", dtype=AMP_DTYPES[amp]) if amp else ExitStack()
+    # The flag behind torch.compiler.is_compiling(), which libraries import by name.
+    compiling = patch.object(torch.compiler, "_is_compiling_flag", True) if compiled else ExitStack()
     with grad:
         with autocast:
-            output = call(model, inputs)
+            before = session.semantic.values_read
+            with compiling:
+                output = call(model, inputs)
+            session.note_graph_breaks(session.semantic.values_read - before if compiled else 0)
             loss = session.loss(output, loss_of) if train else None
         if loss is None:
             return

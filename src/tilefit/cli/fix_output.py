@@ -166,9 +166,8 @@ def _heading(outcome: Outcome) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    memory = ""
-    if plan.before_bytes != plan.after_bytes:
-        memory = f"; memory {units.capacity(plan.before_bytes)} -> {units.capacity(plan.after_bytes)}"
+    before, after = units.capacity(plan.before_bytes), units.capacity(plan.after_bytes)
+    memory = f"; memory {before} -> {after}" if before != after else ""
     return (
         f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), "
         f"{units.seconds(plan.before_s)} -> {units.seconds(plan.after_s)} a step{memory}"

@@ -35,6 +35,7 @@ class Fusion(Candidate):
 
     #: A fused kernel draws its own random numbers for dropout.
     same_random_numbers: ClassVar[bool] = False
+    saves_launches: ClassVar[bool] = False
 
     @property
     def summary(self) -> str:

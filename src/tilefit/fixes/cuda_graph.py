@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ class Graph(Candidate):
         def undo() -> None:
             run.cuda_graph = kept
             take_back()
+            _states.pop(run.model, None)  # with the memory of its activations
 
         return undo
 
@@ -80,6 +81,7 @@ class CudaGraph(Fix):
 
     name = "cuda-graph"
     rules = ()
+    is_last: ClassVar[bool] = True
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
         estimate, run = context.estimate, context.run

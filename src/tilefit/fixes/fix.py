@@ -38,6 +38,9 @@ class Candidate(ABC):
 
     #: From one seed the changed model draws the same random numbers (dropout) as the original.
     same_random_numbers: ClassVar[bool] = True
+    #: Fewer launches are less work for the host. Where they are not, since the Python that makes them fewer
+    #: takes as long and is not in the price, only the GPU time that is saved decides whether it pays.
+    saves_launches: ClassVar[bool] = True
 
     modules: tuple[str, ...]
 
@@ -97,6 +100,12 @@ class Fix(ABC):
     rules: ClassVar[tuple[str, ...]]
     #: ``safe`` (the same function, to be proven) or ``unsafe`` (may change training).
     level: ClassVar[str] = SAFE
+    #: What it gains can be predicted. What cannot is tried where steps are measured, after all other fixes,
+    #: and stays where it gains more than the noise.
+    is_priced: ClassVar[bool] = True
+    #: It changes how the whole program is run, and is taken up when no other fix is worth it any more: what
+    #: others save first it often saves as well, but what only they save is then there, too.
+    is_last: ClassVar[bool] = False
 
     @abstractmethod
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:

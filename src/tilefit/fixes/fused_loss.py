@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
+from threading import Lock, local
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from tilefit.fixes.around import around_forward, arounds
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
@@ -114,19 +116,67 @@ def with_compiled_cross_entropy(module: nn.Module, forward: Any, *args: Any, **k
     """``forward``, in which a cross-entropy over many classes runs compiled."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    with _CompilingCrossEntropy():
+    with _exchanged():
         return forward(*args, **kwargs)
 
 
-class _CompilingCrossEntropy(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.cross_entropy and args and args[0].dim() > 1 and args[0].shape[1] >= _LARGE_VOCABULARY:
-            return _compiled_cross_entropy(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+#: PyTorch's own, which :func:`_exchanged` puts something in place of.
+_plain_cross_entropy = F.cross_entropy
+
+
+@contextmanager
+def _exchanged() -> Iterator[None]:
+    """Within the block ``F.cross_entropy`` is ours, and in this thread it compiles.
+
+    A ``TorchFunctionMode`` would see the same call, but also every other one: on a model of many small
+    operations that took a third of the forward pass's host time.
+    """
+    with _users.lock:
+        # Where somebody else has put a function of theirs, that one stays.
+        if not _users.count and F.cross_entropy is _plain_cross_entropy:
+            F.cross_entropy = _watched_cross_entropy
+        _users.count += 1
+    _here.depth += 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+        with _users.lock:
+            _users.count -= 1
+            if not _users.count and F.cross_entropy is _watched_cross_entropy:
+                F.cross_entropy = _plain_cross_entropy
+
+
+class _Users:
+    """How many calls of changed models are under way, in all threads."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.count = 0
+
+
+class _Here(local):
+    """How many of them this thread is in."""
+
+    depth = 0
+
+
+_users, _here = _Users(), _Here()
+
+
+@wraps(_plain_cross_entropy)
+def _watched_cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    if _here.depth and input.dim() > 1 and input.shape[1] >= _LARGE_VOCABULARY:
+        return _compiled_cross_entropy(input, target, *args, **kwargs)
+    if has_torch_function_variadic(input, target):  # whoever watches is told of the function that he knows
+        return handle_torch_function(_plain_cross_entropy, (input, target), input, target, *args, **kwargs)
+    return _plain_cross_entropy(input, target, *args, **kwargs)
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return F.cross_entropy(logits, labels, *args, **kwargs)
+    return _plain_cross_entropy(logits, labels, *args, **kwargs)
 
 
 _compiled_cross_entropy = CompiledLoss(_cross_entropy)
@@ -140,8 +190,8 @@ class FuseLoss(Fix):
     precision, computes in fp32 on chip, and writes their gradient in half precision. That is a few seconds
     of compiling, not the minutes of a whole model; nothing else of the model is changed, and on the CPU the
     loss runs as it did. It is found where it is a Hugging Face model's ``loss_function``, or a call of
-    ``F.cross_entropy`` (``nn.CrossEntropyLoss``) in the model's ``forward``; a loss of the training loop is
-    not the model's to change.
+    ``F.cross_entropy`` (by that name, or by ``nn.CrossEntropyLoss``) in the model's ``forward``; a loss of
+    the training loop is not the model's to change.
 
     The same function: the operations are the same ones, in fp32 as before.
 

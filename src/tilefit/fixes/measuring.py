@@ -6,9 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from tilefit.capture.optimizer import made_optimizer
 from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
 from tilefit.errors import UsageError
 from tilefit.fixes.fix import Candidate, Undo
@@ -18,7 +21,27 @@ from tilefit.fixes.run import Run
 TURN_S = 0.2
 ROUNDS = 7
 _MOST_STEPS = 50
+#: Steps before a time is taken: what a fix captures or compiles, it has by then.
 _WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What one variant of a step saved over another: the median over the rounds, and an interval of it.
+
+    The second least and the second largest of seven differences hold their median between them in seven of
+    eight cases, however they are distributed (the binomial distribution: 1 - 2 (1 + 7) / 2^7).
+    """
+
+    time_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def between(cls, before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
+        """Of the times of the same rounds."""
+        saved = sorted(before - after for before, after in zip(before_s, after_s, strict=True))
+        return cls(statistics.median(saved), saved[1], saved[-2])
 
 
 def step_times_s(
@@ -27,8 +50,9 @@ def step_times_s(
     *,
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Median wall time of a step without any of the candidates, with the first, the first two, and so on.
+) -> list[list[float]]:
+    """Wall time of a step in each round: without any of the candidates, with the first, the first two, and
+    so on.
 
     The variants take turns, back and forth, so that a drift of the clock meets them all. Afterwards the model
     has none of the candidates; its parameters, buffers and gradients are as they were, and so is the state of
@@ -41,11 +65,12 @@ def step_times_s(
     times: list[list[float]] = [[] for _ in counts]
     with run.kept():
         run.model.train(run.train)
-        steps = [_prepared(run, candidates[:count], clock) for count in counts]
+        optimizers: dict[Any, torch.optim.Optimizer] = {}
+        steps = [_prepared(run, candidates[:count], optimizers, clock) for count in counts]
         for number in range(rounds):
             for count in counts if number % 2 == 0 else reversed(counts):
                 times[count].append(_timed_s(run, candidates[:count], steps[count], clock))
-    return [statistics.median(of) for of in times]
+    return times
 
 
 def require_cuda(run: Run) -> None:
@@ -63,9 +88,15 @@ def require_cuda(run: Run) -> None:
 
 
 class RunningStep:
-    """A step that runs for real: call it. ``many`` make a turn; the optimizer's learning rate is zero."""
+    """A step that runs for real: call it. ``many`` make a turn; the optimizer's learning rate is zero.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        run: The model and its settings.
+        optimizers: Of steps that take turns on the same parameters: one for all of a kind, so that its state
+            is there once.
+    """
+
+    def __init__(self, run: Run, optimizers: dict[Any, torch.optim.Optimizer] | None = None) -> None:
         trainable = [p for p in run.model.parameters() if p.requires_grad] if run.train else []
         self.run = run
         # A fix that compiles does it in place.
@@ -74,8 +105,14 @@ class RunningStep:
         self.device = next(run.model.parameters()).device
         self.optimizer: torch.optim.Optimizer | None = None
         if trainable and run.optimizer not in ("", "none"):
-            make = torch.optim.SGD if run.optimizer == "sgd" else torch.optim.AdamW
-            self.optimizer = make(trainable, lr=0.0, fused=run.fused_optimizer or None)
+            shared = {} if optimizers is None else optimizers
+            # Its state is laid out like the parameters, which a fix may lay out anew.
+            kind = run.fused_optimizer, tuple(parameter.stride() for parameter in trainable)
+            if kind not in shared:
+                shared[kind] = made_optimizer(run.optimizer, trainable)
+                for group in shared[kind].param_groups:
+                    group.update(lr=0.0, fused=run.fused_optimizer or None)
+            self.optimizer = shared[kind]
         self.many = 1
 
     def __call__(self) -> None:
@@ -109,9 +146,14 @@ def _applied(run: Run, candidates: Sequence[Candidate]) -> Iterator[None]:
             undos.pop()()
 
 
-def _prepared(run: Run, candidates: Sequence[Candidate], clock: Callable[[], float]) -> RunningStep:
+def _prepared(
+    run: Run,
+    candidates: Sequence[Candidate],
+    optimizers: dict[Any, torch.optim.Optimizer],
+    clock: Callable[[], float],
+) -> RunningStep:
     with _applied(run, candidates):
-        step = RunningStep(run)
+        step = RunningStep(run, optimizers)
         for _ in range(_WARM_STEPS):
             step()
         step.synchronize()
@@ -127,7 +169,8 @@ def _timed_s(
     run: Run, candidates: Sequence[Candidate], step: RunningStep, clock: Callable[[], float]
 ) -> float:
     with _applied(run, candidates):
-        step()  # what the other variants left in caches
+        for _ in range(_WARM_STEPS):  # also what the other variants left in caches
+            step()
         step.synchronize()
         start = clock()
         for _ in range(step.many):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from tilefit.capture.optimizer import MakeOptimizer
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
 
@@ -44,6 +48,30 @@ class FusedOptimizer(Candidate):
                 take_back()
 
         return undo
+
+
+def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
+    """Makes optimizers of the same class, options and groups, without state, for copies of ``model``: of the
+    list of a copy's trainable parameters."""
+    numbers = {p: number for number, p in enumerate(p for p in model.parameters() if p.requires_grad)}
+    groups = [
+        (group, [numbers[p] for p in group["params"] if p in numbers]) for group in optimizer.param_groups
+    ]
+
+    def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        other = copy.copy(optimizer)  # whatever arguments its class takes
+        other.state = defaultdict(dict)
+        other.param_groups = [
+            {**group, "params": [parameters[number] for number in chosen]} for group, chosen in groups
+        ]
+        return other
+
+    return made
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all of it runs fused."""
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 class FuseOptimizer(Fix):

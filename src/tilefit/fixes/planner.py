@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from tilefit import units
 from tilefit.checker import resolve
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
-from tilefit.fixes.measuring import require_cuda, step_times_s
+from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
+from tilefit.fixes.optimizer import is_fused, like
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.proof import prove, prove_in_place
 from tilefit.fixes.registry import select as select_fixes
@@ -33,8 +37,6 @@ from tilefit.rules.finding import SAFE, UNSAFE
 LEVELS = (SAFE, UNSAFE)
 #: Smallest gain worth a change, as a share of the step: below, the prediction is noise.
 MIN_GAIN = 0.01
-#: A measured loss below this share of the step is none: so much differ the medians of equal steps.
-_NOISE = 0.005
 
 
 def optimize(
@@ -71,13 +73,13 @@ def optimize(
             :func:`tilefit.check`; one GPU.
         level: ``"safe"``: fixes that keep the function; ``"unsafe"``: also those that may change training.
         budget: Seconds after which no further fix is looked for; None for no limit.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or the optimizer itself.
+        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or the optimizer itself, whose options count.
         select, ignore: Names of fixes (``pad-linear``), or codes of rules or their beginnings (``ALN``).
-        min_gain: Smallest gain worth a change, as a share of the step; below zero every fix that can be made
-            is, whether it pays or not.
+        min_gain: Smallest gain worth a change, as a share of the step as it then is; below zero every fix
+            that can be made is, whether it pays or not.
         verify: Prove every fix.
         measure: Measure the step with and without the fixes, in turn, on the CUDA GPU that the model and the
-            inputs are on; what turns out to be no gain is taken back.
+            inputs are on; a fix that makes it slower is taken back: ``plan.refused`` says by how much.
         inplace: Change ``model`` itself; otherwise a deep copy.
 
     Raises:
@@ -101,8 +103,8 @@ def optimize(
         train=train,
         amp=amp,
         tf32=tf32,
-        optimizer=type(live).__name__.lower() if live else str(optimizer),
-        fused_optimizer=fused_optimizer,
+        optimizer=like(live, model) if live else str(optimizer),
+        fused_optimizer=is_fused(live) if live else fused_optimizer,
         channels_last=channels_last,
         compiled=compile,
         loss=loss,
@@ -112,7 +114,12 @@ def optimize(
     deadline_s = time.monotonic() + budget if budget is not None else float("inf")
     if measure:
         require_cuda(run)
-    planner = _Planner(run, devices[0], fixes, min_gain, verify)
+    try:
+        planner = _Planner(run, devices[0], fixes, min_gain, verify)
+    except CaptureError as error:
+        if live is not None:
+            _blame(live, run, error)
+        raise
     try:
         while time.monotonic() < deadline_s and planner.improve():
             pass
@@ -124,8 +131,22 @@ def optimize(
     return planner.plan()
 
 
-def _gains(times_s: Sequence[float]) -> list[float]:
-    return [before - after for before, after in pairwise(times_s)]
+def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> None:
+    """Say that the optimizer is what keeps the step from being captured.
+
+    Raises:
+        UsageError: it is.
+        CaptureError: the step cannot be captured without it either.
+    """
+    replace(run.on_meta(), optimizer="none").capture()
+    raise UsageError(
+        f"the step of {type(optimizer).__name__} cannot be captured: {error.what}",
+        hint='Leave it out: optimizer="none".',
+    ) from error
+
+
+def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
+    return [Gain.between(before, after) for before, after in pairwise(times_s)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +178,25 @@ class _Planner:
         self.applied: list[AppliedFix] = []
         self.refused: dict[RefusedFix, None] = {}
         self.candidates: list[Candidate] = []
+        self.unpriced: set[Candidate] = set()
+        #: Host time of Python that some fixes run in place of launches.
+        self.unpriced_s = 0.0
         self.undos: list[Undo] = []
-        self.times_s: list[float] = []
+        self.before_s = self.after_s = self.first.estimate.time_s
+        self.provenance = ESTIMATED
         self._gains: dict[_Key, float] = {}
         self._unfit: set[_Key] = set()
 
     def improve(self) -> bool:
         """Apply the best fix that is left; False where none is worth it."""
-        waiting = self._candidates()
+        return any(
+            self._best_applied([fix for fix in self.fixes if fix.is_priced and fix.is_last == last])
+            for last in (False, True)
+        )
+
+    def _best_applied(self, fixes: Sequence[Fix]) -> bool:
+        """Apply the best of some fixes; False where none is worth it."""
+        waiting = self._candidates(fixes)
         priced: dict[_Key, _Priced] = {}
         while waiting:
             fix, candidate = waiting.pop(0)
@@ -174,33 +206,48 @@ class _Planner:
                 if after is None:
                     continue
                 priced[key] = after
-                self._gains[key] = self.now.estimate.time_s - after.estimate.time_s
+                self._gains[key] = self._gain(fix, candidate, after)[0]
                 if waiting and self._gains[key] < self._known_gain_s(waiting[0]):
                     waiting.append((fix, candidate))
                     waiting.sort(key=self._known_gain_s, reverse=True)
                     continue
-            if self._is_worth(priced[key]) and self._apply(fix, candidate, priced[key]):
+            if self._is_worth(fix, candidate, priced[key]) and self._apply(fix, candidate, priced[key]):
+                self.unpriced_s -= self._unpriced_gain_s(fix, candidate, priced[key])
                 self.now = priced[key]
+                self.after_s = self.now.estimate.time_s + self.unpriced_s
                 return True
         return False
 
-    def _is_worth(self, after: _Priced) -> bool:
+    def _is_worth(self, fix: Fix, candidate: Candidate, after: _Priced) -> bool:
         """Above what counts as a change, and a gain nine times in ten."""
-        gain_s, low_s, _ = self._gain(after)
-        return gain_s >= self.min_gain * self.first.estimate.time_s and (low_s > 0 or self.min_gain < 0)
+        gain_s, low_s, _ = self._gain(fix, candidate, after)
+        return gain_s >= self.min_gain * self.now.estimate.time_s and (low_s > 0 or self.min_gain < 0)
 
-    def _gain(self, after: _Priced) -> tuple[float, float, float]:
-        return gain(self.now.estimate, after.estimate, Change(step=after.step))
+    def _gain(self, fix: Fix, candidate: Candidate, after: _Priced) -> tuple[float, float, float]:
+        """What a candidate saves, with the bounds of it."""
+        gain_s, low_s, high_s = gain(self.now.estimate, after.estimate, Change(step=after.step))
+        more_s = self._unpriced_gain_s(fix, candidate, after)
+        return gain_s + more_s, low_s + more_s, high_s + more_s
+
+    def _unpriced_gain_s(self, fix: Fix, candidate: Candidate, after: _Priced) -> float:
+        """What a candidate saves of the host time that prices leave out: less than nothing where it adds as
+        much to it as it saves of launches."""
+        if fix.is_last:
+            return self.unpriced_s  # neither the compiler nor a graph runs that Python
+        if candidate.saves_launches:
+            return 0.0
+        now, then = self.now.estimate, after.estimate
+        return min(0.0, (now.gpu_time_s - then.gpu_time_s) - (now.time_s - then.time_s))
 
     def _known_gain_s(self, entry: tuple[Fix, Candidate]) -> float:
         fix, candidate = entry
         return self._gains.get((fix.name, candidate), float("inf"))
 
-    def _candidates(self) -> list[tuple[Fix, Candidate]]:
+    def _candidates(self, fixes: Sequence[Fix]) -> list[tuple[Fix, Candidate]]:
         context = Context(self.now.step, self.gpu, self.now.estimate, self.now.run)
         changed = {path for fix in self.applied for path in fix.modules}
         found = []
-        for fix in self.fixes:
+        for fix in fixes:
             for candidate in fix.find(context):
                 if isinstance(candidate, Refusal):
                     # What another fix has changed is not refused.
@@ -238,9 +285,19 @@ class _Planner:
         except RefusedError as refused:
             self._reject(fix, candidate, refused.what)
             return False
-        self.candidates.append(candidate)
-        gain_s, low_s, high_s = self._gain(after)
+        self._add(fix, candidate, self._gain(fix, candidate, after), proofs)
+        return True
+
+    def _add(
+        self,
+        fix: Fix,
+        candidate: Candidate,
+        predicted_s: tuple[float, float, float],
+        proofs: Sequence[Verification],
+    ) -> None:
+        gain_s, low_s, high_s = predicted_s
         in_fp64, on_gpu = (*proofs, None, None)[:2]
+        self.candidates.append(candidate)
         self.applied.append(
             AppliedFix(
                 name=fix.name,
@@ -255,7 +312,6 @@ class _Planner:
                 on_gpu=on_gpu,
             )
         )
-        return True
 
     def _proofs(self, candidate: Candidate) -> Iterator[Verification]:
         """In fp64 on the CPU; and where the model is on a GPU, there."""
@@ -272,23 +328,48 @@ class _Planner:
         self.refused.setdefault(RefusedFix(fix.name, modules, reason))
 
     def measure(self) -> None:
-        """Measure what the fixes gain; keep those that gain."""
+        """Measure what the fixes gain; take back those that make the step slower, and all that make up a plan
+        that is no gain."""
+        context = Context(self.now.step, self.gpu, self.now.estimate, self.now.run)
+        for fix in self.fixes:
+            for candidate in () if fix.is_priced else fix.find(context):
+                if isinstance(candidate, Candidate):
+                    self._add(fix, candidate, (0.0, 0.0, 0.0), ())
+                    self.unpriced.add(candidate)
         times_s = self._measured()
-        while slower := [i for i, gain_s in enumerate(_gains(times_s)) if gain_s < -_NOISE * times_s[0]]:
-            for index in reversed(slower):
-                fix = self.applied.pop(index)
+        while losses := self._losses(times_s):
+            for index, gain_s in reversed(losses):
                 self.candidates.pop(index)
-                self.refused.setdefault(
-                    RefusedFix(fix.name, fix.modules, "it was measured, and it is no gain on this GPU")
+                lost = self.applied.pop(index)
+                longer = f"a step takes {units.seconds(-gain_s)} longer with it"
+                reason = (
+                    f"measured on this GPU, {longer if gain_s < 0 else 'it saves no more than the noise'}"
                 )
+                self.refused.setdefault(RefusedFix(lost.name, lost.modules, reason))
             times_s = self._measured()
-        self.times_s = times_s
+        self.before_s = statistics.median(times_s[0])
+        self.after_s = self.before_s - Gain.between(times_s[0], times_s[-1]).time_s
+        self.provenance = MEASURED
         self.applied = [
-            replace(fix, measured_s=gain_s) for fix, gain_s in zip(self.applied, _gains(times_s), strict=True)
+            replace(fix, measured_s=gain.time_s)
+            for fix, gain in zip(self.applied, _gains(times_s), strict=True)
         ]
         self.undos = [candidate.apply(self.run) for candidate in self.candidates]
 
-    def _measured(self) -> list[float]:
+    def _losses(self, times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+        """Indices of fixes that do not stay, with what each gains."""
+        gains = _gains(times_s)
+        losses = [
+            (index, gain.time_s)
+            for index, (candidate, gain) in enumerate(zip(self.candidates, gains, strict=True))
+            if gain.high_s < 0 or (candidate in self.unpriced and gain.low_s <= 0)
+        ]
+        if not losses and Gain.between(times_s[0], times_s[-1]).time_s < 0:
+            # No single one for sure, all together none the less.
+            losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
+        return losses
+
+    def _measured(self) -> list[list[float]]:
         self.take_back()
         return step_times_s(self.run, self.candidates)
 
@@ -297,18 +378,23 @@ class _Planner:
         while self.undos:
             self.undos.pop()()
 
+    def _outdone(self) -> set[str]:
+        """Names of the fixes that run the whole program in another way, where one of them was applied."""
+        whole = {fix.name for fix in self.fixes if fix.is_last}
+        return whole if whole.intersection(fix.name for fix in self.applied) else set()
+
     def plan(self) -> Plan:
         return Plan(
             model=self.run.model,
             run=self.run,
             gpu=self.gpu.name,
             fixes=tuple(self.applied),
-            refused=tuple(self.refused),
-            before_s=self.times_s[0] if self.times_s else self.first.estimate.time_s,
-            after_s=self.times_s[-1] if self.times_s else self.now.estimate.time_s,
+            refused=tuple(each for each in self.refused if each.name not in self._outdone()),
+            before_s=self.before_s,
+            after_s=self.after_s,
             before_bytes=self.first.step.memory.peak_bytes,
             after_bytes=self.now.step.memory.peak_bytes,
-            provenance=MEASURED if self.times_s else ESTIMATED,
+            provenance=self.provenance,
             candidates=tuple(self.candidates),
             undos=self.undos,
         )

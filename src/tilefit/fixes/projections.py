@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,11 @@ class MergedLinear(nn.Linear):
 
     Attributes:
         merged: What the siblings share.
+        index: Which of them this one is.
     """
 
     merged: Merged
+    index: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -43,6 +45,9 @@ class MergedLinear(nn.Linear):
 class Merged:
     """Sibling layers, and what the one that was called first has computed for the others.
 
+    What the merging saves is worth little where the host is what a step waits for, so that every call here
+    counts: PyTorch's own functions throughout, and no more checks than a changed state needs.
+
     Args:
         members: The layers, of one number of inputs.
         least_rows: With fewer rows than this each layer computes its own product.
@@ -51,57 +56,63 @@ class Merged:
     def __init__(self, members: Sequence[MergedLinear], least_rows: int) -> None:
         self.members = tuple(members)
         self.least_rows = least_rows
+        self.sizes = [member.out_features for member in members]
+        self.shapes = [(member.out_features, member.in_features) for member in members]
+        self.has_bias = any(member.bias is not None for member in members)
         self._forget()
 
     def _forget(self) -> None:
         self._input: torch.Tensor | None = None
         self._state: Any = None
         self._outputs: list[torch.Tensor | None] = []
+        self._waiting = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {"_input": None, "_state": None, "_outputs": []}
+        kept: dict[str, Any] = {"_input": None, "_state": None, "_outputs": [], "_waiting": 0}
         return {**self.__dict__, **kept}
 
     def output(self, member: MergedLinear, x: torch.Tensor) -> torch.Tensor:
         """What ``member`` makes of ``x``."""
-        few = x.numel() < self.least_rows * member.in_features
         # In inference mode nobody can tell whether the input was written to.
-        if torch.compiler.is_compiling() or few or x.is_inference():
+        if (
+            torch.compiler.is_compiling()
+            or x.numel() < self.least_rows * member.in_features
+            or x.is_inference()
+        ):
             return F.linear(x, member.weight, member.bias)
-        index = self.members.index(member)
-        state = (x._version, torch.is_grad_enabled(), working_dtype(x))
-        if x is not self._input or state != self._state or self._outputs[index] is None:
-            if not self._can_be_stacked():
-                return F.linear(x, member.weight, member.bias)
-            self._input, self._state, self._outputs = x, state, list(self._products(x))
-        output = self._outputs[index]
-        self._outputs[index] = None
-        if all(other is None for other in self._outputs):
-            self._forget()
-        assert output is not None
-        return output
+        state = x._version, torch.is_grad_enabled(), working_dtype(x)
+        if x is self._input and state == self._state:
+            output = self._outputs[member.index]
+            if output is not None:
+                self._outputs[member.index] = None
+                self._waiting -= 1
+                if not self._waiting:
+                    self._forget()
+                return output
+        outputs = self._products(x)
+        if outputs is None:
+            return F.linear(x, member.weight, member.bias)
+        self._input, self._state, self._outputs = x, state, list(outputs)
+        self._outputs[member.index] = None
+        self._waiting = len(outputs) - 1
+        return outputs[member.index]
 
-    def _can_be_stacked(self) -> bool:
-        """Whether all weights are there (not sharded), and alike."""
-        first = self.members[0].weight
-        return all(
-            m.weight.shape == (m.out_features, m.in_features)
-            and m.weight.dtype == first.dtype
-            and m.weight.device == first.device
-            for m in self.members
-        )
-
-    def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # PyTorch's own functions throughout: one written in Python costs the host what the merging saves it.
-        weight = torch.cat([m.weight for m in self.members])
-        bias = None
-        if any(m.bias is not None for m in self.members):
-            bias = torch.cat(
-                [m.bias if m.bias is not None else m.weight.new_zeros(m.out_features) for m in self.members]
-            )
-        product = F.linear(x, weight, bias)
+    def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """What all members make of ``x``; None where their weights are sharded, or not alike."""
+        weights = [member.weight for member in self.members]
+        first = weights[0]
+        for weight, shape in zip(weights, self.shapes, strict=True):
+            if weight.shape != shape or weight.dtype != first.dtype or weight.device != first.device:
+                return None
+        bias = torch.cat([self._bias(member) for member in self.members]) if self.has_bias else None
+        product = F.linear(x, torch.cat(weights), bias)
         # No views of each other to autograd: each may be changed in place.
-        return torch.unsafe_split_with_sizes(product, [m.out_features for m in self.members], -1)
+        return torch.unsafe_split_with_sizes(product, self.sizes, -1)
+
+    @staticmethod
+    def _bias(member: MergedLinear) -> torch.Tensor:
+        bias = member.bias
+        return member.weight.new_zeros(member.out_features) if bias is None else bias
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,8 @@ class Merging(Candidate):
         groups: Paths of the layers of each group.
         least_rows: As in :class:`Merged`.
     """
+
+    saves_launches: ClassVar[bool] = False
 
     groups: tuple[tuple[str, ...], ...]
     least_rows: int
@@ -133,7 +146,9 @@ class Merging(Candidate):
         for group in self.groups:
             members: Any = [submodule(run.model, path) for path in group]
             merged = Merged(members, self.least_rows)
-            undos += [swap(member, MergedLinear, merged=merged) for member in members]
+            undos += [
+                swap(member, MergedLinear, merged=merged, index=index) for index, member in enumerate(members)
+            ]
 
         def undo() -> None:
             for take_back in undos:

@@ -258,7 +258,7 @@ def _shrunken(inputs: Any, sizes: Mapping[str, int]) -> Any:
 
 def _is_mask(leaf: torch.Tensor) -> bool:
     """Two values, of which minus infinity or the smallest number may be one."""
-    return leaf.max() <= 1 and torch.unique(leaf).numel() == 2
+    return bool(leaf.max() <= 1) and torch.unique(leaf).numel() == 2
 
 
 def _comparable(leaf: torch.Tensor) -> torch.Tensor:

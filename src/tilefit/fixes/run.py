@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilefit.capture.optimizer import MakeOptimizer
 from tilefit.capture.run import capture, copied, on_device
 from tilefit.ops import Step
 
@@ -22,7 +23,8 @@ class Run:
         model: The live module.
         inputs: A tensor, a tuple of positional arguments, a mapping of keyword arguments, or None.
         train: A training step (forward, loss, backward, optimizer); otherwise one inference call.
-        amp, tf32, optimizer, fused_optimizer, channels_last, compiled: As in :func:`tilefit.check`.
+        amp, tf32, fused_optimizer, channels_last, compiled: As in :func:`tilefit.check`.
+        optimizer: Likewise; or what makes one of a list of parameters.
         cuda_graph: The model's kernels are replayed from CUDA graphs, not launched one by one.
         loss: Makes the loss of the model's output.
         live_optimizer: The user's optimizer, if there is one.
@@ -33,7 +35,7 @@ class Run:
     train: bool = True
     amp: str = ""
     tf32: bool | None = None
-    optimizer: str = "adamw"
+    optimizer: str | MakeOptimizer = "adamw"
     fused_optimizer: bool = False
     channels_last: bool = False
     compiled: bool = False

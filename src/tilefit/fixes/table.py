@@ -50,14 +50,12 @@ def html(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> Text:
-    saved = plan.before_bytes - plan.after_bytes
+    before, after = units.capacity(plan.before_bytes), units.capacity(plan.after_bytes)
     return Text.assemble(
         (f"{plan.speedup:.2f} times as fast", "bold green"),
         f" on {plan.gpu} ({plan.provenance}): {units.seconds(plan.before_s)} -> "
         f"{units.seconds(plan.after_s)} a step",
-        f"; memory {units.capacity(plan.before_bytes)} -> {units.capacity(plan.after_bytes)}"
-        if saved
-        else "",
+        f"; memory {before} -> {after}" if before != after else "",
     )
 
 

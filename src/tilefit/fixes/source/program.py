@@ -139,4 +139,4 @@ def users_call(chain: Callers) -> tuple[int, Caller]:
     for index, caller in enumerate(chain):
         if caller.is_users:
             return index, caller
-    raise RefusedError("no line of yours makes it")
+    raise RefusedError("no line of yours makes it; one of a function that you name as the target would")

@@ -122,7 +122,7 @@ def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -
     if not found:
         maker = next(caller for caller in chain if not caller.of_constructor)
         if not maker.is_users:
-            reason = f" ({Path(maker.path).name}, a library's file, makes it)"
+            reason = f": it is the library's ({Path(maker.path).name}), and an argument there may set it"
         raise RefusedError(f"{size} is not written in {syntax.file.name}:{syntax.line(call)}{reason}")
     return found
 

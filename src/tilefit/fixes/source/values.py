@@ -42,7 +42,7 @@ def called(program: Program, chain: Callers, index: int) -> tuple[Syntax, cst.Ca
     """
     caller = chain[index]
     if not caller.is_users:
-        raise RefusedError(f"{Path(caller.path).name}, a library's file, makes it")
+        raise RefusedError(f"a library makes it ({Path(caller.path).name}), whose files stay as they are")
     syntax = program.syntax(caller.path)
     call = syntax.call_ending(*caller.end) if caller.end else None
     if call is None:
