@@ -76,7 +76,7 @@ def aln004():
 
 @case("--amp bf16 --channels-last --infer")
 def aln005():
-    return nn.Conv2d(3, 96, 4, stride=4), torch.empty(128, 3, 224, 224)
+    return nn.Conv2d(3, 64, 3, stride=2, padding=1), torch.empty(256, 3, 224, 224)
 
 
 class SelfAttention(nn.Module):

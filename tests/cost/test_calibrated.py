@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tilefit import gpus
 from tilefit.cost import ESTIMATED, estimate
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import read
+from tilefit.cost.calibrated import SOFTENED, least_error, read
 from tilefit.cost.lookup import profile
 from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate_all
@@ -70,6 +70,34 @@ ATTENTIONS = (
     (8, 20, 4680, 80, 128, 20, False, 0, 0.0, "bf16", "backward-data", 613.44),
     (4, 4, 319, 33, 319, 4, True, 0, 0.1, "bf16", "forward", 26.397),
     (2, 14, 1024, 64, 1024, 2, True, 0, 0.0, "fp16", "backward-data", 62.977),
+)
+
+# Batch, channels in and out, image, kernel, stride, padding, groups, type, channels last, direction, us.
+CONVOLUTIONS = (
+    (48, 256, 256, 56, 3, 2, 1, 32, "bf16", True, "forward", 43.39),
+    (128, 64, 16, 55, 1, 1, 0, 1, "fp32", True, "forward", 163.65),
+    (16, 192, 384, 28, 2, 2, 0, 1, "bf16", False, "backward-weight", 24.03),
+    (32, 184, 80, 14, 1, 1, 0, 1, "tf32", True, "forward", 6.4),
+    (64, 256, 128, 28, 1, 1, 0, 1, "fp16", False, "backward-weight", 19.552),
+    (96, 25, 114, 32, 3, 1, 1, 1, "fp32", True, "backward-data", 263.87),
+    (64, 16, 64, 55, 3, 1, 1, 1, "tf32", True, "backward-weight", 120.09),
+    (192, 116, 116, 14, 3, 1, 1, 116, "bf16", True, "forward", 13.057),
+    (16, 384, 48, 13, 1, 1, 0, 1, "fp16", False, "forward", 8.447),
+    (8, 3, 64, 224, 11, 4, 2, 1, "bf16", True, "forward", 51.456),
+    (8, 128, 8, 224, 1, 2, 0, 1, "bf16", False, "backward-weight", 116.25),
+    (96, 256, 256, 64, 3, 2, 1, 2, "bf16", True, "forward", 90.431),
+    (256, 128, 32, 27, 1, 1, 0, 1, "bf16", True, "backward-data", 21.567),
+    (2, 736, 128, 7, 1, 1, 0, 1, "bf16", True, "backward-data", 2.56),
+    (24, 480, 20, 1, 1, 1, 0, 1, "bf16", True, "forward", 5.12),
+    (32, 16, 64, 112, 1, 1, 0, 1, "bf16", False, "backward-weight", 21.824),
+    (48, 640, 640, 32, 3, 2, 1, 1, "fp16", True, "forward", 124.61),
+    (2, 4, 22, 96, 5, 1, 2, 1, "tf32", True, "forward", 14.048),
+    (32, 256, 256, 14, 3, 1, 1, 1, "fp32", False, "forward", 251.81),
+    (4, 256, 256, 64, 3, 2, 1, 2, "bf16", True, "backward-weight", 43.808),
+    (8, 384, 128, 28, 1, 1, 0, 1, "fp16", True, "backward-data", 4.576),
+    (32, 32, 128, 27, 1, 1, 0, 1, "fp16", True, "backward-weight", 7.616),
+    (8, 4, 40, 80, 1, 1, 0, 4, "bf16", True, "backward-weight", 105.54),
+    (4, 256, 512, 16, 3, 1, 1, 1, "tf32", True, "forward", 20.416),
 )
 
 # Any product, aligned or not.
@@ -151,6 +179,29 @@ def test_attention_it_never_saw() -> None:
         for b, h, s, d, kv, hkv, causal, mask, p, dtype, way, _ in ATTENTIONS
     ]
     assert mean_error(ops, [row[-1] for row in ATTENTIONS]) < 0.12
+
+
+def convolutions() -> list[Op]:
+    return [
+        Conv2d(b, c, k, size, r, step, pad, groups=g, dtype=dtype, channels_last=last, direction=way)
+        for b, c, k, size, r, step, pad, g, dtype, last, way, _ in CONVOLUTIONS
+    ]
+
+
+def test_convolutions_it_never_saw() -> None:
+    assert mean_error(convolutions(), [row[-1] for row in CONVOLUTIONS]) < 0.2
+
+
+@given(st.lists(st.tuples(st.floats(-2, 2), st.floats(-3, 3)), min_size=1, max_size=12))
+def test_of_several_ways_the_time_stated_is_the_one_that_errs_least(ways: list[tuple[float, float]]) -> None:
+    times, logits = np.array([ways], dtype=np.float32).transpose(2, 0, 1)
+    odds = np.exp(logits / SOFTENED)
+
+    def expected_error(logarithm: float) -> float:
+        return float((odds * np.abs(np.exp(logarithm - times) - 1)).sum())
+
+    best = min(expected_error(each) for each in times[0])
+    assert expected_error(least_error(times, logits)[0]) == pytest.approx(best, rel=1e-3, abs=1e-5)
 
 
 def test_it_beats_the_analytic_stage_on_them() -> None:

@@ -67,6 +67,34 @@ class _FusedAttention(torch.autograd.Function):
         return (None, None, *grads, grad_mask)
 
 
+def _unfused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What ``_scaled_dot_product_attention_math`` (PyTorch, ATen/native/transformers/attention.cpp) runs, but
+    for dropout, which is one kernel on CUDA and several elsewhere: fp32 throughout, and under no autocast."""
+    with torch._C.DisableTorchFunction():
+        half = (scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
+        q, k, v = (t.float() if t.element_size() < 4 else t for t in (query, key, value))
+        if enable_gqa:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        scores = (q * half) @ (k.transpose(-2, -1) * half)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+        if mask is not None:
+            scores = scores + mask
+        weights = torch.native_dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)[0]
+        return (weights @ v).to(query.dtype)
+
+
 def scaled_dot_product_attention(
     mode: SemanticMode,
     query: torch.Tensor,
@@ -88,7 +116,9 @@ def scaled_dot_product_attention(
         )
     )
     if not fusable:
-        return NotImplemented
+        if not dropout_p:
+            return NotImplemented
+        return _unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     op = Attention(
         batch=query.shape[0],
         num_heads=query.shape[1],

@@ -23,7 +23,7 @@ from tilefit.ops import OPTIMIZER, Streaming
 #: Makes an optimizer of parameters.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 #: What ``--optimizer`` can name.
-OPTIMIZERS: dict[str, MakeOptimizer] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }

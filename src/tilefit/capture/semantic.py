@@ -46,6 +46,8 @@ class SemanticMode(TorchFunctionMode):
         self.autocast = autocast
         self.device = torch.device(recorder.device)
         self.constants = Constants()
+        #: How often code asked for the value of a tensor.
+        self.values_read = 0
         self._copies: dict[FunctionType, FunctionType] = {}
         self._calling: list[FunctionType] = []
 
@@ -141,6 +143,7 @@ class SemanticMode(TorchFunctionMode):
         return args[0]
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.values_read += 1
         tensor = args[0]
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
             with torch._C.DisableTorchFunction(), self.recorder.silent():

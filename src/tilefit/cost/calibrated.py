@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 WIDEST = 2.0
 #: A tile is named where the network gives it at least this probability; else it is unsure.
 SURE = 0.4
+#: Networks are surer of the way on shapes that they were trained on than on others: logits over this.
+SOFTENED = 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,9 @@ class Network:
         layers: Weights [members, inputs, outputs] and biases [members, 1, outputs] of each layer.
         quantiles: Of ``log(measured / predicted) / spread`` at 10 and 90 %, on shapes set aside for it.
         families, tiles: What the outputs after the time and the spread stand for.
+        paths: Number of ways in which the library may compute it, of which the last outputs are the logits
+            and the times; the time is then the mean of what these say together and of the first output,
+            which changes less abruptly from one size to the next.
         on_analytic: The first stage's time is corrected, and is the last input (:func:`on_analytic`); else
             the baseline of the features is.
         bounds: The least and the largest correction that was measured; no other is predicted.
@@ -70,14 +75,20 @@ class Network:
     tiles: tuple[tuple[int, int] | None, ...]
     on_analytic: bool = False
     bounds: tuple[float, float] = (-inf, inf)
+    paths: int = 0
 
     def __call__(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
         """The outputs for rows of inputs: [rows, 2 + families + tiles]."""
+        import numpy as np
+
         outputs: NDArray[np.float32] = self.members(rows).mean(axis=0)
+        if self.paths:
+            outputs, logits, times = np.split(outputs, (-2 * self.paths, -self.paths), axis=1)
+            outputs[:, 0] = (outputs[:, 0] + least_error(times, logits)) / 2
         return outputs
 
     def members(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
-        """The outputs of each network of the ensemble: [members, rows, 2 + families + tiles]."""
+        """The outputs of each network of the ensemble: [members, rows, 2 + families + tiles + 2 * paths]."""
         import numpy as np
 
         x = np.asarray(rows, dtype=np.float32)
@@ -152,6 +163,22 @@ class Profile:
                 )
             corrected.append(estimate)
         return corrected
+
+
+def least_error(times: NDArray[np.float32], logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Of the times (logarithms) of some ways [rows, ways] the one that is expected to err least.
+
+    The least mean relative error has the median of the times, each weighted by its probability over the time.
+    """
+    import numpy as np
+
+    weights = np.exp((logits - logits.max(axis=1, keepdims=True)) / SOFTENED - times)
+    order = times.argsort(axis=1)
+    below = np.take_along_axis(weights, order, axis=1).cumsum(axis=1)
+    middle = (below >= below[:, -1:] / 2).argmax(axis=1)
+    row = np.arange(len(times))
+    found: NDArray[np.float32] = times[row, order[row, middle]]
+    return found
 
 
 def _choices(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
@@ -291,6 +318,11 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
             raise ValueError(f"{kind}/{name} holds no finite numbers")
         return found
 
+    def weight(index: int) -> NDArray[np.float32]:
+        """Some are kept in whole steps, a step for each output."""
+        name = f"weight{index}"
+        return array(name) * array(f"{name}_step") if f"{kind}/{name}_step" in arrays else array(name)
+
     low, high = facts.get("bounds", (-inf, inf))
     return Network(
         domains=frozenset(facts["domains"]),
@@ -298,10 +330,11 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
         high=array("high"),
         mean=array("mean"),
         scale=array("scale"),
-        layers=tuple((array(f"weight{i}"), array(f"bias{i}")) for i in range(facts["layers"])),
+        layers=tuple((weight(i), array(f"bias{i}")) for i in range(facts["layers"])),
         quantiles=(facts["quantiles"][0], facts["quantiles"][1]),
         families=tuple(facts["families"]),
         tiles=tuple((tile[0], tile[1]) if tile else None for tile in facts["tiles"]),
         on_analytic=facts.get("on_analytic", False),
         bounds=(low, high),
+        paths=facts.get("paths", 0),
     )

@@ -12,7 +12,7 @@ from itertools import product
 from math import ceil, gcd, log2, prod
 
 from tilefit.cost.attention import CUDNN, EFFICIENT, FLASH, MATH_BACKEND, backend
-from tilefit.cost.tiles import ceil_div
+from tilefit.cost.tiles import ceil_div, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv, Gemm, Op, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
@@ -99,6 +99,105 @@ _CONV_DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _DIRECTIONS = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
 _TAPS, _STEPS = (1, 2, 3, 4, 5, 7, 11), (1, 2, 4, 16)
 _CASES = tuple(product(_DIRECTIONS, (False, True), (False, True), (False, True)))
+#: Channels per group, as wide in as out, for which the library has Tensor Core kernels that take all groups
+#: at once: on an H200 one such pass in seven ran group by group, of the others between three and six in ten
+#: (more than four groups, more than one channel each; the kernels that ran in ``collect_h200.py``).
+_PACKED_WIDTHS = (4, 8, 16, 32)
+_GROUPINGS = ("one", "packed", "depthwise", "other")
+_CHANNELS = (1, 2, 3, 4, 8, 16, 32, 64)
+#: What the groups and the pass, and what the layout and a 1 x 1 kernel decide together.
+_GROUPED = tuple(product(_DIRECTIONS, _GROUPINGS))
+_POINTWISE = tuple(product((False, True), (False, True), _GROUPINGS))
+#: Splits of the contraction that are looked at, and what adding the parts up takes beside their traffic.
+_MOST_SPLITS = 512
+_SPLIT_S = 1.5e-6
+
+
+def _split(
+    m: int, n: int, k: int, batch: int, size: int, peak: float, gpu: Gpu, tile: int
+) -> tuple[float, int]:
+    """The best time of a product in square tiles over the splits of its contraction, and that split."""
+    blocks = ceil_div(m, tile) * ceil_div(n, tile) * batch
+    stage = _STAGE_BYTES // size
+    stages = ceil_div(k, stage)
+    wave_s = gpu.sms * 2 * tile * tile * stage / (peak * _MATH_SHARE)
+    added_s = m * n * batch * 2 / gpu.memory_bandwidth_bytes_per_s
+    best, best_split, split = float("inf"), 1, 1
+    while split <= max(1, min(_MOST_SPLITS, stages // 2)):
+        time_s = ceil(blocks * split / gpu.sms) * (ceil_div(stages, split) + 3) * wave_s
+        if split > 1:
+            time_s += _SPLIT_S + added_s * (split + 1)
+        if time_s < best:
+            best, best_split = time_s, split
+        split *= 2
+    return best, best_split
+
+
+def _grouping(op: Conv) -> str:
+    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    if op.groups == 1:
+        return "one"
+    if channels_in == channels_out and channels_in in _PACKED_WIDTHS:
+        return "packed"
+    return "depthwise" if channels_in == 1 else "other"
+
+
+def _conv_paths(op: Conv, gpu: Gpu) -> list[float]:
+    """What decides between the library's paths: groups, padded channels, split contractions, the image."""
+    size, access = size_bytes(op.dtype), elements_per_access(op.dtype)
+    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    padded_in, padded_out = round_up(channels_in, access), round_up(channels_out, access)
+    bandwidth, peak = gpu.memory_bandwidth_bytes_per_s, gpu.peak_flop_per_s(op.dtype)
+    grouping = _grouping(op)
+    equal = op.groups > 1 and channels_in == channels_out
+    power_in, power_out = (channels & (channels - 1) == 0 for channels in (channels_in, channels_out))
+    plain = prod(op.kernel_size) == prod(op.stride) == 1 and max(op.padding) == 0
+    height, width = (op.input_size[-2] if len(op.input_size) > 1 else 1), op.input_size[-1]
+    rows, columns = (op.output_size[-2] if len(op.input_size) > 1 else 1), op.output_size[-1]
+    pixels_in, pixels_out = prod(op.input_size), prod(op.output_size)
+    row = [
+        float(channels_in == channels_out), float(power_in), float(power_out), float(equal),
+        float(equal and power_in), float(channels_in == channels_out == 1),
+        log2(gcd(op.in_channels, 16)), log2(gcd(op.out_channels, 16)), log2(gcd(op.groups, 64)),
+        log2(op.in_channels), log2(op.out_channels), log2(padded_in / channels_in),
+        log2(padded_out / channels_out),
+        log2(height), log2(width), log2(rows), log2(columns), float(op.stride[-1]), float(op.padding[-1]),
+        float(op.padding[-1] == 0), float(pixels_out == 1), float(op.batch == 1),
+        float(max(op.dilation) > 1 and max(op.stride) > 1),
+        log2(gcd(pixels_out * size, LINE_BYTES)), log2(gcd(pixels_in * size, LINE_BYTES)),
+        log2(ceil_div(rows, 2) * ceil_div(columns, 2) * 4 / (rows * columns)),
+    ]  # fmt: skip
+    for elements in (op.input_elements, op.output_elements, op.weight_elements):
+        row.append(max(0.0, log2(elements * size / gpu.l2_bytes)))
+    # The product with its channels padded to whole accesses, group by group where it runs so.
+    matrix = op.implicit_gemm
+    if op.direction == BACKWARD_WEIGHT:
+        m, n, k = matrix.m // channels_in * padded_in, padded_out, matrix.k
+    elif op.direction == FORWARD:
+        m, n, k = matrix.m, padded_out, matrix.k // channels_in * padded_in
+    else:
+        m, n, k = matrix.m, padded_in, round_up(matrix.k, access)
+    calls = op.groups if grouping == "other" else 1
+    large_s, large_split = _split(m, n, k, matrix.batch // calls, size, peak, gpu, 128)
+    small_s, small_split = _split(m, n, k, matrix.batch // calls, size, peak, gpu, 64)
+    call_s = max(min(large_s, small_s), op.moved_bytes / calls / bandwidth / _MEMORY_SHARE) + _FIXED_S
+    row += [
+        log2(calls * large_s), log2(calls * small_s), log2(large_split), log2(small_split),
+        log2(calls * call_s),
+    ]  # fmt: skip
+    # The product of one image, as NCHW has it in memory.
+    taps = prod(op.kernel_size)
+    if op.direction == BACKWARD_WEIGHT:
+        m, n, k = channels_in * taps, channels_out, pixels_out
+    elif op.direction == FORWARD:
+        m, n, k = pixels_out, channels_out, channels_in * taps
+    else:
+        m, n, k = pixels_in, channels_in, channels_out * taps
+    row.append(log2(_split(m, n, k, op.batch * op.groups, size, peak, gpu, 128)[0]))
+    row += _one_hot(channels_in, _CHANNELS) + _one_hot(channels_out, _CHANNELS)
+    row += _one_hot((op.direction, grouping), _GROUPED)
+    row += _one_hot((op.channels_last, plain, grouping), _POINTWISE)
+    return row
 
 
 def conv(op: Conv, gpu: Gpu) -> Row:
@@ -149,7 +248,7 @@ def conv(op: Conv, gpu: Gpu) -> Row:
         row += _one_hot(each, _ALIGNMENTS[:5])
     # What the library does depends on the pass, the layout and the alignment together.
     row += _one_hot((op.direction, op.channels_last, min(aligned) >= access, op.groups == 1), _CASES)
-    return baseline_s, row
+    return baseline_s, row + _conv_paths(op, gpu)
 
 
 _BACKENDS = (CUDNN, FLASH, EFFICIENT, MATH_BACKEND)

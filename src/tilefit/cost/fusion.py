@@ -1,18 +1,22 @@
 """What compilation does to a step: chains of streaming operations become one kernel each.
 
-A model of ``torch.compile`` (Inductor), with these assumptions:
+A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Inductor schedules by
+``benchmarks/inductor_kernels.py``. Its assumptions:
 
-- Pointwise operations, copies and casts, reductions, normalizations and softmax fuse with the producers of
-  their inputs. Products, convolutions, attention, embeddings, sorts and the optimizer stay as they are.
-- The forward and the backward graph are compiled apart; nothing fuses across them.
-- A result used only inside its chain is never written. One that is needed outside, or by the backward
-  pass, is written once. An input is read once however many operations of the chain read it. Inductor also
-  recomputes cheap results instead of saving them; that is not modelled, so the gain is understated.
-- A reduction over everything ends its chain: who needs its result must wait for the whole grid.
-- A generated kernel moves its bytes at the rate of a pointwise one, whatever it normalises or reduces: the
-  library's kernels for these are often far slower (batch normalization in NCHW above all).
-- Convolutions run in NHWC (Inductor's layout optimization), but for grouped ones that are not depthwise,
-  whose presence switches it off.
+- Pointwise operations, copies and casts, reductions, normalizations, softmax, losses, embeddings, indexing
+  and pooling are generated code and fuse with the producers of their inputs. Products, convolutions,
+  attention, sorts and the optimizer stay as they are. The forward and the backward graph are compiled apart.
+- A result used only inside its kernel is never written. One that a library's kernel reads is written once.
+  What another generated kernel reads, in the backward pass above all, is computed again from what lies in
+  memory where that moves no more bytes than writing and reading the result; random numbers, sums and the
+  softmax of attention are not computed again.
+- A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
+- A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
+  for the whole grid. So must the users of statistics over a batch, whose kernel reads its inputs twice.
+- The gradient of an embedding is a zeroed table into which the kernel that makes the gradient adds.
+- Backward products of fp32 operands run in autocast's type: AOTAutograd traces the backward pass under the
+  forward pass's autocast (``torch._functorch.config.backward_pass_autocast``).
+- Convolutions run in NHWC where Inductor's layout optimization says so (``GraphLowering.decide_layout_opt``).
 - A misaligned product is padded to whole 16-byte accesses (Inductor's ``pad_mm``), which costs a copy of
   each operand that grows. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
   product of enough arithmetic intensity is padded.
@@ -20,20 +24,91 @@ A model of ``torch.compile`` (Inductor), with these assumptions:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from tilefit.cost.tiles import round_up
-from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 
-#: Roles that fuse.
-_FUSIBLE = ("softmax", "normalization", "reduction", "pointwise", "copy")
+#: ``Streaming.function`` of a kernel that the compiler wrote.
+GENERATED = "generated"
+#: Roles that are generated code.
+_GENERATED = (
+    "softmax",
+    "normalization",
+    "reduction",
+    "pointwise",
+    "copy",
+    "loss",
+    "embedding",
+    "indexing",
+    "pooling",
+)
+#: Functions whose result is never computed again: random numbers; and what Inductor keeps, or computes once
+#: more for itself, which moves as much: the softmax of attention (not that of a loss) and the results of
+#: norms over a batch or over channels.
+_KEPT = frozenset(
+    """bernoulli rand randn rand_like randn_like normal uniform softmax safe_softmax native_batch_norm
+    native_group_norm""".split()
+)
+#: Further kernels beside the one that writes the result, by function: the stages of the sums over the batch
+#: (statistics, or the gradients of scale and shift).
+_STAGES = {
+    "native_batch_norm": 3,
+    "native_batch_norm_backward": 3,
+    "native_layer_norm_backward": 2,
+    "native_group_norm": 1,
+    "native_group_norm_backward": 3,
+}
+#: Norms whose statistics need the whole grid, or too much of it, before they can be used.
+_IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
+#: What a generated kernel computes beside moving its bytes, as FLOP per element at the fp32 peak: the time
+#: that 105 kernels of 13 compiled steps took on an H200 beyond their traffic; of a model left out of the fit
+#: the kernels' median error is 11 %, and 30 % by the traffic alone (``benchmarks/fit_generated.py``).
+_WORK = {
+    "native_dropout": 103.0,
+    "gelu": 31.0,
+    "gelu_backward": 35.0,
+    "tanh": 15.0,
+    "tanh_backward": 13.0,
+    "silu": 42.0,
+    "silu_backward": 42.0,
+    "native_layer_norm": 168.0,
+    "native_layer_norm_backward": 47.0,
+    "log_softmax": 71.0,
+    "log_softmax_backward_data": 41.0,
+    "native_batch_norm": 25.0,
+}
+#: Likewise of an addition into a row so short that neighbouring threads add to the same word: T5's relative
+#: positions, 1.07 ns each.
+_CONTENDED_WORK = 7.2e4
+_SHORT_ROW = 32
+#: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
+_MOST_OPERATIONS = 30
 #: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
 #: which the copies would cost as much as they save.
 _PADDED_INTENSITY = 140
 #: The sizes of each operand.
 _SIZES = {"A": ("m", "k"), "B": ("k", "n")}
+#: ``decide_layout_opt``: graph nodes per convolution above which it is not worth it.
+_FEW_CONVOLUTIONS = 300
+_SMALL_CHANNELS = 64
+
+#: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
+_Value = tuple[int, int]
+
+
+def fuse(step: Step) -> Step:
+    """The step as a compiled model would run it."""
+    fusion = _Fusion(list(_lowered(step)))
+    return replace(
+        step,
+        ops=tuple(fusion.kernels()),
+        memory=fusion.memory(step.memory),
+        settings=replace(step.settings, compiled=True),
+    )
 
 
 @dataclass(slots=True)
@@ -42,81 +117,346 @@ class _Chain:
 
     graph: tuple[bool, bool]
     members: list[int] = field(default_factory=list)
+    #: Bytes read, by what is read, with the member that read it first.
+    reads: dict[_Value, tuple[int, int]] = field(default_factory=dict)
     #: Where the fused kernel stands: its last member before anyone outside read a result.
     position: int = -1
     #: First operation outside that read a result; -1 while there is none.
     escape: int = -1
     #: Results that need the whole grid before they can be used.
-    barriers: set[int] = field(default_factory=set)
+    sums: dict[int, int] = field(default_factory=dict)
 
 
-def fuse(step: Step) -> Step:
-    """The step as a compiled model would run it; memory is left as it was."""
-    chain_of: dict[int, _Chain] = {}
-    producer: dict[int, int] = {}
-    outside_readers: set[tuple[int, int]] = set()
-    read_ever: set[tuple[int, int]] = set()
-    sources: list[tuple[tuple[TensorRef, int], ...]] = []
-    for index, entry in enumerate(step.ops):
-        reads = tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs)
-        sources.append(reads)
-        chain = _join(index, entry, reads, chain_of)
-        for ref, writer in reads:
-            read_ever.add((writer, ref.id))
-            source = chain_of.get(writer)
-            if source is not None and source is not chain:
-                outside_readers.add((writer, ref.id))
-                if source.escape < 0:
-                    source.escape = index
-        if chain is not None:
-            chain_of[index] = chain
-            chain.members.append(index)
-            if chain.escape < 0:
-                chain.position = index
-            if _reduces_everything(entry.op):
-                chain.barriers.update(ref.id for ref in entry.outputs)
-        for ref in entry.outputs:
-            producer[ref.id] = index
-    ops: list[StepOp] = []
-    channels_last = not any(_is_grouped(entry.op) for entry in step.ops)
-    for index, entry in enumerate(step.ops):
-        chain = chain_of.get(index)
-        if chain is None:
-            if isinstance(entry.op, Conv) and channels_last:
-                entry = replace(entry, op=replace(entry.op, channels_last=True))
-            ops.extend(_padded(entry))
-        elif index == chain.position:
-            ops.append(_kernel(step, chain, sources, outside_readers, read_ever))
-    return replace(step, ops=tuple(ops), settings=replace(step.settings, compiled=True))
+class _Fusion:
+    """The chains of a step."""
 
+    def __init__(self, ops: list[StepOp]) -> None:
+        self.ops = ops
+        self.chains: dict[int, _Chain] = {}
+        self.refs: dict[_Value, TensorRef] = {}
+        #: Who wrote the inputs of each operation.
+        self.sources: list[tuple[tuple[TensorRef, int], ...]] = []
+        #: What is written to memory.
+        self.written: set[_Value] = set()
+        #: Layer norms by the input whose normalised form they keep.
+        self.normalised: dict[_Value, _Value] = {}
+        producer: dict[int, int] = {}
+        read: set[_Value] = set()
+        for index, entry in enumerate(ops):
+            self.sources.append(tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs))
+            values = {(writer, ref.id): ref for ref, writer in self.sources[-1]}
+            read.update(values)
+            if not _is_generated(entry):
+                self.written.update(values)
+            for value, ref in values.items():
+                self.refs.setdefault(value, ref)
+            for ref in entry.outputs:
+                producer[ref.id] = index
+                self.refs[index, ref.id] = ref
+        self.written.update(value for value in self.refs if value not in read)
+        for index, entry in enumerate(ops):
+            if _is_generated(entry):
+                self._add(index, entry)
+                continue
+            for ref, writer in self.sources[index]:
+                self._escapes((writer, ref.id), index)
 
-def _join(
-    index: int, entry: StepOp, reads: tuple[tuple[TensorRef, int], ...], chain_of: dict[int, _Chain]
-) -> _Chain | None:
-    """The chain an operation belongs to: a producer's if it can still take it, else a new one."""
-    op = entry.op
-    if not isinstance(op, Streaming) or op.role not in _FUSIBLE or entry.phase == OPTIMIZER:
-        return None
-    graph = (entry.phase == FORWARD, entry.recomputed)
-    for _, writer in reversed(reads):
-        chain = chain_of.get(writer)
-        if chain is None or chain.graph != graph:
-            continue
-        # What was produced before a result left the chain cannot depend on that result.
-        independent = all(
-            chain.escape < 0 or source < chain.escape or chain_of.get(source) is chain for _, source in reads
+    def kernels(self) -> Iterator[StepOp]:
+        """The step's operations, each chain as one."""
+        channels_last = _channels_last(self.ops)
+        copies: set[tuple[_Value, int]] = set()
+        for index, entry in enumerate(self.ops):
+            chain = self.chains.get(index)
+            if chain is not None:
+                if index == chain.position:
+                    yield self._kernel(chain)
+            elif isinstance(entry.op, Conv):
+                yield replace(
+                    entry, op=replace(entry.op, channels_last=channels_last or entry.op.channels_last)
+                )
+            else:
+                yield from _padded(entry, self.sources[index], copies)
+
+    def memory(self, eager: Memory) -> Memory:
+        """What the step needs where only what is written takes memory, until it is read for the last time."""
+        last: dict[_Value, int] = {}
+        made: dict[int, list[_Value]] = {}
+        for index, entry in enumerate(self.ops):
+            chain = self.chains.get(index)
+            reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
+            last.update((value, chain.position if chain else index) for value in reads)
+            if entry.phase == OPTIMIZER:
+                continue
+            for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
+                if value in self.refs and (chain is None or value in self.written):
+                    made.setdefault(chain.position if chain else index, []).append(value)
+        end = len(self.ops)
+        freed: dict[int, list[_Value]] = {}
+        for values in made.values():
+            for value in values:
+                freed.setdefault(last.get(value, end), []).append(value)
+        live: dict[int, int] = {}
+        now = peak = saved = 0
+        for index, entry in enumerate(self.ops):
+            for value in made.get(index, ()):
+                size = _bytes(self.refs[value])
+                now += size - live.get(value[1], 0)  # in place: the same memory
+                live[value[1]] = size
+            peak = max(peak, now)
+            for value in freed.get(index, ()):
+                now -= live.pop(value[1], 0)
+            if entry.phase == FORWARD:
+                saved = now
+        held = eager.fixed_bytes - eager.gradient_bytes
+        return replace(eager, saved_bytes=saved, peak_bytes=held + peak)
+
+    def _escapes(self, value: _Value, reader: int) -> None:
+        source = self.chains.get(value[0])
+        if source is not None and source is not self.chains.get(reader) and source.escape < 0:
+            source.escape = reader
+
+    def _add(self, index: int, entry: StepOp) -> None:
+        chain = self._join(index, entry)
+        op = entry.op
+        assert isinstance(op, Streaming)
+        self.chains[index] = chain
+        chain.members.append(index)
+        if chain.escape < 0:
+            chain.position = index
+        if _sums(op):
+            chain.sums.update((ref.id, prod(ref.shape)) for ref in entry.outputs)
+        for ref, writer in self.sources[index]:
+            value = (writer, ref.id)
+            if self.chains.get(writer) is chain:
+                continue
+            if "backward" in op.function and op.role == "normalization":
+                value = self.normalised.get(value, value)
+            # A broadcast view is larger than what is read of it.
+            for root, size in self._roots(value, min(_bytes(ref), op.read_bytes)).items():
+                if self.chains.get(root[0]) is not chain:
+                    self.written.add(root)
+                    self._escapes(root, index)
+                    chain.reads[root] = max(chain.reads.get(root, (0, index)), (size, index))
+        if op.role == "normalization" and "layer_norm" in op.function and "backward" not in op.function:
+            self._normalise(index, op)
+
+    def _normalise(self, index: int, op: Streaming) -> None:
+        """Keep the normalised input where what it is made of is no smaller."""
+        ref, writer = self.sources[index][0]
+        size = op.elements * size_bytes("fp32")
+        if sum(self._roots((writer, ref.id), _bytes(ref)).values()) >= size:
+            kept = (index, -1 - index)
+            self.refs[kept] = TensorRef(kept[1], ref.shape, "fp32")
+            self.normalised[writer, ref.id] = kept
+
+    def _roots(self, value: _Value, size: int) -> dict[_Value, int]:
+        """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
+        return self._roots_of(value, size, _MOST_OPERATIONS, {})
+
+    def _roots_of(
+        self, value: _Value, size: int, most: int, known: dict[_Value, dict[_Value, int]]
+    ) -> dict[_Value, int]:
+        if value in known:
+            return known[value]
+        known[value] = {value: size}
+        writer = value[0]
+        if not most or writer not in self.chains or value in self.written or value[1] < 0:
+            return known[value]
+        entry = self.ops[writer]
+        op = entry.op
+        assert isinstance(op, Streaming)
+        dropped = op.function == "native_dropout"
+        if _is_kept(op) or (dropped and value[1] != entry.outputs[0].id):
+            return known[value]
+        roots: dict[_Value, int] = {}
+        for ref, source in self.sources[writer]:
+            read = (source, ref.id)
+            if op.role == "normalization" and read in self.normalised:
+                roots = {self.normalised[read]: op.elements * size_bytes("fp32")}
+                break
+            least = min(_bytes(ref), op.read_bytes)
+            for root, root_size in self._roots_of(read, least, most - 1, known).items():
+                roots[root] = max(root_size, roots.get(root, 0))
+        if dropped:
+            mask = entry.outputs[-1]
+            roots[writer, mask.id] = _bytes(mask)
+        if sum(roots.values()) <= size + _bytes(self.refs[value]):
+            known[value] = roots
+        return known[value]
+
+    def _join(self, index: int, entry: StepOp) -> _Chain:
+        """The chain an operation belongs to: a producer's if it can still take it, else a new one."""
+        op = entry.op
+        assert isinstance(op, Streaming)
+        graph = (entry.phase == FORWARD, entry.recomputed)
+        reads = self.sources[index]
+        for _, writer in () if _sums(op) else reversed(reads):
+            chain = self.chains.get(writer)
+            if chain is None or chain.graph != graph:
+                continue
+            # What was produced before a result left the chain cannot depend on that result.
+            independent = all(
+                chain.escape < 0 or source < chain.escape or self.chains.get(source) is chain
+                for _, source in reads
+            )
+            # The last stage of a sum can go on with the sums themselves.
+            waits = any(
+                self.chains.get(source) is chain and op.elements > chain.sums.get(ref.id, op.elements)
+                for ref, source in reads
+            )
+            if independent and not waits:
+                return chain
+        return _Chain(graph)
+
+    def _kernel(self, chain: _Chain) -> StepOp:
+        """The one kernel that a chain becomes."""
+        parts: list[Streaming] = []
+        outputs: dict[int, TensorRef] = {}
+        read_bytes = sum(size for size, _ in chain.reads.values())
+        write_bytes = 0
+        for index in chain.members:
+            entry = self.ops[index]
+            op = entry.op
+            assert isinstance(op, Streaming)
+            parts.append(op)
+            read_bytes += 0 if entry.inputs else op.read_bytes
+            write_bytes += 0 if entry.outputs else op.write_bytes
+            for ref in entry.outputs:
+                if (index, ref.id) in self.written:
+                    outputs[ref.id] = ref
+                    write_bytes += min(_bytes(ref), op.write_bytes)
+            if (index, -1 - index) in self.written:
+                outputs[-1 - index] = self.refs[index, -1 - index]
+                write_bytes += op.elements * size_bytes("fp32")
+            if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
+                read_bytes += sum(size for size, first in chain.reads.values() if first <= index)
+        largest = max(parts, key=lambda part: part.elements)
+        first = self.ops[chain.members[0]]
+        names = dict.fromkeys(self.ops[index].name.removeprefix("aten.") for index in chain.members)
+        return StepOp(
+            Streaming(
+                role="pointwise",
+                elements=largest.elements,
+                read_bytes=read_bytes,
+                write_bytes=write_bytes,
+                dtype=largest.dtype,
+                flop_per_element=sum(map(_flop, parts)) / largest.elements if largest.elements else 0.0,
+                strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
+                function=GENERATED,
+                kernels=1 + sum(_STAGES.get(part.function, 0) + _sums(part) for part in parts),
+            ),
+            phase=first.phase,
+            site=first.site,
+            name=first.name if len(parts) == 1 else f"fused({', '.join(name for name in names if name)})",
+            inputs=tuple(self.refs[value] for value in chain.reads),
+            outputs=tuple(outputs.values()),
+            recomputed=first.recomputed,
         )
-        waits = any(chain_of.get(source) is chain and ref.id in chain.barriers for ref, source in reads)
-        if independent and not waits:
-            return chain
-    return _Chain(graph)
 
 
-def _padded(entry: StepOp) -> tuple[StepOp, ...]:
+def _is_generated(entry: StepOp) -> bool:
+    return isinstance(entry.op, Streaming) and entry.op.role in _GENERATED and entry.phase != OPTIMIZER
+
+
+def _bytes(ref: TensorRef) -> int:
+    return prod(ref.shape) * size_bytes(ref.dtype)
+
+
+def _sums(op: Streaming) -> bool:
+    """It adds across rows, or everything."""
+    return op.role == "reduction" and op.inner in (0, op.elements)
+
+
+def _flop(op: Streaming) -> float:
+    if op.function == "embedding_dense_backward" and op.inner < _SHORT_ROW:
+        return op.elements * _CONTENDED_WORK
+    return op.elements * _WORK.get(op.function.strip("_"), op.flop_per_element)
+
+
+def _is_kept(op: Streaming) -> bool:
+    """Its result is never computed again: sums would have to be, random numbers cannot."""
+    backward = "backward" in op.function and op.role in ("normalization", "softmax")
+    return backward or op.role == "reduction" or op.function.strip("_") in _KEPT
+
+
+def _lowered(step: Step) -> Iterator[StepOp]:
+    """The operations that Inductor makes kernels of."""
+    for entry in _in_autocast_type(step):
+        op = entry.op
+        if isinstance(op, Streaming) and op.function == "embedding_dense_backward":
+            table = sum(map(_bytes, entry.outputs))
+            grad = max((ref for ref in entry.inputs), key=_bytes)
+            zeros = Streaming("pointwise", op.elements, 0, table, op.dtype)
+            yield replace(entry, op=zeros, name="aten.zeros", inputs=(), outputs=())
+            added = prod(grad.shape) * size_bytes(entry.outputs[0].dtype)
+            entry = replace(entry, op=replace(op, elements=prod(grad.shape), write_bytes=added, kernels=1))
+        yield entry
+
+
+def _in_autocast_type(step: Step) -> Iterable[StepOp]:
+    """The operations with backward products in autocast's type, casts right after what made the operands."""
+    narrow_type = step.settings.amp
+    if not narrow_type:
+        return step.ops
+    ops: list[StepOp] = []
+    producer: dict[int, int] = {}
+    narrow: set[int] = set()
+    #: By the operation they follow, and what they cast.
+    casts: dict[int, dict[tuple[int, int], StepOp]] = {}
+    fresh = 1 + max((ref.id for entry in step.ops for ref in (*entry.inputs, *entry.outputs)), default=0)
+
+    def cast(ref: TensorRef, index: int) -> TensorRef:
+        nonlocal fresh
+        writer = producer.get(ref.id, -1)
+        source = step.ops[writer] if writer >= 0 else step.ops[index]
+        after = casts.setdefault(writer if writer >= 0 else index - 1, {})
+        if (writer, ref.id) not in after:
+            elements = prod(ref.shape)
+            copy = Streaming("copy", elements, 4 * elements, 2 * elements, "fp32", function="_to_copy")
+            made = replace(ref, id=fresh, dtype=narrow_type)
+            after[writer, ref.id] = StepOp(copy, source.phase, source.site, "aten._to_copy", (ref,), (made,))
+            fresh += 1
+        return after[writer, ref.id].outputs[0]
+
+    for index, entry in enumerate(step.ops):
+        inputs = tuple(replace(ref, dtype=narrow_type) if ref.id in narrow else ref for ref in entry.inputs)
+        narrow.difference_update(ref.id for ref in entry.outputs)
+        op = entry.op
+        if isinstance(op, Gemm) and entry.phase.startswith("backward") and op.dtype in ("fp32", "tf32"):
+            inputs = tuple(cast(ref, index) if ref.dtype == "fp32" else ref for ref in inputs)
+            outputs = tuple(replace(ref, dtype=narrow_type) for ref in entry.outputs)
+            entry = replace(entry, op=replace(op, dtype=narrow_type), outputs=outputs)
+            narrow.update(ref.id for ref in outputs)
+        ops.append(replace(entry, inputs=inputs))
+        producer.update((ref.id, index) for ref in entry.outputs)
+    return [op for i, entry in enumerate(ops, -1) for op in (*casts.get(i, {}).values(), entry)]
+
+
+def _channels_last(ops: list[StepOp]) -> bool:
+    """Inductor's ``decide_layout_opt`` for training, on the forward pass."""
+    forward = [entry for entry in ops if entry.phase == FORWARD]
+    convs = [entry.op for entry in forward if isinstance(entry.op, Conv)]
+    if not convs or len(forward) >= _FEW_CONVOLUTIONS * len(convs):
+        return False
+    if any(conv.groups > 1 and not conv.is_depthwise for conv in convs):
+        return False
+    if any(
+        2 * conv.out_channels <= conv.in_channels // conv.groups and conv.kernel_size[0] > 1 for conv in convs
+    ):
+        return False
+    return not all(
+        max(conv.out_channels, conv.in_channels // conv.groups) <= _SMALL_CHANNELS for conv in convs
+    )
+
+
+def _padded(
+    entry: StepOp, sources: tuple[tuple[TensorRef, int], ...], copies: set[tuple[_Value, int]]
+) -> Iterator[StepOp]:
     """A misaligned product as padding makes it: a copy of each operand that grows, and the larger product."""
     gemm = entry.op
     if not isinstance(gemm, Gemm) or gemm.dtype in ("fp32", "fp64") or gemm.intensity < _PADDED_INTENSITY:
-        return (entry,)
+        yield entry
+        return
     access = elements_per_access(gemm.dtype)
     grown = {
         operand.contiguous: round_up(getattr(gemm, operand.contiguous), access)
@@ -124,84 +464,20 @@ def _padded(entry: StepOp) -> tuple[StepOp, ...]:
         if operand.leading_dimension % access
     }
     if not grown:
-        return (entry,)
+        yield entry
+        return
     padded = replace(gemm, ld_a=0, ld_b=0, **grown)  # type: ignore[arg-type]
-    copies = []
     for sizes in _SIZES.values():
         if grown.keys() & set(sizes):
             first, second = sizes
             before = gemm.batch * getattr(gemm, first) * getattr(gemm, second)
             after = gemm.batch * getattr(padded, first) * getattr(padded, second)
-            size = size_bytes(gemm.dtype)
-            copy = Streaming("copy", after, before * size, after * size, gemm.dtype)
-            copies.append(replace(entry, op=copy, name="pad", inputs=(), outputs=()))
-    return (*copies, replace(entry, op=padded))
-
-
-def _is_grouped(op: object) -> bool:
-    return isinstance(op, Conv) and op.groups > 1 and not op.is_depthwise
-
-
-def _reduces_everything(op: object) -> bool:
-    if not isinstance(op, Streaming) or op.role != "reduction":
-        return False
-    return op.inner == op.elements or (op.inner == 0 and not op.strided)
-
-
-def _bytes(ref: TensorRef) -> int:
-    return prod(ref.shape) * size_bytes(ref.dtype)
-
-
-def _kernel(
-    step: Step,
-    chain: _Chain,
-    sources: list[tuple[tuple[TensorRef, int], ...]],
-    outside_readers: set[tuple[int, int]],
-    read_ever: set[tuple[int, int]],
-) -> StepOp:
-    """The one kernel that a chain becomes."""
-    members = set(chain.members)
-    inputs: dict[tuple[int, int], TensorRef] = {}
-    outputs: dict[int, TensorRef] = {}
-    read_bytes: dict[tuple[int, int], int] = {}
-    write_bytes = 0
-    parts: list[Streaming] = []
-    for index in chain.members:
-        entry = step.ops[index]
-        op = entry.op
-        assert isinstance(op, Streaming)
-        parts.append(op)
-        if not entry.inputs:
-            read_bytes[index, -1] = op.read_bytes
-        for ref, writer in sources[index]:
-            if writer not in members:
-                inputs[writer, ref.id] = ref
-                # A broadcast view is larger than what is read of it.
-                seen = min(_bytes(ref), op.read_bytes)
-                read_bytes[writer, ref.id] = max(read_bytes.get((writer, ref.id), 0), seen)
-        for ref in entry.outputs:
-            if (index, ref.id) in outside_readers or (index, ref.id) not in read_ever:
-                outputs[ref.id] = ref
-                write_bytes += min(_bytes(ref), op.write_bytes)
-    # Statistics over the batch need the whole grid before they can be used: their inputs are read twice.
-    again = sum(part.read_bytes for part in parts if "batch_norm" in part.function)
-    largest = max(parts, key=lambda part: part.elements)
-    first = step.ops[chain.members[0]]
-    names = dict.fromkeys(step.ops[index].name.removeprefix("aten.") for index in chain.members)
-    return StepOp(
-        Streaming(
-            role="pointwise",
-            elements=largest.elements,
-            read_bytes=sum(read_bytes.values()) + again,
-            write_bytes=write_bytes,
-            dtype=largest.dtype,
-            flop_per_element=sum(part.flop for part in parts) / largest.elements if largest.elements else 0.0,
-            strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
-        ),
-        phase=first.phase,
-        site=first.site,
-        name=first.name if len(parts) == 1 else f"fused({', '.join(name for name in names if name)})",
-        inputs=tuple(inputs.values()),
-        outputs=tuple(outputs.values()),
-        recomputed=first.recomputed,
-    )
+            # The two products of a gradient share its copy.
+            operand = next(((w, ref.id) for ref, w in sources if prod(ref.shape) == before), None)
+            if operand is None or (operand, after) not in copies:
+                size = size_bytes(gemm.dtype)
+                copy = Streaming("copy", after, before * size, after * size, gemm.dtype)
+                yield replace(entry, op=copy, name="pad", inputs=(), outputs=())
+            if operand is not None:
+                copies.add((operand, after))
+    yield replace(entry, op=padded)

@@ -11,10 +11,23 @@ from __future__ import annotations
 
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Attention, Conv, Gemm, Op, Recurrent, Settings, Streaming
+from tilefit.ops import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OPTIMIZER,
+    Attention,
+    Conv,
+    Gemm,
+    Op,
+    Recurrent,
+    Settings,
+    Step,
+    Streaming,
+)
 
-#: A call alone, in a loop that does nothing else (``benchmarks/collect_h200.py --part launch``).
-CALL_S: dict[type[Op], float] = {Gemm: 14e-6, Conv: 12e-6, Attention: 17e-6}
+#: A call alone, in a loop that does nothing else: 14, 12 and 17 us (``benchmarks/collect_h200.py --part
+#: launch``), on a host about 1.7 times as fast as that of the steps, for which all constants here are.
+CALL_S: dict[type[Op], float] = {Gemm: 24e-6, Conv: 20e-6, Attention: 29e-6}
 #: One forward operation of a model: the call, with the modules, the views and the Python around it.
 FORWARD_S: dict[type[Op], float] = {
     Gemm: 31e-6,
@@ -36,15 +49,20 @@ KERNEL_S = 6.8e-6
 #: Before the first operation of the forward pass, of the backward pass, and of the optimizer. All the steps
 #: that the last is fitted to have AdamW's eight operations; what one of them takes is that of a call alone:
 #: the multi-tensor AdamW over 10 tensors took 99 us more than the fused one, which is one operation
-#: (``benchmarks/collect_h200.py --part launch``), on a host about 1.7 times as fast as that of the steps.
+#: (``benchmarks/collect_h200.py --part launch``), on the faster host.
 FIXED_S = {"forward": 0.4e-3, "backward": 1.1e-3, "optimizer": 0.71e-3}
 #: A multi-tensor operation of an optimizer, and each further launch of it: gathering the addresses of the
 #: 30 to 110 tensors that one launch holds is what takes the time.
 OPTIMIZER_S = 24e-6
 OPTIMIZER_KERNEL_S = 66e-6
-#: One operation of a compiled graph, launched from the Python that the compiler generates (without CUDA
-#: graphs): from the host-bound steps of ``benchmarks/results/whole_steps_compiled.json``.
-COMPILED_S = 22e-6
+#: One kernel that the compiler wrote, one call of a library, launched from the Python that the compiler
+#: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
+#: back to it. Set by hand to the host-bound steps of
+#: ``benchmarks/results/whole_steps_compiled.json`` whose model is one graph (MobileNet, EfficientNet, U-Net,
+#: Swin) and to BART's, which has the most launches; they differ by -9 to +10 %.
+COMPILED_KERNEL_S = 15e-6
+COMPILED_CALL_S = 22e-6
+COMPILED_PARAMETER_S = 15e-6
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6
@@ -65,6 +83,13 @@ def kernels(op: Op, gpu: Gpu) -> int:
     return 1
 
 
+def begin_s(part: str, step: Step) -> float:
+    """Host time before the first operation of the forward pass, the backward pass or the optimizer."""
+    # A compiled backward pass hands over all gradients when it is done.
+    handed_over = len(step.parameters) if step.settings.compiled and part == OPTIMIZER else 0
+    return FIXED_S.get(part, 0.0) + COMPILED_PARAMETER_S * handed_over
+
+
 def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
     """Host time to launch an operation."""
     if isinstance(op, Recurrent):
@@ -77,7 +102,10 @@ def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
     if phase == OPTIMIZER:
         return OPTIMIZER_S + OPTIMIZER_KERNEL_S * (count - 1)
     if settings.compiled:
-        return COMPILED_S + KERNEL_S * (count - 1)
+        if isinstance(op, Streaming):
+            return COMPILED_KERNEL_S * count
+        # One call makes both gradients of a convolution.
+        return KERNEL_S if isinstance(op, Conv) and op.direction == BACKWARD_WEIGHT else COMPILED_CALL_S
     each = BACKWARD_S if phase.startswith("backward") else FORWARD_S
     # A collective is one call of its library: nothing is known that sets it apart from a streaming kernel.
     return each.get(type(op), each[Streaming]) + KERNEL_S * (count - 1)

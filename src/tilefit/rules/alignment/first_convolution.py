@@ -14,6 +14,10 @@ from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
+#: The least share of the layer's time that is worth a word: the model errs by several per cent on what
+#: distinguishes 3, 4 and 8 channels.
+_CLEAR_GAIN = 0.1
+
 
 class FirstConvolution(Rule):
     """A first convolution on three channels would be faster on four or eight.
@@ -53,6 +57,9 @@ class FirstConvolution(Rule):
             return
         new = min(options, key=lambda c: replaced_s(context, options[c]))
         change = options[new]
+        before_s = sum(context.estimate.ops[index].time_s for index in indices)
+        if replaced_s(context, change) > (1 - _CLEAR_GAIN) * before_s:
+            return
         lines = []
         for index in indices:
             after = change[index][-1].op

@@ -36,8 +36,11 @@ class Unfused(Rule):
     compiled 4 N. The finding gives the share of the GPU's time outside matrix products, convolutions,
     attention and recurrence, the kernels and bytes before and after, and the modules where most is saved.
     The model of compilation fuses along the data flow within the forward and the backward pass, writes only
-    results that are needed outside a chain, and leaves products as they are, but for misaligned ones, which
-    the compiler pads by itself where that pays: the finding says how much of the saving that is.
+    results that are needed outside a chain, computes cheap ones again, and leaves products as they are, but
+    for misaligned ones, which the compiler pads by itself where that pays: the finding says how much of the
+    saving that is. A model that takes another path when it is compiled is seen on that path by
+    `tilefit check --compile` alone: the encoders of transformers 5.17 then make a mask that costs them the
+    fused attention (BERT and ViT in the table below).
 
     Example: `model = torch.compile(model)`, or a fused form of one chain: `F.gelu(x, approximate="tanh")`,
     `F.rms_norm`.
