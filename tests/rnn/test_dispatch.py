@@ -72,6 +72,15 @@ def test_the_faster_one_runs(measured: Measure) -> None:
     assert choose(call(training=True)).backend == "persistent"
 
 
+def test_a_relu_rnn_is_taken_to_be_as_fast_as_a_tanh_rnn(measured: Measure) -> None:
+    measured(row(1.2, 6.0, cell="rnn_tanh"), row(9.0, 3.0))
+    assert choose(call("rnn_relu")).backend == "persistent"
+    dispatch._table.cache_clear()
+    dispatch._choose.cache_clear()
+    measured(row(1.2, 6.0, cell="rnn_tanh"), row(7.0, 6.0, cell="rnn_relu"))
+    assert choose(call("rnn_relu")).backend == "cudnn"
+
+
 def test_a_size_in_between_takes_the_nearest(measured: Measure) -> None:
     measured(row(1.5, 10.0), row(9.0, 3.0, batch=64), row(9.0, 3.0, hidden=2048))
     assert choose(call(batch=16)).backend == "persistent"

@@ -280,8 +280,11 @@ class Table:
         return _nearest(call, alike or rows).cudnn_us if rows else None
 
     def _like(self, call: Call, dtype: torch.dtype) -> list[Row]:
-        """Rows of a call's kind; those of one direction stand for two where two were not measured."""
-        kind = (call.cell, DTYPES.get(dtype), call.training)
+        """Rows of a call's kind; those of one direction stand for two where two were not measured, and those
+        of a tanh RNN for a ReLU RNN, which does the same work."""
+        measured = {row.cell for row in self.rows}
+        cell = "rnn_tanh" if call.cell == "rnn_relu" and call.cell not in measured else call.cell
+        kind = (cell, DTYPES.get(dtype), call.training)
         rows = [row for row in self.rows if (row.cell, row.dtype, row.training) == kind]
         return [row for row in rows if row.directions == call.directions] or rows
 

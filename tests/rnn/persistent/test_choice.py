@@ -45,6 +45,8 @@ def test_like_problems_run_the_same_variant() -> None:
         Problem(CELLS["lstm"], "bfloat16", 1024, 8, lengths=True, resets=True),
     ):
         assert chosen(other, H200) == chosen(one, H200)
+    tanh, relu = (Problem(CELLS[name], "bfloat16", 1024, 8) for name in ("rnn_tanh", "rnn_relu"))
+    assert chosen(tanh, H200) == chosen(relu, H200)
 
 
 def test_a_gpu_that_cannot_run_the_measured_variant_runs_another() -> None:
