@@ -1,12 +1,14 @@
-"""Fit what the host spends to launch an operation to the recorded steps of whole_steps.py.
+"""Fit what the host spends to launch a step to the recorded steps of whole_steps.py.
 
-    python benchmarks/fit_launch.py
+    PYTHONPATH=src python benchmarks/fit_launch.py
 
-Nonnegative least squares of the relative error, for each part of a step: a fixed time, a time for each
-operation by kind, and one for each further kernel. The time of an attention is given: fitted freely it takes
-over what the modules around it cost, which attention written by hand has as well. It prints the constants of
-``tilefit.cost.launch`` and how well they fit. Steps with recurrent layers are left out: cuDNN launches their
-kernels by itself.
+For each part of an eager step the relative error is made small: with a fixed time, one for each operation,
+and one for each change of the running module (forward pass) or each parameter (backward pass, optimizer).
+Some constants are given, see GIVEN_US. It prints the constants of ``tilefit.cost.launch``, how well they fit,
+and how far off they are of a model that the others were fitted without. Steps with recurrent layers are left
+out: cuDNN launches their kernels by itself. Then, of the compiled steps whose layers are compiled each for
+itself, what one such layer takes: the part of the step that the rest of its host time does not explain. And,
+timed here, how much less Python a fused AdamW runs for a parameter than a multi-tensor one.
 """
 
 from __future__ import annotations
@@ -14,42 +16,119 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from scipy.optimize import nnls
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
-RESULT = Path(__file__).parent / "results" / "whole_steps.json"
+from tilefit.cost.launch import KERNEL_S, OPTIMIZER_S, RECOMPILED_S
+
+RESULTS = Path(__file__).parent / "results"
 PARTS = {
-    "forward": ("fixed", "gemm", "conv", "streaming"),
-    "backward": ("fixed", "gemm", "conv", "streaming", "kernels"),
-    "optimizer": ("streaming", "kernels"),
+    "forward": ("fixed", "operations", "modules"),
+    "backward": ("fixed", "operations", "parameters"),
+    "optimizer": ("fixed", "parameters"),
 }
-#: Microseconds of an attention: about three times those of a call alone, as other operations take in a model.
-ATTENTION_US = {"forward": 60.0, "backward": 100.0, "optimizer": 0.0}
+#: What these rows cannot tell: only one has operations of many kernels, and all have the same optimizer.
+GIVEN_US: dict[str, dict[str, float]] = {
+    "forward": {},
+    "backward": {"kernels": 1e6 * KERNEL_S},
+    "optimizer": {"operations": 1e6 * OPTIMIZER_S},
+}
+#: Relative errors beyond this count linearly, not squared: other processes disturbed some rows.
+DISTURBED = 0.05
+_Array = NDArray[np.float64]
+
+
+def solved(shares: _Array, rest: _Array) -> _Array:
+    """The nonnegative constants."""
+    start = np.full(shares.shape[1], 10.0)
+    scale = 1 / np.abs(shares).max(0)
+    found = least_squares(
+        lambda constants: shares @ constants - rest,
+        start,
+        bounds=(0, np.inf),
+        x_scale=scale,
+        loss="soft_l1",
+        f_scale=DISTURBED,
+    )
+    return np.asarray(found.x)
+
+
+def fitted(rows: Sequence[dict[str, Any]], part: str, number: int) -> tuple[_Array, list[float], list[float]]:
+    """The constants in microseconds; the relative error of each row with them, and with those that were
+    fitted without the row's model."""
+
+    def counts(names: Sequence[str]) -> _Array:
+        launches = [{"fixed": 1, **row["launches"][part]} for row in rows]
+        return np.array([[each[name] for name in names] for each in launches], dtype=float)
+
+    spent_us = np.array([1e3 * row["host_ms"][number] for row in rows])
+    given_us = counts([*GIVEN_US[part]]) @ np.array([*GIVEN_US[part].values()])
+    shares, rest = counts(PARTS[part]) / spent_us[:, None], 1 - given_us / spent_us
+    constants = solved(shares, rest)
+    models = [row["model"].split()[0] for row in rows]
+    without = []
+    for index, model in enumerate(models):
+        others = np.array([other != model for other in models])
+        without.append(abs(shares[index] @ solved(shares[others], rest[others]) - rest[index]))
+    return constants, [*np.abs(shares @ constants - rest)], without
+
+
+def adamw_python_us(parameters: int, **kind: bool) -> float:
+    """Time of a step of AdamW on this CPU whose operations on parameters do nothing, and of ``zero_grad``."""
+    tensors = [torch.nn.Parameter(torch.zeros(4)) for _ in range(parameters)]
+    optimizer = torch.optim.AdamW(tensors, **kind)
+    # The steps are counted on the CPU, by an operation that stays.
+    names = {name for name in dir(torch) if name.startswith("_foreach_")} - {"_foreach_add_"}
+    nothing = dict.fromkeys((*names, "_fused_adamw_"), lambda first, *args, **kwargs: first)
+    times = []
+    with patch.multiple(torch, **nothing):
+        for _ in range(60):
+            for tensor in tensors:
+                tensor.grad = torch.zeros(4)
+            start = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=Path, default=RESULT)
-    rows = json.loads(parser.parse_args().steps.read_text())["rows"]
-    rows = [row for row in rows if "recurrent" not in row["launches"]["forward"]]
+    parser.add_argument("--steps", type=Path, default=RESULTS / "whole_steps.json")
+    parser.add_argument("--compiled", type=Path, default=RESULTS / "whole_steps_compiled.json")
+    options = parser.parse_args()
+    rows = json.loads(options.steps.read_text())["rows"]
+    rows = [row for row in rows if "recurrent" not in row["kinds"]]
     for number, (part, names) in enumerate(PARTS.items()):
-        counts = np.array(
-            [
-                [1 if name == "fixed" else row["launches"][part].get(name, 0) for name in names]
-                for row in rows
-            ],
-            dtype=float,
-        )
-        spent_us = np.array([1e3 * row["host_ms"][number] for row in rows])
-        given_us = np.array([ATTENTION_US[part] * row["launches"][part].get("attention", 0) for row in rows])
-        constants, _ = nnls(counts / spent_us[:, None], 1 - given_us / spent_us)
-        off = [abs(error) for error in (counts @ constants + given_us) / spent_us - 1]
+        constants, *errors = fitted(rows, part, number)
         stated = ", ".join(f"{name} {value:.1f}" for name, value in zip(names, constants, strict=True))
-        print(f"{part}: {stated} us; median error {statistics.median(off):.0%}, worst {max(off):.0%}")
+        fit, without = (f"median {statistics.median(off):.0%}, worst {max(off):.0%}" for off in errors)
+        print(f"{part}: {stated} us; error {fit}; of a model left out {without}; {len(rows)} steps")
+    layers_ms = []
+    for row in json.loads(options.compiled.read_text())["rows"]:
+        if layers := row["recompiled"]:
+            rest_ms = row["predicted_host_ms"] - 1e3 * RECOMPILED_S * layers
+            layers_ms.append((row["sustained_ms"] - rest_ms) / layers)
+            print(f"{row['model']}: {layers_ms[-1]:.2f} ms for each of {layers} layers")
+    print(f"compiled for itself: {statistics.geometric_mean(layers_ms):.2f} ms a layer")
+    each_us = [
+        (adamw_python_us(250, **kind) - adamw_python_us(50, **kind)) / 200
+        for kind in ({"foreach": True}, {"fused": True})
+    ]
+    print(
+        f"Python of AdamW for a parameter, here: {each_us[0]:.1f} us, fused {each_us[1]:.1f} us "
+        f"({each_us[1] / each_us[0]:.2f} times)"
+    )
 
 
 if __name__ == "__main__":

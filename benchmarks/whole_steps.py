@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from itertools import groupby
 from operator import sub
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ from tilefit.capture import capture
 from tilefit.capture.targets import InputOptions, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.ops import Step, Streaming
+from tilefit.cost.launch import kernels
+from tilefit.gpus import Gpu
+from tilefit.ops import Step, StepOp
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 
@@ -61,15 +64,21 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
 ]
 
 
-def launches(step: Step) -> dict[str, dict[str, int]]:
-    """By part of the step: operations of each kind, and the kernels beyond the first of each."""
-    counts: dict[str, dict[str, int]] = {}
+def launches(step: Step, gpu: Gpu) -> dict[str, dict[str, int]]:
+    """By part of the step: its operations, the kernels beyond the first of each, how often another module
+    runs than before, and the parameters that have a gradient."""
+    parts: dict[str, list[StepOp]] = {}
     for entry in step.ops:
-        part = counts.setdefault(entry.phase.partition("-")[0], {})
-        part[entry.op.kind] = part.get(entry.op.kind, 0) + 1
-        if isinstance(entry.op, Streaming):
-            part["kernels"] = part.get("kernels", 0) + entry.op.kernels - 1
-    return counts
+        parts.setdefault(entry.phase.partition("-")[0], []).append(entry)
+    return {
+        part: {
+            "operations": len(entries),
+            "kernels": sum(kernels(entry.op, gpu) - 1 for entry in entries),
+            "modules": sum(1 for _ in groupby(entries, lambda entry: entry.site.module)),
+            "parameters": sum(parameter.trainable for parameter in step.parameters.values()),
+        }
+        for part, entries in parts.items()
+    }
 
 
 def predicted(
@@ -92,7 +101,9 @@ def predicted(
         "predicted_host_ms": 1e3 * estimate.host_time_s,
         "predicted_gib": step.memory.peak_bytes / 2**30,
         "operations": len(step.ops),
-        "launches": launches(step),
+        "launches": launches(step, gpus.get(gpu)),
+        "recompiled": step.settings.recompiled,
+        "kinds": sorted({entry.op.kind for entry in step.ops}),
     }
 
 

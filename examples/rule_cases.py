@@ -191,7 +191,7 @@ def int004():
         def forward(self, x):
             return self.down(F.silu(self.gate(x)) * self.up(x))
 
-    return nn.Sequential(GatedMlp(), GatedMlp()), torch.empty(8192, 1024)
+    return nn.Sequential(GatedMlp(), GatedMlp()), torch.empty(4096, 1024)
 
 
 @case("--amp bf16 --fused-optimizer")

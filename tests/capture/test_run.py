@@ -191,6 +191,39 @@ def test_values_that_split_a_compiled_model_are_noted() -> None:
     assert "reads 1 tensor value: there torch.compile splits the model" in note
 
 
+class _Attention(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.new_empty(0, 8), super().forward(x)])
+
+
+class _Caching(nn.Module):
+    """Two layers whose attention fills a cache that is empty; each layer may be dropped by chance."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"attention": _Attention(8, 8)}) for _ in range(2))
+        self.drops = drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.drops or torch.rand([], device="cpu") >= 0.0:
+                x = layer["attention"](x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("drops", "compiled", "layers"), [(True, True, 2), (False, True, 0), (True, False, 0)]
+)
+def test_layers_are_compiled_one_by_one_where_a_split_model_fills_a_cache(
+    drops: bool, compiled: bool, layers: int
+) -> None:
+    step = capture(_Caching(drops), rows(4, 8), compiled=compiled)
+    assert step.settings.recompiled == layers
+    assert any("compiles 2 layers that fill a KV cache one by one" in note for note in step.notes) == (
+        layers > 0
+    )
+
+
 def test_the_settings_say_how_it_ran() -> None:
     step = capture(_model(), rows(2, 3, 8, 8), channels_last=True, compiled=True, amp="bf16", name="mine")
     settings = step.settings
@@ -302,3 +335,8 @@ def test_the_batch_of_a_time_first_recurrent_model_is_not_its_length() -> None:
 
     assert capture(TimeFirst(batch_first=False), torch.empty(35, 20, 8)).batch == 20
     assert capture(TimeFirst(batch_first=True), torch.empty(20, 35, 8)).batch == 20
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(UsageError, match="of type int, which cannot be called"):
+        capture(3, torch.empty(2))

@@ -138,6 +138,25 @@ def test_a_wrong_target_is_told(
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("target", "sizes", "why"),
+    [
+        ("{file}:pair", {"batch": 4}, "--batch has no effect: pair makes the inputs itself"),
+        ("{file}:pair", {"image_size": 4}, "--image-size has no effect: pair makes"),
+        ("{file}:model", {"batch": 4, "specs": ["x: fp32[2,8]"]}, "--batch has no effect: --input says"),
+        ("hf:gpt2", {"seq": 4, "specs": ["input_ids: int64[2,8]"]}, "--seq has no effect: --input says"),
+        ("torchvision:resnet18", {"seq": 4}, "--seq has no effect: images have no tokens"),
+    ],
+)
+def test_a_size_without_effect_is_refused(file: Path, target: str, sizes: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        load(target.format(file=file), InputOptions(**sizes))
+
+
+def test_a_size_that_a_sweep_varies_may_have_no_effect(file: Path) -> None:
+    load(f"{file}:pair", InputOptions(batch=4, varied="batch"))
+
+
 def test_a_factory_that_raises_is_told_with_its_line(file: Path) -> None:
     with pytest.raises(TargetError) as caught:
         _load(f"{file}:broken")

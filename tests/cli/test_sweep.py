@@ -42,6 +42,16 @@ def test_text_with_impossible_points(tilefit, model: str) -> None:
     )
 
 
+def test_a_long_frontier_says_what_is_left_out(tilefit, model: str) -> None:
+    grid = ("--over", "batch=1024..65536", "--over", "heads=1,2,4,8", "--over", "compile=off,on")
+    command = ("sweep", model, *grid, "--gpu", "l4")
+    short, long = tilefit(*command).out, tilefit(*command, "--all").out
+    (more,) = re.findall(r"nor in less memory. (\d+) more points: --all", short)
+    listed = [len(re.findall(r" on .* ms ", text.partition("nor in less")[0])) for text in (short, long)]
+    assert listed[1] - listed[0] == int(more)
+    assert "more points" not in long
+
+
 def test_json_then_the_store(tilefit, model: str) -> None:
     command = ("sweep", model, "--over", "batch=1..256", "--over", "gpu=h200,l4", "--output-format", "json")
     first = tilefit(*command)

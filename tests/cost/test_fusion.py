@@ -299,6 +299,12 @@ def test_a_misaligned_product_is_padded_at_the_price_of_copies() -> None:
     assert gain > 2
 
 
+def test_both_operands_of_a_square_product_are_copied() -> None:
+    square = TensorRef(1, (4095, 4095), "bf16"), TensorRef(2, (4095, 4095), "bf16")
+    odd = StepOp(Gemm(4095, 4095, 4095), FORWARD, Site("fc"), "aten.mm", square)
+    assert kinds(fuse(Step((odd,)))) == ["streaming", "streaming", "gemm"]
+
+
 def test_aligned_small_and_fp32_products_are_not_padded() -> None:
     ops = (
         Gemm(4096, 4096, 4096),

@@ -5,9 +5,21 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import LAUNCH, estimate, estimate_step
-from tilefit.cost.launch import FIXED_S, RECURRENT_STEP_S, launch_s
+from tilefit.cost.launch import FIXED_S, RECOMPILED_S, RECURRENT_STEP_S, around_s, launch_s
 from tilefit.gpus import get
-from tilefit.ops import FORWARD, Gemm, Op, Recurrent, Settings, Site, Step, StepOp, Streaming
+from tilefit.ops import (
+    FORWARD,
+    OPTIMIZER,
+    Gemm,
+    Op,
+    Parameter,
+    Recurrent,
+    Settings,
+    Site,
+    Step,
+    StepOp,
+    Streaming,
+)
 
 H200 = get("h200")
 LARGE = Gemm(8192, 8192, 8192)
@@ -22,14 +34,16 @@ def test_large_operations_hide_the_launches() -> None:
     predicted = estimate_step(step(*[LARGE] * 20), H200)
     assert predicted.gpu_time_s == pytest.approx(20 * estimate(LARGE, H200).time_s)
     # Only what comes before the first kernel is waited for.
-    first_s = FIXED_S["forward"] + launch_s(LARGE, FORWARD, H200, Settings())
+    ops = step(LARGE)
+    first_s = FIXED_S["forward"] + sum(around_s(ops)) + launch_s(LARGE, FORWARD, H200, Settings())
     assert predicted.time_s == pytest.approx(predicted.gpu_time_s + first_s)
     assert predicted.bound_time_s[LAUNCH] == pytest.approx(first_s)
 
 
 def test_small_operations_wait_for_the_host() -> None:
     predicted = estimate_step(step(*[SMALL] * 100), H200)
-    launches_s = 100 * launch_s(SMALL, FORWARD, H200, Settings())
+    ops = step(*[SMALL] * 100)
+    launches_s = sum(around_s(ops)) + 100 * launch_s(SMALL, FORWARD, H200, Settings())
     assert predicted.host_time_s == pytest.approx(FIXED_S["forward"] + launches_s)
     assert predicted.time_s == pytest.approx(predicted.host_time_s + estimate(SMALL, H200).time_s)
     assert predicted.bound_time_s[LAUNCH] > predicted.gpu_time_s
@@ -59,11 +73,58 @@ def test_a_standard_recurrent_layer_waits_for_a_launch_every_step() -> None:
     assert estimate_step(step(persistent), H200).time_s < predicted.time_s / 3
 
 
-def test_a_compiled_product_is_cheaper_to_launch_and_a_backward_one_dearer() -> None:
-    product = Gemm(64, 64, 64)
-    backward = launch_s(product, "backward-data", H200, Settings())
-    assert launch_s(product, "backward-data", H200, Settings(compiled=True)) < backward
-    assert launch_s(product, FORWARD, H200, Settings()) < backward
+def layers(*settings: str, count: int = 4, parameters: int = 2) -> Step:
+    """A training step of small operations: ``count`` layers of two operations each."""
+    names = [f"layers.{index}" for index in range(count)]
+    ops = [StepOp(SMALL, FORWARD, Site(name)) for name in names for _ in range(2)]
+    ops += [StepOp(SMALL, "backward-data", Site(name)) for name in reversed(names) for _ in range(2)]
+    ops += [StepOp(SMALL, OPTIMIZER, Site()) for _ in range(8)]
+    weights = {f"{name}.p{index}": Parameter((8,), "fp32") for name in names for index in range(parameters)}
+    return Step(tuple(ops), parameters=weights, settings=Settings(**dict.fromkeys(settings, True)))
+
+
+def test_modules_and_parameters_take_time_on_the_host() -> None:
+    plain = estimate_step(layers(), H200).host_time_s
+    frozen = layers()
+    weights = {name: replace(each, trainable=False) for name, each in frozen.parameters.items()}
+    assert estimate_step(layers(parameters=4), H200).host_time_s > plain
+    assert estimate_step(replace(frozen, parameters=weights), H200).host_time_s < plain
+    one = tuple(replace(entry, site=Site("layers.0")) for entry in layers().ops)
+    without = estimate_step(replace(layers(), ops=one), H200).host_time_s
+    assert without < plain
+
+
+def test_a_gradient_is_accumulated_once_when_the_backward_pass_reaches_its_module() -> None:
+    ops = layers().ops
+    around = [each for entry, each in zip(ops, around_s(layers()), strict=True) if "backward" in entry.phase]
+    assert around[0::2] == [around[0]] * 4
+    assert around[0] > 0
+    assert not any(around[1::2])
+
+
+@pytest.mark.parametrize("setting", ["compiled", "cuda_graph"])
+def test_a_graph_runs_the_python_of_no_module(setting: str) -> None:
+    graph = layers(setting)
+    for entry, around in zip(graph.ops, around_s(graph), strict=True):
+        assert (around > 0) == (entry.phase == OPTIMIZER)
+    assert estimate_step(graph, H200).host_time_s < estimate_step(layers(), H200).host_time_s
+    # Its gradients still have to get to the parameters.
+    more = estimate_step(layers(setting, parameters=4), H200).host_time_s
+    assert more > estimate_step(graph, H200).host_time_s
+
+
+def test_a_fused_optimizer_spends_less_on_each_parameter() -> None:
+    def optimizer_s(step: Step) -> float:
+        return sum(s for entry, s in zip(step.ops, around_s(step), strict=True) if entry.phase == OPTIMIZER)
+
+    assert 0 < optimizer_s(layers("fused_optimizer")) < optimizer_s(layers())
+
+
+def test_layers_that_are_compiled_one_by_one_take_longer() -> None:
+    whole = layers("compiled")
+    split = replace(whole, settings=replace(whole.settings, recompiled=4))
+    longer_s = estimate_step(split, H200).host_time_s - estimate_step(whole, H200).host_time_s
+    assert longer_s == pytest.approx(4 * RECOMPILED_S)
 
 
 def test_an_empty_step_takes_no_time() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 import tilefit
 from fixing import fixed
 from tilefit.errors import UsageError
-from tilefit.fixes import Candidate, Run, planner
-from tilefit.fixes.linear import PaddedLinear
+from tilefit.fixes import Candidate, RefusedError, Run, Undo, planner
+from tilefit.fixes.linear import PaddedLinear, Padding
 from tilefit.fixes.measuring import RunningStep, step_times_s
 
 
@@ -126,7 +126,6 @@ def test_what_was_measured_counts(
     timer = Timer(saved_ms)
     monkeypatch.setattr(planner, "require_cuda", lambda run: None)
     monkeypatch.setattr(planner, "step_times_s", timer)
-    monkeypatch.setattr(planner, "step_times_s", timer)
     widths = (1021, 1533)[: len(saved_ms)]
     layers = Several(nn.Linear(width, width) for width in widths)
     plan = tilefit.optimize(
@@ -144,6 +143,8 @@ def test_what_was_measured_counts(
     assert plan.provenance == "measured"
     assert plan.before_s == pytest.approx(1)
     assert plan.before_s - plan.after_s == pytest.approx(1e-3 * sum(saved_ms[index] for index in kept))
+    assert kept or plan.after_bytes == plan.before_bytes
+    assert "--" not in str(plan)
     for fix, index in zip(plan.fixes, kept, strict=True):
         assert fix.measured_s == pytest.approx(1e-3 * saved_ms[index])
     padded = {path for candidate in plan.candidates for path in candidate.modules}
@@ -152,6 +153,33 @@ def test_what_was_measured_counts(
     assert len(dropped) == len(saved_ms) - len(kept)
     for each in dropped:
         assert re.search(r"a step takes \d+(\.\d+)? ms longer with it", each.reason)
+
+
+def test_what_needs_a_fix_that_is_taken_back_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply, timer = Padding.apply, Timer([-100, 500])
+
+    def second_needs_first(self: Padding, run: Run) -> Undo:
+        if (
+            timer.saved_by
+            and self.modules == ("1",)
+            and not isinstance(run.model.get_submodule("0"), PaddedLinear)
+        ):
+            raise RefusedError("layer 0 is not padded")
+        return apply(self, run)
+
+    monkeypatch.setattr(Padding, "apply", second_needs_first)
+    monkeypatch.setattr(planner, "require_cuda", lambda run: None)
+    monkeypatch.setattr(planner, "step_times_s", timer)
+    layers = Several([nn.Linear(1533, 1533), nn.Linear(1021, 1021)])
+    inputs = tuple(torch.empty(65536, width, device="meta") for width in (1533, 1021))
+    plan = tilefit.optimize(
+        layers, inputs, gpu="h200", amp="bf16", select=["pad-linear"], verify=False, measure=True
+    )
+    assert not plan.fixes
+    assert not any(isinstance(layer, PaddedLinear) for layer in layers)
+    reasons = {each.modules: each.reason for each in plan.refused}
+    assert "longer with it" in reasons["0",]
+    assert "goes with a fix that was taken back (layer 0 is not padded)" in reasons["1",]
 
 
 @pytest.mark.parametrize(("saved_ms", "kept"), [(20, True), (2, False), (-20, False)])

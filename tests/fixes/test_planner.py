@@ -111,6 +111,7 @@ def test_no_time_no_search() -> None:
         ({"gpu": ["h200", "l4"]}, "one GPU"),
         ({"gpu": "h2000"}, "h2000"),
         ({"select": ["pad-lineer"]}, "pad-lineer"),
+        ({"select": "pad-lineer"}, "pad-lineer"),
         ({"optimizer": "adamx"}, "adamx"),
     ],
 )

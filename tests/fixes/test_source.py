@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,7 @@ _LINES = st.sampled_from(
     last=st.booleans(),
 )
 @example(lines=["x = f(4095)"], ends=["\r\n"] * 9, mark=True, last=False)
+@example(lines=["x = f(4095)", "", "   "], ends=["\n"] * 9, mark=False, last=False)
 def test_whatever_the_file_looks_like_edits_can_be_taken_back(
     tmp_path: Path, lines: list[str], ends: list[str], mark: bool, last: bool
 ) -> None:
@@ -179,7 +181,10 @@ def test_whatever_the_file_looks_like_edits_can_be_taken_back(
     path.write_bytes(data)
     try:
         syntax = Syntax(SourceFile.read(path))
-    except RefusedError:
+    except RefusedError as refused:
+        if "without changing it" in str(refused):  # LibCST drops an empty line before one of blanks
+            assert re.search(r"\n[ \t]+\r?\n", text)
+            return
         with pytest.raises(SyntaxError):
             compile(data, "file.py", "exec")
         return

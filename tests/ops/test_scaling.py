@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from builders import StepBuilder, gpt2, resnet
+from tilefit.capture import capture
+from tilefit.cost import fuse
 from tilefit.errors import UsageError
 from tilefit.ops import Gemm, Memory, Step, Streaming
 from tilefit.ops.scaling import scale_batch
+from toys import LanguageModel, tokens
 
 
 def scaled_ops(step: Step, factor: float) -> list[object]:
@@ -48,6 +51,22 @@ def test_gradients_of_parameters_stay() -> None:
     b.stream("fc", "copy", (gradient,), (wide,), phase="backward-weight", name="aten._to_copy")
     step = replace(step, ops=step.ops + b.step().ops[-1:])
     assert scale_batch(step, 4).ops[-1].op == step.ops[-1].op
+
+
+@pytest.mark.parametrize("factor", [4, 0.25])
+def test_a_scaled_step_is_compiled_like_a_captured_one(factor: float) -> None:
+    def compiled(step: Step) -> tuple[int, int]:
+        fused = fuse(step)
+        return sum(entry.op.moved_bytes for entry in fused.ops), fused.memory.activation_bytes
+
+    def captured(batch: int) -> Step:
+        return capture(LanguageModel(), tokens(batch), amp="bf16")
+
+    batch = round(8 * factor)
+    moved, held = compiled(scale_batch(captured(8), factor))
+    real_moved, real_held = compiled(captured(batch))
+    assert moved == pytest.approx(real_moved, rel=0.01)
+    assert held == pytest.approx(real_held, rel=0.02)
 
 
 def test_memory_inputs_and_batch() -> None:

@@ -144,6 +144,17 @@ def test_many_findings_fit_a_screen_and_say_what_is_left_out(report: Report) -> 
     assert render(many, show_all=True).count("ALN002  saves") == 10
 
 
+def test_a_single_finding_left_out_is_no_each(report: Report) -> None:
+    texts = [render(replace(report, findings=report.findings[:1] * number)) for number in range(1, 12)]
+    (text,) = [text for text in texts if "\n1 more" in text]
+    assert "1 more, saving 8.00 ms: add --all" in text
+
+
+def test_one_operation_is_one(report: Report) -> None:
+    single = replace(report, step=replace(report.step, op_count=1))
+    assert "of 1 operation;" in " ".join(render(single).split())
+
+
 def test_an_error_comes_without_a_price(comparison: Comparison) -> None:
     assert "BAT002  cannot run" in render(comparison["small"])
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recurrence import CELLS, assert_same, gradients, pair, state, tensors
 from tilefit.nn import GRU, LSTM, convert
-from tilefit.rnn import dispatch, passes, reference
+from tilefit.rnn import dispatch, passes, products, reference
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -239,3 +239,17 @@ def test_hooks_and_views_of_weights() -> None:
     torch.nn.utils.parametrizations.weight_norm(original, "weight_hh_l0")
     assert_same([module(x)[0]], [original(x)[0]])
     assert_same(gradients([module(x)[0]], [x]), gradients([original(x)[0]], [x]))
+
+
+def test_blocks_in_tf32_that_overlap_leave_the_setting_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of two threads do, of which the first to begin is the first to end."""
+    monkeypatch.setattr(products, "allows_tf32", lambda dtype, device: True)
+    matmul, x = torch.backends.cuda.matmul, torch.empty(1)
+    before = matmul.fp32_precision
+    first, second = products.precision(x), products.precision(x)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert matmul.fp32_precision == "tf32"
+    second.__exit__(None, None, None)
+    assert matmul.fp32_precision == before

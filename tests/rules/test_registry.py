@@ -41,6 +41,11 @@ def test_select_by_prefix_and_ignore() -> None:
     assert select() == all_rules()
 
 
+def test_a_lone_text_is_one_code() -> None:
+    assert select("ALN") == select(["ALN"])
+    assert select([], "ALN") == select([], ["ALN"])
+
+
 def test_select_refuses_a_prefix_that_fits_nothing() -> None:
     with pytest.raises(UsageError):
         select(["XYZ"])

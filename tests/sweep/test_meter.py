@@ -29,6 +29,9 @@ def build():
 
 def whole_step():
     return lambda: None
+
+def pair():
+    return nn.Linear(8, 4), torch.zeros(3, 8)
 """
 CPU = torch.device("cpu")
 
@@ -68,6 +71,18 @@ def test_a_step_of_any_batch(target: str) -> None:
         trial = meter(batch)
         assert trial == Trial(batch, 1.0, 1.0, 1.0, 0)
         assert trial.samples_per_s == batch
+
+
+def test_of_given_inputs_no_other_batch_is_measured(target: str) -> None:
+    meter = Meter(f"{target}:pair", CaptureOptions(), CPU)
+    assert meter(3).batch == 3
+    with pytest.raises(TargetError, match="a batch of 4 cannot be measured"):
+        meter(4)
+
+
+def test_inputs_are_those_of_the_command(target: str) -> None:
+    meter = Meter(f"{target}:pair", CaptureOptions(inputs=("input: fp32[5,8]",)), CPU)
+    assert meter(5).batch == 5
 
 
 def test_running_out_of_memory_is_no_error(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ class CaptureOptions:
     on_cpu: bool = False
     arguments: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    varied: str = ""
 
 
 def capture_target(target: str, options: CaptureOptions) -> Step:
@@ -64,7 +65,10 @@ def _capture_target(target: str, options: CaptureOptions) -> Step:
     device = "cpu" if options.on_cpu else "meta"
     with _uncollected():
         sizes = (options.batch, options.seq, options.image_size)
-        loaded = load(target, InputOptions(options.inputs, *sizes, options.train, device, options.arguments))
+        inputs = InputOptions(
+            options.inputs, *sizes, options.train, device, options.arguments, options.varied
+        )
+        loaded = load(target, inputs)
     return capture(
         loaded.model,
         loaded.inputs,

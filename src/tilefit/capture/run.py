@@ -87,6 +87,11 @@ def capture(
         CaptureError: The step needs what shapes cannot give, or the model itself fails; names the line.
         UsageError: An option is not understood.
     """
+    if not callable(model):
+        raise UsageError(
+            f"the model is of type {type(model).__name__}, which cannot be called",
+            hint="Give a torch.nn.Module, or a function that runs one step.",
+        )
     if amp not in ("", *AMP_DTYPES):
         raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
     if train and isinstance(model, torch.jit.ScriptModule):
@@ -125,6 +130,7 @@ def capture(
         channels_last=channels_last or session.channels_last_seen,
         compiled=compiled,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
+        recompiled=session.recompiled,
     )
     return session.step(
         settings,
@@ -150,6 +156,8 @@ class _Session:
         self.saved_bytes = 0
         self._held_bytes = 0  # parameters, buffers, inputs
         self.notes: list[str] = []
+        #: Layers that ``torch.compile`` compiles each for itself.
+        self.recompiled = 0
 
     @property
     def amp_seen(self) -> str:
@@ -247,12 +255,24 @@ class _Session:
         return loss
 
     def note_graph_breaks(self, values_read: int) -> None:
-        """Say where the compiler splits the model, which the cost model does not know of."""
-        if values_read:
-            self.notes.append(
-                f"The forward pass reads {values_read} tensor value{'s' * (values_read > 1)}: there "
-                "torch.compile splits the model, and some of it runs as it is. The estimate is of one part."
-            )
+        """Say where the compiler splits the model, and count the layers that it compiles each for itself.
+
+        The code of a layer is compiled once for all layers, unless it depends on the layer's number. It does
+        where its attention puts keys and values into a cache, which at first concatenates them with nothing.
+        """
+        if not values_read:
+            return
+        filling = {
+            entry.site.module.rpartition(".")[0]
+            for entry in self.recorder.ops
+            if entry.name == "aten.cat" and any(0 in ref.shape for ref in entry.inputs)
+        }
+        self.recompiled = len(filling)
+        each = f", and compiles {len(filling)} layers that fill a KV cache one by one" if filling else ""
+        self.notes.append(
+            f"The forward pass reads {values_read} tensor value{'s' * (values_read > 1)}: there "
+            f"torch.compile splits the model{each}. The GPU's time is estimated as that of one part."
+        )
 
     def check_something_ran(self) -> None:
         """Refuse a step whose tensors were somewhere else all along."""

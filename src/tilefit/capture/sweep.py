@@ -152,7 +152,7 @@ def at_size(options: CaptureOptions, over: str, size: int) -> CaptureOptions:
     """The options with one size: of the inputs, or of the model."""
     own = over in ("batch", "seq", "image_size")
     changed: dict[str, Any] = {over: size} if own else {"arguments": {**options.arguments, over: size}}
-    return replace(options, **changed)
+    return replace(options, **changed, varied=over)
 
 
 def _chosen(sizes: Sequence[int]) -> list[int]:

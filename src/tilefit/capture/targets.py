@@ -60,6 +60,7 @@ class InputOptions:
         device: ``meta``, or where values are needed the device that is to hold them.
         arguments: Sizes for the constructor, by name: arguments of a factory or of a library's model,
             attributes of a configuration. ``hidden`` and ``vocab`` stand for the usual names of these sizes.
+        varied: The size that a sweep varies, which looks itself whether it has an effect.
     """
 
     specs: Sequence[str] = field(default=())
@@ -69,6 +70,17 @@ class InputOptions:
     train: bool = True
     device: str = "meta"
     arguments: Mapping[str, int] = field(default_factory=dict)
+    varied: str = ""
+
+    def refuse_sizes(self, why: str, names: Sequence[str] = ("batch", "seq", "image_size")) -> None:
+        """Refuse sizes that would have no effect.
+
+        Raises:
+            UsageError: one of ``names`` was given; says ``why`` it is of no use.
+        """
+        for name in names:
+            if getattr(self, name) is not None and name != self.varied:
+                raise UsageError(f"--{name.replace('_', '-')} has no effect: {why}", hint="Leave it out.")
 
 
 def load(target: str, options: InputOptions) -> Target:
@@ -83,6 +95,8 @@ def load(target: str, options: InputOptions) -> Target:
         TargetError: it cannot be found, imported or built.
         UsageError: the text is not understood.
     """
+    if options.specs:
+        options.refuse_sizes("--input says what the inputs are")
     prefix, colon, rest = target.partition(":")
     if not colon or not rest:
         raise UsageError(
@@ -136,8 +150,10 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
         )
     if options.specs:
         inputs = parse_inputs(options.specs, options.device)
-    if inputs is None and isinstance(made, nn.Module):
+    elif inputs is None and isinstance(made, nn.Module):
         inputs = _inputs_by_signature(made, options, path)
+    else:
+        options.refuse_sizes(f"{factory_name} makes the inputs itself")
     return Target(made, inputs, f"{Path(path).name if path.endswith('.py') else path}:{factory_name}")
 
 
@@ -315,6 +331,7 @@ def _timm(name: str, options: InputOptions) -> Target:
 def _image_target(name: str, model: nn.Module, channels: int, size: int, options: InputOptions) -> Target:
     if options.specs:
         return Target(model, parse_inputs(options.specs, options.device), name, _image_loss)
+    options.refuse_sizes("images have no tokens", ["seq"])
     batch = options.batch or DEFAULT_IMAGE_BATCH
     image = make((batch, channels, size, size), torch.float32, options.device)
     return Target(model, (image,), name, _image_loss)

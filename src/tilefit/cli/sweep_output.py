@@ -194,10 +194,12 @@ def as_text(
     competing = sum(point.runs for point in results.points)
     if 1 < len(frontier) < competing and not best_batch:
         memory = {id(point) for point in by_memory(results.points)}
+        listed = frontier if show_all else frontier[:_ROWS]
+        more = len(frontier) - len(listed)
         parts += [
             Text(f"Efficient frontier: nothing has more {results.rate} in less time", "bold"),
-            _table(results, frontier[:_ROWS], {id(point): "*" for point in frontier if id(point) in memory}),
-            Text("*: nor in less memory.", "dim"),
+            _table(results, listed, {id(point): "*" for point in listed if id(point) in memory}),
+            Text("*: nor in less memory." + (f" {more} more points: --all." if more else ""), "dim"),
             Text(),
         ]
     running = [point for point in results.points if not point.error]

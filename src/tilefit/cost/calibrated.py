@@ -273,7 +273,7 @@ def load(path: Traversable) -> Profile:
         networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
     gpu = gpus.get(about["gpu"])
     for kind, facts in about["networks"].items():
-        if facts.get("fingerprint", ours := fingerprint(kind, gpu)) != ours:
+        if facts.get("fingerprint") != fingerprint(kind, gpu):
             raise ValueError("it was made with another version of tilefit")
     if "constants" not in about:
         return Profile(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")

@@ -34,6 +34,8 @@ from tilefit.ops.dtypes import elements_per_access, size_bytes
 
 #: ``Streaming.function`` of a kernel that the compiler wrote.
 GENERATED = "generated"
+#: ``StepOp.name`` of a copy that pads a product's operand.
+PAD = "pad"
 #: Roles that are generated code.
 _GENERATED = (
     "softmax",
@@ -385,7 +387,7 @@ def _lowered(step: Step) -> Iterator[StepOp]:
         op = entry.op
         if isinstance(op, Streaming) and op.function == "embedding_dense_backward":
             table = sum(map(_bytes, entry.outputs))
-            grad = max((ref for ref in entry.inputs), key=_bytes)
+            grad = max(entry.inputs, key=_bytes)
             zeros = Streaming("pointwise", op.elements, 0, table, op.dtype)
             yield replace(entry, op=zeros, name="aten.zeros", inputs=(), outputs=())
             added = prod(grad.shape) * size_bytes(entry.outputs[0].dtype)
@@ -467,17 +469,23 @@ def _padded(
         yield entry
         return
     padded = replace(gemm, ld_a=0, ld_b=0, **grown)  # type: ignore[arg-type]
+    operands = [(prod(ref.shape), (writer, ref.id)) for ref, writer in sources]
     for sizes in _SIZES.values():
         if grown.keys() & set(sizes):
             first, second = sizes
             before = gemm.batch * getattr(gemm, first) * getattr(gemm, second)
             after = gemm.batch * getattr(padded, first) * getattr(padded, second)
-            # The two products of a gradient share its copy.
-            operand = next(((w, ref.id) for ref, w in sources if prod(ref.shape) == before), None)
+            # The two products of a gradient share its copy; the two operands of a product, if they are of
+            # one size, do not.
+            found = next((each for each in operands if each[0] == before), None)
+            operand = None
+            if found is not None:
+                operands.remove(found)
+                operand = found[1]
             if operand is None or (operand, after) not in copies:
                 size = size_bytes(gemm.dtype)
                 copy = Streaming("copy", after, before * size, after * size, gemm.dtype)
-                yield replace(entry, op=copy, name="pad", inputs=(), outputs=())
+                yield replace(entry, op=copy, name=PAD, inputs=(), outputs=())
             if operand is not None:
                 copies.add((operand, after))
     yield replace(entry, op=padded)

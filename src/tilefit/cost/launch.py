@@ -2,12 +2,15 @@
 
 The constants are seconds on one H200's host (PyTorch 2.11, 16 virtual cores). ``benchmarks/fit_launch.py``
 fits them to what 19 eager training steps spent in their forward pass, backward pass and optimizer
-(``benchmarks/results/whole_steps.json``), from which they differ by 9, 9 and 25 % in the median. Another
-host moves them all together: two of the same kind differed by up to a factor of two. ``tilefit calibrate``
-measures that factor. A step that the GPU bounds does not depend on them.
+(``benchmarks/results/whole_steps.json``), and prints how far off they are of a model left out of the fit.
+Another host moves them all together: two of the same kind differed by up to a factor of two. ``tilefit
+calibrate`` measures that factor. A step that the GPU bounds does not depend on them.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
 
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
@@ -28,46 +31,45 @@ from tilefit.ops import (
 #: A call alone, in a loop that does nothing else: 14, 12 and 17 us (``benchmarks/collect_h200.py --part
 #: launch``), on a host about 1.7 times as fast as that of the steps, for which all constants here are.
 CALL_S: dict[type[Op], float] = {Gemm: 24e-6, Conv: 20e-6, Attention: 29e-6}
-#: One forward operation of a model: the call, with the modules, the views and the Python around it.
-FORWARD_S: dict[type[Op], float] = {
-    Gemm: 31e-6,
-    Conv: 53e-6,
-    Attention: 60e-6,
-    Recurrent: 300e-6,
-    Streaming: 24e-6,
-}
-#: One operation of the backward pass, with the views and the accumulation of gradients that go with it.
-BACKWARD_S: dict[type[Op], float] = {
-    Gemm: 78e-6,
-    Conv: 83e-6,
-    Attention: 100e-6,
-    Recurrent: 300e-6,
-    Streaming: 6.5e-6,
-}
-#: One further kernel of the same operation.
+#: One operation of the forward pass or of the backward pass, with the views that go with it.
+FORWARD_S = 22e-6
+BACKWARD_S = 18e-6
+#: A forward operation of another module than the one before: the Python of the modules that are left and
+#: entered.
+MODULE_S = 14e-6
+#: A parameter in the backward pass, where its gradient is accumulated; and in the optimizer, which in all the
+#: steps is the multi-tensor AdamW. A fused one takes less of the host by its Python alone: 0.5 to 0.7 times
+#: as much (``benchmarks/fit_launch.py``). What its single operation saves besides was not measured.
+GRADIENT_S = 24e-6
+UPDATE_S = 15e-6
+FUSED_UPDATE_S = 9e-6
+#: One further kernel of the same operation: of the recommender's backward pass, which has 754 of them.
 KERNEL_S = 6.8e-6
-#: Before the first operation of the forward pass, of the backward pass, and of the optimizer. All the steps
-#: that the last is fitted to have AdamW's eight operations; what one of them takes is that of a call alone:
-#: the multi-tensor AdamW over 10 tensors took 99 us more than the fused one, which is one operation
-#: (``benchmarks/collect_h200.py --part launch``), on the faster host.
-FIXED_S = {"forward": 0.4e-3, "backward": 1.1e-3, "optimizer": 0.71e-3}
-#: A multi-tensor operation of an optimizer, and each further launch of it: gathering the addresses of the
-#: 30 to 110 tensors that one launch holds is what takes the time.
+#: Before the first operation of the forward pass, of the backward pass, and of the optimizer.
+FIXED_S = {"forward": 0.15e-3, "backward": 0.95e-3, "optimizer": 0.16e-3}
+#: A multi-tensor operation of an optimizer: AdamW's eight, over 10 tensors, took 99 us more than the fused
+#: one (``benchmarks/collect_h200.py --part launch``, on the faster host).
 OPTIMIZER_S = 24e-6
-OPTIMIZER_KERNEL_S = 66e-6
 #: One kernel that the compiler wrote, one call of a library, launched from the Python that the compiler
 #: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
-#: back to it. Set by hand to the host-bound steps of
+#: back to it (taken to be the same where CUDA graphs replay). Set by hand to the host-bound steps of
 #: ``benchmarks/results/whole_steps_compiled.json`` whose model is one graph (MobileNet, EfficientNet, U-Net,
-#: Swin) and to BART's, which has the most launches; they differ by -9 to +10 %.
+#: Swin) and to BART's, which has the most launches; they differ by -11 to +7 %.
 COMPILED_KERNEL_S = 15e-6
 COMPILED_CALL_S = 22e-6
-COMPILED_PARAMETER_S = 15e-6
+GRAPH_PARAMETER_S = 15e-6
+#: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
+#: layers are tried at each of them, and those beyond the eighth run as they are. ``benchmarks/fit_launch.py``
+#: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
+#: alone is not priced: BART's forward pass reads 24 values, and its step takes no longer than its launches.
+RECOMPILED_S = 1.4e-3
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6
-#: One time step of cuDNN's standard recurrent algorithm, forward and backward, per layer and direction: the
-#: medians of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent`` timed from outside.
+#: A recurrent layer, and one time step of cuDNN's standard recurrent algorithm, forward and backward, per
+#: layer and direction: the medians of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent``
+#: timed from outside.
+RECURRENT_S = 300e-6
 RECURRENT_STEP_S = 22e-6
 RECURRENT_BACKWARD_STEP_S = 34e-6
 
@@ -85,27 +87,59 @@ def kernels(op: Op, gpu: Gpu) -> int:
 
 def begin_s(part: str, step: Step) -> float:
     """Host time before the first operation of the forward pass, the backward pass or the optimizer."""
-    # A compiled backward pass hands over all gradients when it is done.
-    handed_over = len(step.parameters) if step.settings.compiled and part == OPTIMIZER else 0
-    return FIXED_S.get(part, 0.0) + COMPILED_PARAMETER_S * handed_over
+    # A graph, the compiler's or CUDA's, hands over all gradients when it is done.
+    handed_over = part == OPTIMIZER and (step.settings.compiled or step.settings.cuda_graph)
+    return FIXED_S.get(part, 0.0) + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
+
+
+def around_s(step: Step) -> Iterator[float]:
+    """Host time around each operation, beside its launch.
+
+    In the forward pass, for the modules that are left and entered before it; in the backward pass, for the
+    gradients of its module's parameters, which are accumulated when it gets there; in the optimizer, for an
+    equal share of the parameters. A graph, the compiler's or CUDA's, knows neither modules nor parameters.
+    Layers that are compiled each for itself are shared by the forward operations.
+    """
+    eager = not step.settings.compiled and not step.settings.cuda_graph
+    trained = _trained(step)
+    update_s = FUSED_UPDATE_S if step.settings.fused_optimizer else UPDATE_S
+    gradients = Counter(name.rpartition(".")[0] for name in trained)
+    count = Counter(entry.phase for entry in step.ops)
+    module = None
+    for entry in step.ops:
+        around = 0.0
+        if entry.phase == OPTIMIZER:
+            around = update_s * len(trained) / count[OPTIMIZER]
+        elif eager and entry.phase == FORWARD:
+            around = MODULE_S * (entry.site.module != module)
+            module = entry.site.module
+        elif entry.phase == FORWARD:
+            around = RECOMPILED_S * step.settings.recompiled / count[FORWARD]
+        elif eager:
+            around = GRADIENT_S * gradients.pop(entry.site.module, 0)
+        yield around
+
+
+def _trained(step: Step) -> list[str]:
+    """The parameters that have a gradient."""
+    return [name for name, parameter in step.parameters.items() if parameter.trainable]
 
 
 def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
     """Host time to launch an operation."""
     if isinstance(op, Recurrent):
-        fixed = FORWARD_S[Recurrent]
         steps = op.seq_len * op.num_layers * op.directions
-        if op.direction == "backward-weight" or cudnn_algorithm(op, gpu)[0] != STANDARD:
-            return fixed
-        return fixed + steps * (RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S)
-    count = kernels(op, gpu)
+        if op.direction == BACKWARD_WEIGHT or cudnn_algorithm(op, gpu)[0] != STANDARD:
+            return RECURRENT_S
+        each = RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S
+        return RECURRENT_S + steps * each
     if phase == OPTIMIZER:
-        return OPTIMIZER_S + OPTIMIZER_KERNEL_S * (count - 1)
+        return OPTIMIZER_S
+    count = kernels(op, gpu)
     if settings.compiled:
         if isinstance(op, Streaming):
             return COMPILED_KERNEL_S * count
         # One call makes both gradients of a convolution.
         return KERNEL_S if isinstance(op, Conv) and op.direction == BACKWARD_WEIGHT else COMPILED_CALL_S
-    each = BACKWARD_S if phase.startswith("backward") else FORWARD_S
-    # A collective is one call of its library: nothing is known that sets it apart from a streaming kernel.
-    return each.get(type(op), each[Streaming]) + KERNEL_S * (count - 1)
+    # All kinds alike: a call alone takes nearly the same time, whatever it calls.
+    return (BACKWARD_S if phase.startswith("backward") else FORWARD_S) + KERNEL_S * (count - 1)

@@ -9,7 +9,7 @@ from math import hypot
 from tilefit import gpus
 from tilefit.cost.estimate import BOUNDS, LAUNCH, MATH, Estimate, StepEstimate
 from tilefit.cost.fusion import GENERATED
-from tilefit.cost.launch import GRAPHED_S, begin_s, kernels, launch_s
+from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, kernels, launch_s
 from tilefit.cost.lookup import profile
 from tilefit.cost.measured import measured_run
 from tilefit.cost.model import estimate_all
@@ -68,7 +68,7 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
     begun: set[str] = set()
-    for entry, predicted in zip(step.ops, estimates, strict=True):
+    for entry, predicted, around in zip(step.ops, estimates, around_s(step), strict=True):
         part = entry.phase.partition("-")[0]
         if part not in begun:
             begun.add(part)
@@ -76,6 +76,7 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         launch = scale * (GRAPHED_S if replayed else launch_s(entry.op, entry.phase, device, step.settings))
+        host_s += scale * around
         count = max(1, kernels(entry.op, device))
         # The first kernel can start when it is launched, the last one when all are.
         start_s = max(free_s, host_s + launch / count)

@@ -346,6 +346,7 @@ class _Planner:
                     f"measured on this GPU, {longer if gain_s < 0 else 'it saves no more than the noise'}"
                 )
                 self.refused.setdefault(RefusedFix(lost.name, lost.modules, reason))
+            self.now = self._with_what_is_left()
             times_s = self._measured()
         self.before_s = statistics.median(times_s[0])
         self.after_s = self.before_s - Gain.between(times_s[0], times_s[-1]).time_s
@@ -368,6 +369,23 @@ class _Planner:
             # No single one for sure, all together none the less.
             losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
         return losses
+
+    def _with_what_is_left(self) -> _Priced:
+        """The model as it was passed in with the candidates that are left, of which some have no price; what
+        needs one that was taken back goes too."""
+        run = self.first.run.on_meta()
+        for candidate in list(self.candidates):
+            if candidate in self.unpriced:
+                continue
+            try:
+                candidate.apply(run)
+            except RefusedError as error:
+                index = self.candidates.index(candidate)
+                self.candidates.pop(index)
+                lost = self.applied.pop(index)
+                reason = f"it goes with a fix that was taken back ({error})"
+                self.refused.setdefault(RefusedFix(lost.name, lost.modules, reason))
+        return self._priced(run)
 
     def _measured(self) -> list[list[float]]:
         self.take_back()

@@ -36,7 +36,10 @@ def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Fix,
     Raises:
         UsageError: a name fits no fix.
     """
-    wanted, unwanted = list(map(_fitting, select)), list(map(_fitting, ignore))
+    # A lone text would be taken for a list of one-letter names.
+    wanted, unwanted = (
+        list(map(_fitting, [words] if isinstance(words, str) else words)) for words in (select, ignore)
+    )
     return tuple(
         fix
         for fix in all_fixes()

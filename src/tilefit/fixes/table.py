@@ -67,7 +67,8 @@ def _fixes(plan: Plan) -> Table:
     for fix in plan.fixes:
         mark = "" if fix.level == "safe" else f" ({fix.level})"
         gain_s = fix.gain_s if fix.measured_s is None else fix.measured_s
-        grid.add_row(fix.name, f"-{units.seconds(gain_s)}", fix.summary + mark)
+        sign = "+" if gain_s < 0 else "-"  # measured, within the noise, it may be a loss
+        grid.add_row(fix.name, f"{sign}{units.seconds(abs(gain_s))}", fix.summary + mark)
     return grid
 
 

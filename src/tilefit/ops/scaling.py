@@ -24,7 +24,7 @@ def scale_batch(step: Step, factor: float) -> Step:
     Products scale in the dimension that counts rows (the contraction in a weight gradient), convolutions,
     attention and recurrent layers in their batch, streaming operations in the share of their bytes that
     is neither a parameter nor the gradient or optimizer state of one. Activation memory scales, the rest
-    stays. Shapes of the tensors of an operation are left as captured: they are not what it is priced by.
+    stays. A tensor that scales does so in the first dimension that stays whole.
 
     Raises:
         UsageError: the factor is not positive.
@@ -45,7 +45,11 @@ def scale_batch(step: Step, factor: float) -> Step:
         scaled = known.get(key)
         if scaled is None:
             scaled = known[key] = _scaled(entry, factor, reads, writes, grows)
-        ops.append(entry if scaled == entry.op else replace(entry, op=scaled))
+        inputs, outputs = (
+            tuple(ref if _stays(ref, fixed) else _larger(ref, factor) for ref in refs)
+            for refs in (entry.inputs, entry.outputs)
+        )
+        ops.append(replace(entry, op=scaled, inputs=inputs, outputs=outputs))
     memory = step.memory
     return replace(
         step,
@@ -62,6 +66,12 @@ def scale_batch(step: Step, factor: float) -> Step:
 
 def _times(size: int, factor: float) -> int:
     return max(1, round(size * factor))
+
+
+def _larger(ref: TensorRef, factor: float) -> TensorRef:
+    axis = next((i for i, size in enumerate(ref.shape) if not size * factor % 1), 0)
+    shape = (*ref.shape[:axis], _times(ref.shape[axis], factor), *ref.shape[axis + 1 :])
+    return TensorRef(ref.id, shape, ref.dtype, ref.parameter)
 
 
 def _scaled_input(text: str, batch: int, factor: float) -> str:

@@ -140,6 +140,8 @@ class Settings:
         compiled: Fusion by ``torch.compile`` is modelled.
         cudnn_benchmark: cuDNN tries its algorithms and keeps the fastest.
         cuda_graph: The kernels of the model's parts are replayed from CUDA graphs.
+        recompiled: Layers that ``torch.compile`` compiles each for itself: those that fill a KV cache in a
+            forward pass that reads a tensor's value, where it is split.
     """
 
     training: bool = True
@@ -151,6 +153,7 @@ class Settings:
     compiled: bool = False
     cudnn_benchmark: bool = False
     cuda_graph: bool = False
+    recompiled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

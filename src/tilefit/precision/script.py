@@ -59,7 +59,7 @@ def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitEr
         return TargetError(
             f"{type(error).__name__}: {error}",
             where=user_line(error) or str(script),
-            hint="The script failed; what was seen until then is reported.",
+            hint="The script failed; what was found until then is reported.",
         )
     finally:
         sys.argv, sys.path = argv, path

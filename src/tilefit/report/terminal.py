@@ -84,10 +84,9 @@ class Terminal:
             room -= len(console.render_lines(block, options))
             if not self._show_all and shown >= FEWEST_FINDINGS and room < 0:
                 rest = report.findings[shown:]
-                most_s = max(f.gain_s for f in rest)
-                yield Text(
-                    f"{len(rest)} more, saving at most {units.seconds(most_s)} each: add --all", style="dim"
-                )
+                most = units.seconds(max(f.gain_s for f in rest))
+                worth = f"at most {most} each" if len(rest) > 1 else most
+                yield Text(f"{len(rest)} more, saving {worth}: add --all", style="dim")
                 yield Text()
                 return
             yield block

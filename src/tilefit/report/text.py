@@ -52,7 +52,7 @@ def setup(report: Report) -> list[str]:
     """What was run, a phrase each: inputs, precision, optimizer, size."""
     settings = report.settings
     names = {"bf16": "bf16 autocast", "fp16": "fp16 autocast", "": "no autocast"}
-    optimizer = {"adamw": "AdamW", "sgd": "SGD"}.get(settings.optimizer, settings.optimizer)
+    optimizer = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(settings.optimizer, settings.optimizer)
     if optimizer and settings.fused_optimizer:
         optimizer = f"fused {optimizer}"
     return [
@@ -167,9 +167,10 @@ def site(finding: Finding) -> str:
 
 def coverage(report: Report) -> str:
     """What share of the step the cost model knows, and what it does not."""
+    count = report.step.op_count
     text = (
         f"{units.share(report.coverage)} of the FLOP and {units.share(report.coverage_time)} of the GPU time "
-        f"of {units.count(report.step.op_count)} operations"
+        f"of {units.count(count)} operation{'' if count == 1 else 's'}"
     )
     if report.unmodelled:
         known = ", ".join(

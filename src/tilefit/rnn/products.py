@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +30,34 @@ def precision(x: Tensor) -> AbstractContextManager[None]:
 _AS_SET = nullcontext()
 
 
+class _Users:
+    """How many blocks of :func:`_tf32` are under way, in all threads, and the setting before the first."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.count = 0
+        self.kept = ""
+
+
+_users = _Users()
+
+
 @contextmanager
 def _tf32() -> Iterator[None]:
+    # The setting is the process's, and autograd runs a thread for each GPU: were every block to put back what
+    # it found, one that began within another and ended after it would leave TF32 on for good.
     matmul = torch.backends.cuda.matmul
-    kept = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
+    with _users.lock:
+        if not _users.count:
+            _users.kept, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+        _users.count += 1
     try:
         yield
     finally:
-        matmul.fp32_precision = kept
+        with _users.lock:
+            _users.count -= 1
+            if not _users.count:
+                matmul.fp32_precision = _users.kept
 
 
 def biases(cell: Cell, b_ih: Tensor, b_hh: Tensor) -> tuple[Tensor, Tensor | None]:

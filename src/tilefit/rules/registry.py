@@ -106,7 +106,8 @@ def choose(rules: Sequence[_R], select: Iterable[str] = (), ignore: Iterable[str
 
 
 def _prefixes(codes: Iterable[str], rules: Sequence[Coded]) -> tuple[str, ...]:
-    prefixes = tuple(code.strip().upper() for code in codes)
+    # A lone text would be taken for a list of one-letter codes, most of which are beginnings of some.
+    prefixes = tuple(code.strip().upper() for code in ([codes] if isinstance(codes, str) else codes))
     for prefix in prefixes:
         if not prefix or not any(rule.code.startswith(prefix) for rule in rules):
             raise _unknown(prefix, rules)

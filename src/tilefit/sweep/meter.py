@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.capture.child import CaptureOptions
 from tilefit.capture.targets import InputOptions, load
@@ -81,6 +81,7 @@ class Meter:
         options, cuda = self._options, self._device.type == "cuda"
         torch._dynamo.reset()  # each batch is compiled for itself, as a training run with it would be
         shapes = load(self._target, self._inputs(batch, "meta"))
+        self._require(batch, shapes.inputs)
         run = Run(
             self._model.train(options.train),
             tree_map(self._filled, shapes.inputs),
@@ -127,8 +128,32 @@ class Meter:
     def _inputs(self, batch: int, device: str) -> InputOptions:
         options = self._options
         return InputOptions(
-            (), batch, options.seq, options.image_size, options.train, device, options.arguments
+            options.inputs,
+            batch,
+            options.seq,
+            options.image_size,
+            options.train,
+            device,
+            options.arguments,
+            varied="batch",
         )
+
+    def _require(self, batch: int, inputs: Any) -> None:
+        """Check that inputs which the target gives have that many samples, first or second in their shape.
+
+        Raises:
+            TargetError: they have not, and what would be measured is another batch than the one named.
+        """
+        first = next(
+            (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+        )
+        if first is not None and batch not in first.shape[:2]:
+            raise TargetError(
+                f"the inputs of {self._target} are given, {list(first.shape)}: a batch of {batch} cannot be "
+                "measured",
+                hint="Give a function that returns the model alone, with --image-size or --seq; or leave out "
+                "--measure.",
+            )
 
     def _filled(self, leaf: Any) -> Any:
         """Random values of an input's shape: tokens that every vocabulary has."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from builders import StepBuilder, gpt2, resnet
 from tilefit.gpus import Gpu
 from tilefit.rules import run
@@ -14,6 +16,24 @@ def test_nchw_convolutions_are_turned(h200: Gpu, a100: Gpu) -> None:
         assert "torch.channels_last" in finding.fix
         assert finding.safety == "safe"
         assert finding.severity == "warning"
+
+
+def test_what_is_saved_is_accounted_for_in_one_line(h200: Gpu) -> None:
+    b = StepBuilder(batch=256, training=False)
+    x, y = b.tensor(256, 64, 56, 56), b.tensor(256, 64, 56, 56)
+    b.conv("conv", 64, 64, 56, channels_last=False, x=x)
+    b.stream("norm", "normalization", (x,), (y,), name="aten.native_batch_norm")
+    (finding,) = run(b.step(), h200, select=["LAY"])
+    assert re.match(
+        r"convolutions, all passes: .* -> .*; batch normalization and pooling: ", finding.arithmetic[0]
+    )
+
+
+def test_one_convolution_is_one(h200: Gpu) -> None:
+    b = StepBuilder(batch=256, training=False)
+    b.conv("conv", 64, 64, 56, channels_last=False, x=b.tensor(256, 64, 56, 56))
+    (finding,) = run(b.step(), h200, select=["LAY"])
+    assert finding.message.startswith("1 convolution runs in NCHW;")
 
 
 def test_channels_last_is_left_alone(h200: Gpu) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from tilefit.capture import capture
-from tilefit.cost.fusion import fuse
+from tilefit.cost.fusion import PAD, fuse
+from tilefit.ops import Streaming
 from toys import LanguageModel, tokens
 from whatif import findings, saved_s
 
@@ -18,6 +21,18 @@ def test_compiling_is_worth_what_the_fused_step_saves() -> None:
     assert finding.gain_s == pytest.approx(saved_s(step, fuse(step)))
     assert finding.gain_low_s < finding.gain_s < finding.gain_high_s
     assert "torch.compile" in finding.fix
+
+
+def test_copies_that_pad_are_no_streaming_operations() -> None:
+    """Compiled, a model with odd sizes has copies that an eager step has not."""
+    model = nn.Sequential(nn.Linear(1023, 1023), nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Linear(1023, 1023))
+    step = capture(model, torch.empty(65536, 1023, device="meta"), amp="bf16")
+    (finding,) = findings(step, "NTC001")
+    before, left = map(int, re.findall(r"(\d+) streaming operations .* (\d+) are left", finding.message)[0])
+    assert left < before
+    fused = fuse(step)
+    assert left == sum(isinstance(e.op, Streaming) and e.name != PAD for e in fused.ops)
+    assert any(e.name == PAD for e in fused.ops)
 
 
 def test_a_compiled_step_is_healthy() -> None:

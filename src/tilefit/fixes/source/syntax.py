@@ -32,11 +32,13 @@ class Syntax:
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
+        # Lines of blanks at the end are of no statement, and LibCST drops an empty line before them.
+        text = file.text.rstrip()
         try:
-            tree = cst.parse_module(file.text)
+            tree = cst.parse_module(text)
         except cst.ParserSyntaxError as error:
             raise RefusedError(f"line {error.raw_line} of {file.name} cannot be parsed") from error
-        if tree.code != file.text:
+        if tree.code != text:
             raise RefusedError(f"{file.name} cannot be parsed without changing it")
         wrapper = MetadataWrapper(tree, unsafe_skip_copy=True)
         self.tree = tree

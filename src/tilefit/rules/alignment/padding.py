@@ -9,7 +9,7 @@ from tilefit.ops import Gemm, StepOp
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 from tilefit.rules.base import Context
 from tilefit.rules.resize import pad
-from tilefit.units import seconds
+from tilefit.units import seconds, share
 
 #: Element types Tensor Cores multiply in units of 16 bytes.
 TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
@@ -75,7 +75,7 @@ def arithmetic(context: Context, replaced: Replacement, indices: Iterable[int]) 
         lines[line] = lines.get(line, 0) + 1
     text = [f"{line}, {count} times" if count > 1 else line for line, count in lines.items()]
     if flop_before:
-        text.append(f"padding adds {flop_after / flop_before - 1:.2%} to their FLOPs")
+        text.append(f"padding adds {share(flop_after / flop_before - 1)} to their FLOP")
     return tuple(text)
 
 

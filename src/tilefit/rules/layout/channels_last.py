@@ -54,23 +54,22 @@ class ChannelsLast(Rule):
         conversions = _conversions(step.ops)
         followers = _followers(step.ops)
         follows_s = sum(context.estimate.ops[index].time_s for index in followers)
+        many = f"{len(modules)} convolutions run" if len(modules) > 1 else "1 convolution runs"
         yield Proposal(
             module=pattern(modules),
             source=first.site.source,
-            message=f"{len(modules)} convolutions run in NCHW; the Tensor Cores' kernels read NHWC",
+            message=f"{many} in NCHW; the Tensor Cores' kernels read NHWC",
             fix=f"Call .to(memory_format={memory_format}) on the model and on its images.",
             safety=SAFE,
             change=Change({**dict.fromkeys(conversions, ()), **followers, **turned}),
             arithmetic=(
-                f"{len(turned)} convolutions, all passes: {seconds(before_s)} -> "
-                f"{seconds(replaced_s(context, turned))}",
-                *(
-                    [
-                        f"batch normalization and pooling between them: {seconds(follows_s)} -> "
-                        f"{seconds(replaced_s(context, followers))}"
-                    ]
+                f"convolutions, all passes: {seconds(before_s)} -> "
+                f"{seconds(replaced_s(context, turned))}"
+                + (
+                    f"; batch normalization and pooling: {seconds(follows_s)} -> "
+                    f"{seconds(replaced_s(context, followers))}"
                     if followers
-                    else []
+                    else ""
                 ),
                 *([f"{len(conversions)} copies between the two formats fall away"] if conversions else []),
             ),

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from tilefit.cost import StepEstimate, estimate_step
-from tilefit.cost.fusion import fuse
-from tilefit.ops import Conv, Gemm, Op, Step, Streaming
+from tilefit.cost.fusion import PAD, fuse
+from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
@@ -99,13 +99,22 @@ def _class(step: Step, module: str) -> str:
     return step.modules.get(module) or module or "the model's own code"
 
 
+def _streams(entry: StepOp) -> bool:
+    """It is a streaming operation in its own right; a copy that pads is part of its product."""
+    return isinstance(entry.op, Streaming) and entry.name != PAD
+
+
 def _count(step: Step) -> int:
-    return sum(isinstance(entry.op, Streaming) for entry in step.ops)
+    return sum(map(_streams, step.ops))
 
 
 def _time_s(kind: type[Op], step: Step, estimate: StepEstimate) -> float:
-    return sum(e.time_s for op, e in zip(step.ops, estimate.ops, strict=True) if isinstance(op.op, kind))
+    return sum(
+        e.time_s
+        for entry, e in zip(step.ops, estimate.ops, strict=True)
+        if isinstance(entry.op, kind) or (kind is Gemm and entry.name == PAD)
+    )
 
 
 def _moved(step: Step) -> int:
-    return sum(entry.op.moved_bytes for entry in step.ops if isinstance(entry.op, Streaming))
+    return sum(entry.op.moved_bytes for entry in step.ops if _streams(entry))
