@@ -268,7 +268,8 @@ class _Session:
             if entry.name == "aten.cat" and any(0 in ref.shape for ref in entry.inputs)
         }
         self.recompiled = len(filling)
-        each = f", and compiles {len(filling)} layers that fill a KV cache one by one" if filling else ""
+        layers = "1 layer that fills" if len(filling) == 1 else f"{len(filling)} layers that fill"
+        each = f", and compiles {layers} a KV cache one by one" if filling else ""
         self.notes.append(
             f"The forward pass reads {values_read} tensor value{'s' * (values_read > 1)}: there "
             f"torch.compile splits the model{each}. The GPU's time is estimated as that of one part."

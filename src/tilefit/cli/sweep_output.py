@@ -199,7 +199,10 @@ def as_text(
         parts += [
             Text(f"Efficient frontier: nothing has more {results.rate} in less time", "bold"),
             _table(results, listed, {id(point): "*" for point in listed if id(point) in memory}),
-            Text("*: nor in less memory." + (f" {more} more points: --all." if more else ""), "dim"),
+            Text(
+                "*: nor in less memory." + (f" {more} more point{'s' * (more > 1)}: --all." if more else ""),
+                "dim",
+            ),
             Text(),
         ]
     running = [point for point in results.points if not point.error]

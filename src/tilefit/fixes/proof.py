@@ -51,7 +51,8 @@ _COMPARED_INPUT = 10.0
 
 
 def prove(run: Run, candidate: Candidate) -> Verification:
-    """Compare the run's model with and without the candidate, in fp64 on the CPU, on few random inputs.
+    """Compare the run's model with and without the candidate, in fp64 on the CPU, on few inputs: the run's,
+    random ones for those without values, smaller ones for large ones (:func:`_comparable`).
 
     The model itself is not touched. A parameter without a value (on ``meta``), or with one value everywhere
     (a bias of zeros), gets random ones.
@@ -65,7 +66,7 @@ def prove(run: Run, candidate: Candidate) -> Verification:
 
 def prove_in_place(run: Run, candidate: Candidate) -> Verification:
     """Compare the model with and without the candidate where it is, in its working precision, on two samples
-    of the run's inputs; random ones where these have no values or one.
+    of the run's inputs; random ones where these have no values or one, smaller ones where they are large.
 
     Raises:
         RefusedError: the candidate does not apply, or the comparison cannot be made.
