@@ -1,13 +1,16 @@
 """Measure whole training steps of real models on a GPU, beside tilefit's prediction.
 
-Each model runs eager training steps under bf16 autocast with AdamW (PyTorch's defaults otherwise). Wall time
-is the median of several steps between synchronisations; GPU time is the sum of the kernels of one step, from
-the profiler; memory is the allocator's peak.
+Each model runs eager training steps under bf16 autocast with AdamW (PyTorch's defaults otherwise). The models
+are measured one after another, several times over: what else runs on the host makes steps slower for seconds
+or minutes, and only slower, so the fastest turn counts. Within a turn, wall time is the median of steps
+between synchronisations, and the faster mean of two runs of steps back to back. GPU time is the sum of the
+kernels of one step, from the profiler; memory is the allocator's peak. Under the compiler, a model's turns
+follow each other.
 
     PYTHONPATH=src python benchmarks/whole_steps.py --out benchmarks/results/whole_steps.json
+    PYTHONPATH=src python benchmarks/whole_steps.py --measured benchmarks/results/whole_steps.json --out ...
 
-With ``--measured FILE`` nothing is measured: the steps recorded in FILE are predicted again, which needs no
-GPU, and the errors are summed up.
+The second, which needs no GPU, predicts the recorded steps and sums up the errors.
 """
 
 from __future__ import annotations
@@ -26,15 +29,16 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit import gpus
 from tilefit.capture import capture
 from tilefit.capture.targets import InputOptions, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.cost.launch import kernels
+from tilefit.cost.launch import REFERENCE_STEP_S, kernels
 from tilefit.gpus import Gpu
+from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step, StepOp
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
@@ -107,79 +111,135 @@ def predicted(
     }
 
 
-def measured(
-    target: str, sizes: dict[str, int], channels_last: bool, device: str, compiled: bool
-) -> dict[str, Any]:
-    loaded = load(target, InputOptions(device="cpu", **sizes))
-    model, inputs = loaded.model.to(device).train(), loaded.inputs
-    inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-        inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    run = torch.compile(model) if compiled else model
+class Measured:
+    """A model that takes training steps, and what they took.
 
-    def step() -> list[float]:
+    Attributes:
+        turns: Of each: wall time of steps, back to back and not, the host's time in the forward pass, the
+            backward pass and the optimizer, and what the cost model's reference step took then.
+        once: Kernels and memory of a step, which do not vary.
+    """
+
+    def __init__(
+        self, target: str, sizes: dict[str, int], channels_last: bool, device: str, compiled: bool
+    ) -> None:
+        loaded = load(target, InputOptions(device="cpu", **sizes))
+        self.device = device
+        self.model = loaded.model.to(device).train()
+        self.loss = loaded.loss
+        inputs = tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, loaded.inputs
+        )
+        if channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)
+            inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
+        self.inputs = inputs
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+        self.run = torch.compile(self.model) if compiled else self.model
+        self.turns: list[dict[str, Any]] = []
+        self.once: dict[str, Any] = {}
+
+    def step(self) -> list[float]:
         """The times at which the host has launched the forward pass, the backward pass and the optimizer."""
         passed = [time.perf_counter()]
-        with torch.autocast(device, dtype=torch.bfloat16):
-            output = run(**inputs) if isinstance(inputs, dict) else run(*inputs)
-            loss = loaded.loss(output) if loaded.loss else getattr(output, "loss", output)
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            inputs = self.inputs
+            output = self.run(**inputs) if isinstance(inputs, dict) else self.run(*inputs)
+            loss = self.loss(output) if self.loss else getattr(output, "loss", output)
             if loss.dim():
                 loss = loss.mean()
         passed.append(time.perf_counter())
         loss.backward()
         passed.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         passed.append(time.perf_counter())
         return passed
 
-    def synchronize() -> None:
-        if device == "cuda":
+    def synchronize(self) -> None:
+        if self.device == "cuda":
             torch.cuda.synchronize()
 
-    for _ in range(4):
-        step()
-    synchronize()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times, launched = [], []
-    for _ in range(9):
-        start = time.perf_counter()
-        launched.append(step())
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    # Back to back, as a training loop runs: the host may be ahead of the GPU.
-    start = time.perf_counter()
-    for _ in range(6):
-        step()
-    synchronize()
-    sustained = 1e3 * (time.perf_counter() - start) / 6
-    activities = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
-        step()
-        synchronize()
-    kernels: dict[str, list[float]] = {}
-    for event in profiler.events():
-        if device == "cuda" and event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    # Every kernel of the step: milliseconds, launches, name (the compiler's differ at the end).
-    listed = sorted(((round(sum(v) / 1e3, 5), len(v), _short(k)) for k, v in kernels.items()), reverse=True)
-    return {
-        "wall_ms": statistics.median(times),
-        "wall_spread_ms": max(times) - min(times),
-        "sustained_ms": sustained,
-        # A host that runs ahead far enough has to wait for the GPU: of a GPU-bound step these say little.
-        "host_ms": [  # forward, backward, optimizer
-            1e3 * statistics.median(part)
-            for part in zip(*(map(sub, p[1:], p) for p in launched), strict=True)
-        ],
-        "gpu_ms": sum(sum(v) for v in kernels.values()) / 1e3,
-        "kernels": sum(len(v) for v in kernels.values()),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0,
-        "kernel_list": listed,
-    }
+    def turn(self) -> None:
+        reference_ms = 1e3 * REFERENCE_STEP_S * launch_scale(torch.device(self.device))
+        for _ in range(4):
+            self.step()
+        self.synchronize()
+        if not self.once:
+            self.once = self.kernels_and_memory()
+        times, launched = [], []
+        for _ in range(7):
+            start = time.perf_counter()
+            launched.append(self.step())
+            self.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        # Back to back, as a training loop runs: the host may be ahead of the GPU.
+        sustained = []
+        for _ in range(2):
+            start = time.perf_counter()
+            for _ in range(5):
+                self.step()
+            self.synchronize()
+            sustained.append(1e3 * (time.perf_counter() - start) / 5)
+        self.turns.append(
+            {
+                "wall_ms": statistics.median(times),
+                "sustained_ms": min(sustained),
+                # A host that runs ahead far enough has to wait for the GPU: of a GPU-bound step these say
+                # little.
+                "host_ms": [  # forward, backward, optimizer
+                    1e3 * statistics.median(part)
+                    for part in zip(*(map(sub, p[1:], p) for p in launched), strict=True)
+                ],
+                "reference_ms": reference_ms,
+            }
+        )
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def kernels_and_memory(self) -> dict[str, Any]:
+        on_gpu = self.device == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            others = torch.cuda.memory_allocated() - self.own_bytes()
+            self.step()
+            self.synchronize()
+        activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+        with profile(activities=activities) as profiler:
+            self.step()
+            self.synchronize()
+        kernels: dict[str, list[float]] = {}
+        for event in profiler.events():
+            if on_gpu and event.device_type == torch.autograd.DeviceType.CUDA:
+                kernels.setdefault(event.name, []).append(event.time_range.elapsed_us())
+        # Every kernel of the step: milliseconds, launches, name (the compiler's differ at the end).
+        listed = sorted(
+            ((round(sum(v) / 1e3, 5), len(v), _short(k)) for k, v in kernels.items()), reverse=True
+        )
+        return {
+            "gpu_ms": sum(sum(v) for v in kernels.values()) / 1e3,
+            "kernels": sum(len(v) for v in kernels.values()),
+            "peak_gib": (torch.cuda.max_memory_allocated() - others) / 2**30 if on_gpu else 0.0,
+            "kernel_list": listed,
+        }
+
+    def own_bytes(self) -> int:
+        """Memory of what is alive between steps: other models have theirs beside it."""
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        leaves = [*self.model.parameters(), *self.model.buffers(), *state, *tree_leaves(self.inputs)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def row(self) -> dict[str, Any]:
+        fastest = min(self.turns, key=lambda turn: turn["sustained_ms"])
+        sustained = [turn["sustained_ms"] for turn in self.turns]
+        return {
+            **fastest,
+            "wall_ms": min(turn["wall_ms"] for turn in self.turns),
+            "sustained_turns_ms": sustained,
+            "reference_turns_ms": [turn["reference_ms"] for turn in self.turns],
+            **self.once,
+        }
 
 
 def _short(name: str) -> str:
@@ -226,46 +286,61 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--gpu", default="h200", help="the GPU to predict for")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="measure targets whose name contains this")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="start no further model after this time")
-    parser.add_argument("--measured", type=Path, help="predict the steps recorded in this file again")
+    parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
+    parser.add_argument("--measured", type=Path, help="predict the steps recorded in this file")
     options = parser.parse_args()
     if options.measured:
         predict_again(options.measured, options.gpu, options.out)
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
-    rows = []
     start = time.perf_counter()
-    for target, sizes, channels_last in MODELS:
-        if options.only not in target or time.perf_counter() - start > options.budget_s:
+
+    def is_late() -> bool:
+        return time.perf_counter() - start > options.budget_s
+
+    models: dict[str, Measured] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    wanted = [entry for entry in MODELS if options.only in entry[0]]
+    turns = range(options.turns)
+    if options.compiled:
+        schedule = [(entry, turn) for entry in wanted for turn in turns]
+    else:
+        schedule = [(entry, turn) for turn in turns for entry in wanted]
+    for entry, turn in schedule:
+        name = label(*entry)
+        if "failure" in rows.get(name, {}) or time.perf_counter() - start > options.budget_s:
             continue
-        row: dict[str, Any] = {"model": label(target, sizes, channels_last), **sizes}
         try:
-            row.update(predicted(target, sizes, channels_last, options.gpu, options.compiled))
-            row.update(measured(target, sizes, channels_last, options.device, options.compiled))
-            if options.device == "cuda":
-                row.update(errors(row))
+            if name not in models:
+                models[name] = Measured(*entry, options.device, options.compiled)
+            models[name].turn()
+            rows[name] = {"model": name, **models[name].row()}
+            print(f"{turn} {name:46} {rows[name]['sustained_ms']:7.2f} ms", flush=True)
         except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
-            row["failure"] = f"{type(error).__name__}: {error}"[:300]
-        rows.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "kernel_list"}), flush=True)
+            rows[name] = {"model": name, "failure": f"{type(error).__name__}: {error}"[:300]}
+            print(f"{turn} {name:46} {rows[name]['failure']}", flush=True)
+        if "failure" in rows[name] or (options.compiled and turn == turns[-1]):
+            models.pop(name, None)
+            torch._dynamo.reset()
+        # The collector would look through all models' objects again and again while steps are timed.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         if options.out:
             result = {
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
                 "torch": torch.__version__,
                 "compiled": options.compiled,
-                "rows": rows,
+                "rows": list(rows.values()),
             }
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-        torch._dynamo.reset()
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -219,6 +219,7 @@ def test_layers_are_compiled_one_by_one_where_a_split_model_fills_a_cache(
 ) -> None:
     step = capture(_Caching(drops), rows(4, 8), compiled=compiled)
     assert step.settings.recompiled == layers
+    assert step.settings.split == (layers > 0)
     assert any("compiles 2 layers that fill a KV cache one by one" in note for note in step.notes) == (
         layers > 0
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -97,6 +98,33 @@ def test_it_comes_after_what_changes_the_model() -> None:
 
 def test_a_model_to_be_compiled_anyway_is_left_to_that() -> None:
     assert not plan(Gated(), 1 << 20, compile=True).fixes
+
+
+def test_a_model_to_be_compiled_anyway_gets_graphs_where_it_waits_for_the_host() -> None:
+    assert plan(Gated(), 64, compile=True).candidates == (Compilation((), REDUCE_OVERHEAD),)
+
+
+class Reading(Gated):
+    """Reads a value: the compiler splits it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if torch.rand([], device="cpu") >= 0.0 else x
+
+
+class Remembering(Gated):
+    """Has a recurrent layer, which the compiler runs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.GRU(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.memory(x)[0])
+
+
+@pytest.mark.parametrize("model", [Reading, Remembering])
+def test_a_model_that_the_compiler_splits_gets_no_graphs(model: type[nn.Module]) -> None:
+    assert not plan(model(), 64, compile=True).fixes
 
 
 def test_graphs_that_the_compiler_makes_are_not_missed() -> None:

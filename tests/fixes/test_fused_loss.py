@@ -14,6 +14,7 @@ from torch import nn
 
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
+from tilefit.fixes import fused_loss
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.fused_loss import CompiledLoss, FusedCrossEntropy, FusedLoss
 from tilefit.fixes.run import Run
@@ -99,6 +100,18 @@ def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     undo()
     changed(x, labels)
     assert len(calls) == 2
+
+
+def test_what_the_compiler_traced_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled here too, where on the CPU it would run as it is."""
+    compiled = torch.compile(fused_loss._compiled_cross_entropy.loss, backend="aot_eager")
+    monkeypatch.setattr(CompiledLoss, "__call__", lambda self, *a, **k: compiled(*a, **k))
+    original, x, labels = Head(), torch.randn(4, 16), torch.tensor([1, 2, -100, 3])
+    changed = copy.deepcopy(original)
+    FusedCrossEntropy(()).apply(Run(changed))
+    for which in (changed, original):
+        which(x, labels).backward()
+    torch.testing.assert_close(changed.head.weight.grad, original.head.weight.grad)
 
 
 class Failing(Head):

@@ -130,6 +130,7 @@ def capture(
         channels_last=channels_last or session.channels_last_seen,
         compiled=compiled,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
+        split=session.split,
         recompiled=session.recompiled,
     )
     return session.step(
@@ -157,6 +158,7 @@ class _Session:
         self._held_bytes = 0  # parameters, buffers, inputs
         self.notes: list[str] = []
         #: Layers that ``torch.compile`` compiles each for itself.
+        self.split = False
         self.recompiled = 0
 
     @property
@@ -267,6 +269,7 @@ class _Session:
             for entry in self.recorder.ops
             if entry.name == "aten.cat" and any(0 in ref.shape for ref in entry.inputs)
         }
+        self.split = True
         self.recompiled = len(filling)
         layers = "1 layer that fills" if len(filling) == 1 else f"{len(filling)} layers that fill"
         each = f", and compiles {layers} a KV cache one by one" if filling else ""

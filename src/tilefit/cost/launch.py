@@ -20,7 +20,6 @@ from tilefit.ops import (
     OPTIMIZER,
     Attention,
     Conv,
-    Gemm,
     Op,
     Recurrent,
     Settings,
@@ -28,9 +27,8 @@ from tilefit.ops import (
     Streaming,
 )
 
-#: A call alone, in a loop that does nothing else: 14, 12 and 17 us (``benchmarks/collect_h200.py --part
-#: launch``), on a host about 1.7 times as fast as that of the steps, for which all constants here are.
-CALL_S: dict[type[Op], float] = {Gemm: 24e-6, Conv: 20e-6, Attention: 29e-6}
+#: The training step of :func:`tilefit.measure.launch.reference_step` on that host.
+REFERENCE_STEP_S = 11.5e-3
 #: One operation of the forward pass or of the backward pass, with the views that go with it.
 FORWARD_S = 22e-6
 BACKWARD_S = 18e-6

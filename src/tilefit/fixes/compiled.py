@@ -10,6 +10,7 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
 from tilefit.fixes.run import Run
+from tilefit.ops import Recurrent, Step
 
 DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
 
@@ -52,7 +53,7 @@ class Compile(Fix):
 
     With ``mode="reduce-overhead"``, for models whose kernels the host cannot launch fast enough, it also
     replays them as CUDA graphs: tensors that a call returned are then written over by the next one, and
-    reading them is an error.
+    reading them is an error. A model that the compiler splits into parts does not get that mode.
 
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
     is compiled in place (``model.compile()``), so that names and ``state_dict`` stay.
@@ -63,10 +64,19 @@ class Compile(Fix):
     is_last: ClassVar[bool] = True
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        run = context.run
-        if run.compiled or run.cuda_graph:
+        run, step = context.run, context.step
+        if run.cuda_graph:
             return
-        yield Compilation((), DEFAULT)
-        fused = estimate_step(fuse(context.step), context.gpu)
-        if fused.host_time_s > fused.gpu_time_s:
+        if not run.compiled:
+            yield Compilation((), DEFAULT)
+        fused = context.estimate if run.compiled else estimate_step(fuse(step), context.gpu)
+        if not _in_parts(step) and fused.host_time_s > fused.gpu_time_s:
             yield Compilation((), REDUCE_OVERHEAD)
+
+
+def _in_parts(step: Step) -> bool:
+    """Whether the compiler makes several parts of the model, with Python in between that no graph spans.
+
+    Recurrent layers are such Python: the compiler does not look into them.
+    """
+    return step.settings.split or any(isinstance(entry.op, Recurrent) for entry in step.ops)

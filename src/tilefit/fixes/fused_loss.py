@@ -169,7 +169,12 @@ def _watched_cross_entropy(
     input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     if _here.depth and input.dim() > 1 and input.shape[1] >= _LARGE_VOCABULARY:
-        return _compiled_cross_entropy(input, target, *args, **kwargs)
+        # What the compiler has traced calls F.cross_entropy by its name again.
+        depth, _here.depth = _here.depth, 0
+        try:
+            return _compiled_cross_entropy(input, target, *args, **kwargs)
+        finally:
+            _here.depth = depth
     if has_torch_function_variadic(input, target):  # whoever watches is told of the function that he knows
         return handle_torch_function(_plain_cross_entropy, (input, target), input, target, *args, **kwargs)
     return _plain_cross_entropy(input, target, *args, **kwargs)

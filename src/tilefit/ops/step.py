@@ -140,8 +140,9 @@ class Settings:
         compiled: Fusion by ``torch.compile`` is modelled.
         cudnn_benchmark: cuDNN tries its algorithms and keeps the fastest.
         cuda_graph: The kernels of the model's parts are replayed from CUDA graphs.
+        split: The forward pass reads a tensor's value, so that ``torch.compile`` makes several parts of it.
         recompiled: Layers that ``torch.compile`` compiles each for itself: those that fill a KV cache in a
-            forward pass that reads a tensor's value, where it is split.
+            forward pass that is split.
     """
 
     training: bool = True
@@ -153,6 +154,7 @@ class Settings:
     compiled: bool = False
     cudnn_benchmark: bool = False
     cuda_graph: bool = False
+    split: bool = False
     recompiled: int = 0
 
 
