@@ -31,6 +31,33 @@ def test_the_loss_scales_that_fit(counts: dict[int, int], interval: tuple[int, i
     assert Histogram(counts=Counter(counts)).scale_interval() == interval
 
 
+@pytest.mark.parametrize(
+    ("dtype", "values", "zeros", "counts"),
+    [
+        # 1.5 is in [2^0, 2^1), 0.25 is 2^-2; then the smallest number of all, and the largest.
+        (FP16, [0.0, -0.0, 1.5, -1.0, 0.25, 2.0**-24, 65504.0, torch.inf, torch.nan], 2, [0, 0, -2, -24, 15]),
+        (BF16, [0.0, 3.0, 2.0**-126, 2.0**-133, 2.0**127, -torch.inf], 1, [1, -126, -133, 127]),
+        (FP16, [torch.nan, torch.inf], 0, []),
+    ],
+)
+def test_every_finite_gradient_is_counted_once(
+    dtype: torch.dtype, values: list[float], zeros: int, counts: list[int]
+) -> None:
+    weight = torch.ones(1, len(values), dtype=dtype, requires_grad=True)
+    given = torch.tensor([values], dtype=dtype)
+    identity = torch.ones(1, 1, dtype=dtype)
+    with watch() as w:
+        optimizer = SGD([weight], lr=0.0)
+        for _ in range(2):  # a close look begins when a step has ended
+            optimizer.zero_grad()
+            # The gradient of the weight is a product with one, so it is what was given.
+            torch.mm(identity, weight).backward(given)
+            optimizer.step()
+    found = w._exponents.histograms[dtype]
+    assert found.zeros == zeros
+    assert found.counts == Counter(counts)
+
+
 def _gradients(scale: float) -> Histogram:
     torch.manual_seed(0)
     model, s = net(), scaler(init_scale=scale)

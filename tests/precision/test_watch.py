@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -378,6 +379,23 @@ def test_a_compiled_model_trains_alike_and_is_said_to_be_unchecked(in_place: boo
     if not torch._dynamo.utils.counters["frames"]:
         pytest.skip("this PyTorch has decided earlier in this process not to compile the module")
     assert any("compiled graph" in what for what in w.report().unchecked)
+
+
+def test_what_is_compiled_within_a_close_look_is_not_the_look_itself() -> None:
+    frames = torch._dynamo.utils.counters["frames"]
+    model = net()
+    optimizer = Adam(model.parameters())
+    function = torch.compile(lambda x: x.sin() + 2 * x.cos(), backend="eager")
+    with watch(model, optimizer=optimizer, find_non_finite=True) as w:
+        before = sum(frames.values())
+        for step in range(4):
+            x, y = batch()
+            optimizer.zero_grad()
+            mse(model, function(x) if step > 1 else x, y, dtype=BF16).backward()
+            optimizer.step()
+        # Under a mode the compiler lets everything run as it is.
+        assert sum(frames.values()) == before
+    assert w.report().tables
 
 
 def test_a_mistake_around_a_compiled_model_is_found() -> None:

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.errors import UsageError
-from tilefit.precision.dtypes import Statistics
 from tilefit.precision.events import Event, LayerError
 from tilefit.precision.ledger import Ledger
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import Look
+from tilefit.precision.look import Look, Observers
 from tilefit.precision.patches import Patches, with_subclasses
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.replay import judged, restored
-from tilefit.precision.statistics import table_of
+from tilefit.precision.statistics import Statistics
 from tilefit.report.watched import Table, Watched
 from tilefit.units import share
 
@@ -123,7 +122,7 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
         type(model).__name__,
         events,
         table,
-        table_of(statistics.counts),
+        statistics.table(),
         unchecked=tuple(f"{name}: {why}" for name, why in left_out.items()),
     )
 
@@ -163,7 +162,7 @@ def _run(
     ]
     try:
         if statistics is not None and Look.possible():
-            with Look(Ledger(Recorder(()), Patches()), [statistics], {}, {}, all_lines=False):
+            with Look(Ledger(Recorder(()), Patches()), Observers(statistics, ()), {}, {}, all_lines=False):
                 loss = step()
         else:
             loss = step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import CodeType, FrameType
@@ -44,7 +43,7 @@ class Products(Observer):
         return name in PRODUCTS
 
     def after(self, call: Call) -> None:
-        first = next((t for t in call.tensors() if t.is_floating_point()), None)
+        first = next((t for t in call.args if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None:
             return
         dtype = name_of(first.dtype)
@@ -106,27 +105,6 @@ class Products(Observer):
         self._by_module.clear()
 
 
-class Statistics(Observer):
-    """Counts operations by element type and phase.
-
-    Attributes:
-        counts: How often an operation had a result of an element type, forward (False) or backward (True).
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[str, bool, torch.dtype]] = Counter()
-
-    def wants(self, func: Any, name: str) -> bool:
-        return True
-
-    def after(self, call: Call) -> None:
-        out = call.out
-        if type(out) is tuple or type(out) is list:
-            out = next((item for item in out if isinstance(item, Tensor)), None)
-        if isinstance(out, Tensor) and out.is_floating_point():
-            self.counts[call.name, call.backward, out.dtype] += 1
-
-
 class LostGradients:
     """Weights whose output has a gradient and which have none, after a forward pass without gradients.
 
@@ -150,6 +128,8 @@ class LostGradients:
         look.on_module.append(self._ran)
 
     def _ran(self, module: nn.Module, name: str, output: Any) -> None:
+        if not self._without and torch.is_grad_enabled():
+            return  # nothing ran without gradients
         region = self._region()
         if not region or self._ledger.depth or not any(p is not None for p in module._parameters.values()):
             return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefit.precision.dtypes import PRODUCTS
-from tilefit.precision.look import Call, Observer, is_plain, sampled
+from tilefit.precision.look import BACKWARD, HALF, Call, Observer, is_plain, sampled
 
 #: Elements looked at of each gradient, and about as many gradients in a step, others in the next one.
 SAMPLE = 2048
@@ -21,6 +21,8 @@ SMALLEST, NORMAL, LARGEST = -24, -14, 15
 #: Bits kept free above the largest gradient seen, and the share of gradients that may be lost below.
 HEADROOM = 2
 TAIL = 0.01
+#: fp32's largest exponent, and numbers below its smallest that stand for values that have none.
+_HIGHEST, _ZERO, _NOT_FINITE = 127, -150, -151
 
 _BACKWARD = PRODUCTS | frozenset(
     """convolution_backward native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
@@ -74,6 +76,8 @@ class Exponents(Observer):
         histograms: What was seen, by element type.
     """
 
+    phases = (BACKWARD,)
+
     def __init__(self) -> None:
         self.scale = 1.0
         self.histograms: dict[torch.dtype, Histogram] = {}
@@ -87,13 +91,11 @@ class Exponents(Observer):
         return name in _BACKWARD
 
     def after(self, call: Call) -> None:
-        if not call.backward or call.look.recomputes:
-            return
         outs = call.out if isinstance(call.out, list | tuple) else [call.out]
         for out in outs:
-            if isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16) and is_plain(out):
+            if isinstance(out, Tensor) and out.dtype in HALF:
                 self._seen += 1
-                if self._seen % self._step != self._first:
+                if self._seen % self._step != self._first or not is_plain(out):
                     continue
                 sample = sampled(out, SAMPLE).clone()
                 self._samples.setdefault((out.dtype, out.device), []).append(sample)
@@ -102,12 +104,14 @@ class Exponents(Observer):
         """This step's values of an element type, scale included; waits for the device."""
         found = Histogram()
         for samples in (self._samples[key] for key in self._samples if key[0] == wanted):
-            values = torch.cat(samples).float().abs()
-            values = values[torch.isfinite(values)]
-            exponents = torch.frexp(values[values > 0]).exponent - 1
-            numbers, counts = torch.unique(exponents, return_counts=True)
-            found.zeros += int((values == 0).sum())
-            found.counts.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+            values = torch.cat(samples).float()
+            exponents = (torch.frexp(values).exponent - 1).where(values.isfinite(), _NOT_FINITE)
+            ordered = exponents.where(values != 0, _ZERO).sort().values
+            # Counted by where each exponent begins: one read of a fixed size, whatever was seen.
+            begins = torch.arange(_ZERO, _HIGHEST + 2, dtype=ordered.dtype, device=ordered.device)
+            zeros, *counts = torch.searchsorted(ordered, begins).diff().tolist()
+            found.zeros += zeros
+            found.counts.update({_ZERO + 1 + i: count for i, count in enumerate(counts) if count})
         return found
 
     def fp16(self) -> tuple[int, float, float]:
@@ -126,6 +130,6 @@ class Exponents(Observer):
             histogram.zeros += found.zeros
             histogram.counts.update({e - carried: count for e, count in found.counts.items()})
         self._samples.clear()
-        self._step = max(1, self._seen // GRADIENTS)
+        self._step = max(1, -(-self._seen // GRADIENTS))
         self._first = (self._first + 1) % self._step
         self._seen = 0

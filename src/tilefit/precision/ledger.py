@@ -534,10 +534,10 @@ class Ledger:
 
         return load_state_dict
 
-    def judge_scale(self, scaler: Any) -> None:
-        """Judge a scale where steps are skipped on the device, as fused optimizers do; waits for it."""
+    def judge_scale(self, scaler: Any, scale: float) -> None:
+        """Judge a scale where steps are skipped on the device, as fused optimizers do."""
         known = self.scaler(scaler)
-        if known.skipped < MANY_SKIPS and _scale(scaler) < 1:
+        if known.skipped < MANY_SKIPS and scale < 1:
             self._judge_history(scaler, known)
 
     def _judge_history(self, scaler: Any, known: Scaler) -> None:

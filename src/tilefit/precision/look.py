@@ -3,20 +3,32 @@
 A dispatch mode sees operations below autograd and autocast, so with the element types they really run in. It
 is pushed when a step ends and popped when the next one does. It changes nothing: every operation runs as it
 is.
+
+A step is hundreds of operations, and the host's time is what most of them cost. So an operation that nobody
+looks at in its phase is counted, and nothing else is done.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from tilefit.precision.ledger import Ledger
 from tilefit.precision.lines import user_line
+from tilefit.precision.statistics import Statistics
+
+HALF = (torch.float16, torch.bfloat16)
+
+#: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do;
+#: within one; and within one in a module, which activation checkpointing runs again.
+FORWARD, OPEN, BACKWARD, RECOMPUTED = PHASES = range(4)
 
 
 class Call:
@@ -69,7 +81,13 @@ class Call:
 
 
 class Observer:
-    """Looks at operations. ``wants`` is asked once per operation; the rest is called for those wanted."""
+    """Looks at operations. ``wants`` is asked once per operation; the rest is called for those wanted.
+
+    Attributes:
+        phases: The phases it looks at operations in.
+    """
+
+    phases: ClassVar[Iterable[int]] = PHASES
 
     def wants(self, func: Any, name: str) -> bool:
         """Whether operations of this kind matter."""
@@ -85,8 +103,45 @@ class Observer:
         """The step is over: read what was collected. Waiting for the device is allowed here."""
 
 
-#: An operation's name, and what is called before and after it.
-_Plan = tuple[str, tuple[Callable[[Call], None], ...], tuple[Callable[[Call], None], ...]]
+#: What runs an operation, its name, what is called before and after it, and how often it had which element
+#: type.
+_Plan = tuple[
+    Callable[..., Any],
+    str,
+    tuple[Callable[[Call], None], ...],
+    tuple[Callable[[Call], None], ...],
+    Counter[torch.dtype],
+]
+
+
+class Observers:
+    """Who looks at operations, and what was found out about each operation.
+
+    Args:
+        statistics: Where operations are counted.
+        observers: Who looks.
+    """
+
+    def __init__(self, statistics: Statistics, observers: Iterable[Observer]) -> None:
+        self._statistics = statistics
+        self._observers = tuple(observers)
+        #: By phase and by ``id`` of the operation: these live on, and their own hash is computed in Python.
+        self.plans: tuple[dict[int, _Plan], ...] = tuple({} for _ in PHASES)
+
+    def plan(self, func: Any, phase: int) -> _Plan:
+        """Whom to call for an operation that runs in a phase for the first time."""
+        name = func._schema.name.rpartition("::")[2]
+        wanted = [o for o in self._observers if phase in o.phases and o.wants(func, name)]
+        before = [observer.before for observer in wanted if type(observer).before is not Observer.before]
+        counts = self._statistics.of(name, phase >= BACKWARD)
+        plan = func._op, name, tuple(before), tuple(observer.after for observer in wanted), counts
+        self.plans[phase][id(func)] = plan
+        return plan
+
+    def end(self) -> None:
+        """The step is over."""
+        for observer in self._observers:
+            observer.end()
 
 
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,7 +150,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ledger: Knows whether a backward pass runs.
         observers: Who looks.
-        all_lines: Remember the line of every forward operation, not only of scalars.
+        all_lines: Remember the line of every forward operation, not only of half-precision scalars.
         names, parameter_names: Names of modules and of parameters by ``id``; what is not in them is named
             when it runs.
     """
@@ -103,7 +158,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         ledger: Ledger,
-        observers: Iterable[Observer],
+        observers: Observers,
         names: dict[int, str],
         parameter_names: dict[int, str],
         *,
@@ -111,9 +166,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
-        self._observers = tuple(observers)
-        #: By ``id`` of the operation: these live on, and their own hash is computed in Python.
-        self._plans: dict[int, _Plan] = {}
+        self._observers = observers
+        self._plans = observers.plans
         self._all_lines = all_lines
         self._names = names
         self._parameter_names = parameter_names
@@ -126,6 +180,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.on_module: list[Callable[[nn.Module, str, Any], None]] = []
 
     # ---- entering and leaving --------------------------------------------------------------
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: what torch wraps around every call, to keep the compiler out, takes longer than the call."""
+        return False
 
     @staticmethod
     def possible() -> bool:
@@ -154,8 +213,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         popped = bool(stack) and stack[-1] is self
         if popped:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            for observer in self._observers:
-                observer.end()
+            self._observers.end()
         return popped
 
     # ---- modules and lines -----------------------------------------------------------------
@@ -188,8 +246,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules.append(module)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self._modules:
-            while self._modules.pop() is not module:
+        running = self._modules
+        if running and running[-1] is module:
+            running.pop()
+        elif module in running:
+            while running.pop() is not module:
                 pass
         for listener in self.on_module:
             listener(module, self._names.get(id(module), ""), output)
@@ -200,28 +261,46 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or self._capturing():
+        if self._paused:
             return func(*args, **kwargs)
-        plan = self._plans.get(id(func))
+        ledger = self._ledger
+        if ledger.depth:
+            phase = RECOMPUTED if self._modules else BACKWARD
+        else:
+            phase = OPEN if ledger.open else FORWARD
+        plan = self._plans[phase].get(id(func))
         if plan is None:
-            plan = self._plans[id(func)] = self._plan(func)
-        name, before, after = plan
-        backward = self._ledger.depth > 0
-        call = Call(self, func, name, args, kwargs, backward)
-        for look_before in before:
-            look_before(call)
-        call.out = out = func(*args, **kwargs)
-        if not backward and (self._all_lines or _is_scalar(out)) and torch.is_grad_enabled():
+            plan = self._observers.plan(func, phase)
+        run, name, before, after, counts = plan
+        call = None
+        if after:
+            if self._capturing():
+                return func(*args, **kwargs)
+            call = Call(self, func, name, args, kwargs, phase >= BACKWARD)
+            for look_before in before:
+                look_before(call)
+        out = run(*args, **kwargs)
+        half_scalar = False
+        if type(out) is Tensor:
+            dtype = out.dtype
+            counts[dtype] += 1
+            half_scalar = dtype in HALF and out.numel() == 1
+        elif (first := _first(out)) is not None:
+            counts[first.dtype] += 1
+        # A loss may be computed in half precision, and the line is asked for where it is.
+        if phase < BACKWARD and (half_scalar or self._all_lines) and torch.is_grad_enabled():
             self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
-        for look_after in after:
-            look_after(call)
+        if call is not None:
+            call.out = out
+            for look_after in after:
+                look_after(call)
         return out
 
-    def _plan(self, func: Any) -> _Plan:
-        name = func._schema.name.rpartition("::")[2]
-        wanted = [observer for observer in self._observers if observer.wants(func, name)]
-        before = [observer.before for observer in wanted if type(observer).before is not Observer.before]
-        return name, tuple(before), tuple(observer.after for observer in wanted)
+
+# The same once and for all: neither this function nor what it calls is compiled.
+set_code_exec_strategy(
+    Look.__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+)
 
 
 def _is_capturing() -> Callable[[], bool]:
@@ -250,26 +329,30 @@ def mutated(func: Any) -> tuple[int, ...]:
     )
 
 
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is just that: it has values, dense ones, and is of no subclass that stands for "
     "more."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-        and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-    )
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:
     """About ``most`` elements, evenly spread over memory; a view, except of unusual layouts."""
-    values, number = tensor.detach(), tensor.numel()
+    number = tensor.numel()
     step = max(1, number // most)
-    dense = values.is_contiguous() or (
-        values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    dense = tensor.is_contiguous() or (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )
-    # One operation, of which there is one for every gradient.
-    return values.as_strided((-(-number // step),), (step,)) if dense else values.reshape(-1)[::step]
+    # One operation, of which there is one for every gradient. Below autograd there is nothing to detach from.
+    return tensor.as_strided((-(-number // step),), (step,)) if dense else tensor.reshape(-1)[::step]
 
 
-def _is_scalar(out: Any) -> bool:
-    return isinstance(out, Tensor) and out.numel() == 1
+def _first(out: Any) -> Tensor | None:
+    """The first tensor among what an operation returns."""
+    if isinstance(out, Tensor):
+        return out
+    if isinstance(out, tuple | list):
+        return next((item for item in out if isinstance(item, Tensor)), None)
+    return None

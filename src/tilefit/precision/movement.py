@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 from tilefit.precision.events import HalfState, Movement
 from tilefit.precision.ledger import Ledger, Stepped
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import Call, Observer, is_plain
+from tilefit.precision.look import BACKWARD, FORWARD, HALF, OPEN, RECOMPUTED, Call, Observer, is_plain
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
-from tilefit.precision.shadow import HALF
 
 #: Steps a parameter is followed for; fewer do not tell chance from loss.
 STEPS = 32
@@ -184,6 +183,8 @@ class Accumulators(Observer):
         ledger: Knows parameters, gradients and optimizers.
     """
 
+    phases = (FORWARD, OPEN)
+
     def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
@@ -195,7 +196,7 @@ class Accumulators(Observer):
 
     def before(self, call: Call) -> None:
         self._old = []
-        if call.backward or self._ledger.in_use:
+        if self._ledger.in_use:
             return
         targets = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
         for index, target in enumerate(targets):
@@ -271,6 +272,8 @@ class _Sum:
 class GradientSums(Observer):
     """Adds up in fp32, on samples, what backward passes add to half-precision gradients."""
 
+    phases = (BACKWARD, RECOMPUTED)
+
     def __init__(self) -> None:
         self._sums: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
@@ -279,7 +282,7 @@ class GradientSums(Observer):
 
     def before(self, call: Call) -> None:
         target = call.args[0]
-        if not call.backward or target.dtype not in HALF or not is_plain(target):
+        if target.dtype not in HALF or not is_plain(target):
             return
         node = torch._C._current_autograd_node()
         known = self._sums.get(id(target))

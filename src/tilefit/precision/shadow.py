@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision.events import IntegersMerged, MaskOverflowed, OperationChecked
-from tilefit.precision.look import Call, Observer, is_plain, sampled
+from tilefit.precision.look import FORWARD, HALF, OPEN, RECOMPUTED, Call, Observer, is_plain, sampled
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
 
-HALF = (torch.float16, torch.bfloat16)
 #: Elements looked at of an operation's input, and of a table of integers.
 SAMPLE = 65536
 RUN = 8192
@@ -38,7 +37,9 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
     "reciprocal": lambda call, x: torch.reciprocal(x),
 }
 #: Operations through which a mask stays one.
-_VIEWS = frozenset("view _unsafe_view expand unsqueeze slice select clone permute transpose".split())
+_PASSING = frozenset(
+    "view _unsafe_view expand unsqueeze slice select clone permute transpose add_ sub_".split()
+)
 _REDUCTIONS = frozenset(
     "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
 )
@@ -75,6 +76,8 @@ class Shadows(Observer):
         is_parameter: Whether a tensor is a parameter, whose casts are autocast's.
     """
 
+    phases = (FORWARD, OPEN, RECOMPUTED)
+
     def __init__(self, recorder: Recorder, is_parameter: Callable[[Tensor], bool]) -> None:
         self._recorder = recorder
         self._is_parameter = is_parameter
@@ -87,9 +90,7 @@ class Shadows(Observer):
         return name in _POINTWISE or name in _REDUCTIONS or name in _HANDLERS
 
     def after(self, call: Call) -> None:
-        if call.backward and not call.look.recomputes:
-            return
-        if call.name in _VIEWS and not self._masks:
+        if call.name in _PASSING and not self._masks:
             return  # no mask that could be passed on
         first = call.args[0] if call.args else None
         if not isinstance(first, Tensor) or not is_plain(first) or not first.numel():
@@ -223,7 +224,7 @@ class Shadows(Observer):
         self._masks[id(out)] = _Mask(weakref.ref(out), flag, source, out.dtype)
 
     def _pass_on(self, call: Call, first: Tensor) -> None:
-        """A view or a copy of a mask is one."""
+        """A view or a copy of a mask is one, and so is what a mask is updated to."""
         known = next(filter(None, map(self._mask_of, call.tensors())), None)
         if known is not None and isinstance(call.out, Tensor):
             self._masks[id(call.out)] = known._replace(tensor=weakref.ref(call.out))
@@ -249,13 +250,13 @@ class Shadows(Observer):
 
     def _cast(self, call: Call, x: Tensor) -> None:
         out = call.out
-        self._pass_on(call, x)
+        if self._masks:
+            self._pass_on(call, x)
         if out.dtype not in HALF or x.dtype in HALF or x.dtype == torch.bool or self._is_parameter(x):
             return
         if x.numel() < 2 ** (8 if out.dtype == torch.bfloat16 else 11) or not self._counts(call):
             return
-        flat = x.detach().reshape(-1)
-        values = torch.cat([flat[:RUN], flat[-RUN:]]).double() if flat.numel() > 2 * RUN else flat.double()
+        values = _ends(x).double()
         ordered = values.sort().values
         cast = ordered.to(out.dtype).double()
         steps = values.diff()
@@ -325,12 +326,18 @@ def judge_buffers(recorder: Recorder, model: nn.Module) -> None:
 
 _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
     "_to_copy": Shadows._cast,
-    "add": Shadows._sum,
-    "add_": Shadows._sum,
-    "sub": Shadows._sum,
-    "sub_": Shadows._sum,
-    **dict.fromkeys(_VIEWS, Shadows._pass_on),
+    **dict.fromkeys(("add", "sub"), Shadows._sum),
+    **dict.fromkeys(_PASSING, Shadows._pass_on),
 }
+
+
+def _ends(x: Tensor) -> Tensor:
+    """The first and the last :data:`RUN` elements, or all of them if they are no more, in order."""
+    if x.numel() <= 2 * RUN:
+        return x.reshape(-1)
+    # Whole rows hold them: what lies in memory in another order is not copied for the sake of a few.
+    rows = -(-RUN * x.shape[0] // x.numel())
+    return torch.cat([x[:rows].reshape(-1)[:RUN], x[-rows:].reshape(-1)[-RUN:]])
 
 
 def _rows(call: Call, x: Tensor, out: Tensor) -> tuple[Tensor | None, Tensor | None]:

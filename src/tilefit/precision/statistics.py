@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+
+import torch
 
 from tilefit.report.watched import Table
 
 
-def table_of(counts: Mapping[tuple[str, bool, Any], int]) -> Table:
-    """Counts of operations (name, whether backward, element type) as a table, the most frequent first."""
-    rows: dict[tuple[str, str], dict[str, int]] = {}
-    for (name, backward, dtype), count in counts.items():
-        phase = "backward" if backward else "forward"
-        rows.setdefault((name, phase), {})[str(dtype).removeprefix("torch.")] = count
+class Statistics:
+    """Counts operations by the element type of their first result."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, bool], Counter[torch.dtype]] = {}
+
+    def of(self, name: str, backward: bool) -> Counter[torch.dtype]:
+        """Where the operations of a name are counted, those of backward passes apart."""
+        return self._counts.setdefault((name, backward), Counter())
+
+    def table(self) -> Table:
+        """The floating-point operations, the most frequent first; no rows where none was seen."""
+        rows: dict[tuple[str, str], dict[str, int]] = {}
+        for (name, backward), by_type in self._counts.items():
+            floating = {
+                str(dtype).removeprefix("torch."): count
+                for dtype, count in by_type.items()
+                if dtype.is_floating_point
+            }
+            if floating:
+                rows[name, "backward" if backward else "forward"] = floating
+        return _table(rows)
+
+
+def _table(rows: dict[tuple[str, str], dict[str, int]]) -> Table:
     types = sorted({dtype for row in rows.values() for dtype in row})
     ordered = sorted(rows.items(), key=lambda item: -sum(item[1].values()))
     return Table(

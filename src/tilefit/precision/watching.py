@@ -16,10 +16,10 @@ from tilefit import __version__
 from tilefit.errors import UsageError
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.checkpoints import Checkpoints, Schedules
-from tilefit.precision.dtypes import LostGradients, Products, Statistics
+from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents, Histogram
 from tilefit.precision.ledger import Ledger, Stepped
-from tilefit.precision.look import Look, Observer
+from tilefit.precision.look import Look, Observer, Observers
 from tilefit.precision.movement import Accumulators, GradientSums, OptimizerStates, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
@@ -28,7 +28,7 @@ from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import Regions, is_compiled, name_of
 from tilefit.precision.rules import all_rules
 from tilefit.precision.shadow import Shadows, judge_buffers
-from tilefit.precision.statistics import table_of
+from tilefit.precision.statistics import Statistics
 from tilefit.precision.window import Window
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import Alarm
@@ -109,9 +109,15 @@ class Watch:
         OptimizerStates(recorder, ledger)
         self._window = Window(recorder, ledger)
         ledger.before_observing = lambda: self._window.replaced(ledger.gradients)
-        self._shadows = Shadows(recorder, ledger.is_parameter)
-        self._accumulators = Accumulators(recorder, ledger)
-        self._products = Products(recorder)
+        self._numerical: tuple[Observer, ...] = (
+            self._window,
+            Shadows(recorder, ledger.is_parameter),
+            Accumulators(recorder, ledger),
+            self._sums,
+            Products(recorder),
+            self._exponents,
+        )
+        self._observers = Observers(self._statistics, self._numerical)
         self._lost = LostGradients(recorder, ledger, self._regions.cached_region)
         self._ranks = Ranks(recorder, ledger)
         self._module_names: dict[int, str] = {}
@@ -246,8 +252,9 @@ class Watch:
             allowed = histogram.scale_interval()
             if allowed is not None:
                 tables.append(_gradients_table(name_of(dtype), histogram, *allowed))
-        if self._statistics.counts:
-            tables.append(table_of(self._statistics.counts))
+        operations = self._statistics.table()
+        if operations.rows:
+            tables.append(operations)
         return tables
 
     # ---- steps -----------------------------------------------------------------------------
@@ -279,7 +286,7 @@ class Watch:
         if recorder.looking and stepped.scaler is not None:
             self._scale = float(stepped.scaler.get_scale())
             self._exponents.scale = self._scale
-            self._ledger.judge_scale(stepped.scaler)
+            self._ledger.judge_scale(stepped.scaler, self._scale)
         scaled = stepped.scaler is not None
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
         collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
@@ -321,20 +328,12 @@ class Watch:
                 "numerics and writes to gradients: a dispatch mode of your own is active"
             )
             return
-        observers: list[Observer] = [
-            self._window,
-            self._shadows,
-            self._accumulators,
-            self._sums,
-            self._products,
-            self._exponents,
-            self._statistics,
-        ]
+        observers = self._observers
         self._origin = None
         if self._seek_origin or self._find_non_finite:
             weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=self._seek_origin)
-            observers.append(self._origin)
+            observers = Observers(self._statistics, [*self._numerical, self._origin])
         self._look = Look(
             self._ledger,
             observers,

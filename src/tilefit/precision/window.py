@@ -19,7 +19,7 @@ from torch import Tensor
 from tilefit.precision.degrees import base_name, result_degree
 from tilefit.precision.events import GradientsClipped, GradientsWritten
 from tilefit.precision.ledger import EMPTY, PLAIN, Gradient, Ledger, Marks
-from tilefit.precision.look import Call, Observer, is_plain, mutated, tensors_in
+from tilefit.precision.look import OPEN, Call, Observer, is_plain, mutated, tensors_in
 from tilefit.precision.recorder import Recorder
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
@@ -62,6 +62,8 @@ class Window(Observer):
         ledger: Holds the gradients' marks.
     """
 
+    phases = (OPEN,)
+
     def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
@@ -93,7 +95,7 @@ class Window(Observer):
         return name not in _SCALERS_OWN
 
     def after(self, call: Call) -> None:
-        if call.backward or not self._starts or self._ledger.in_use or not self._ledger.open:
+        if not self._starts or self._ledger.in_use:
             return
         found = [one for tensor in call.tensors() if (one := self._find(tensor)) is not None]
         if not found:
