@@ -2,25 +2,35 @@
 
     PYTHONPATH=src python benchmarks/tune_persistent.py --out tuned.json
     PYTHONPATH=src python benchmarks/tune_persistent.py --cells lstm --hidden 1024 --batches 8 --top 20
+    PYTHONPATH=src python benchmarks/tune_persistent.py --around RESULTS --focus 'lstm/forward/16/1024/' 40
+    PYTHONPATH=src python benchmarks/tune_persistent.py --merge RESULTS tuned.json --out RESULTS --install
 
-For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest, or
-those near the fastest of an earlier result (`--around`), are compiled in parallel, checked against the plain
-PyTorch reference in float32, and timed: median of several launches of all time steps, between CUDA events, on
-random data. `--install` writes the winners into the package.
+with RESULTS = benchmarks/results/tune_persistent_h200.json.
 
-`--fit FILE` measures nothing: it fits what a step's work costs to the rows of an earlier result, for sizes
-that were not measured, and says how much slower than the fastest measured variant the one so predicted is, of
-hidden sizes that were left out of the fit.
+For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest are
+compiled in parallel, checked against the plain PyTorch reference in float32, and timed: median of several
+launches of all time steps, between CUDA events, on random data; a forward kernel both as in training and as
+in inference. `--around FILE` measures again the fastest of an earlier result with what is near them, and of
+the others only those not measured there. `--install` writes the winners into the package.
+
+`--merge FILE...` measures nothing: it makes one result of several, in which a later file's row replaces an
+earlier one's of the same variant. `--fit FILE` neither: it fits what a step's work costs to the rows of a
+result, for sizes that were not measured, and says how much slower than the fastest measured variant the one
+so predicted is, of hidden sizes that were left out of the fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +45,49 @@ from tilefit.rnn.persistent.launch import Kernel, LaunchError, failure
 from tilefit.rnn.persistent.layer import _unwritten
 from tilefit.rnn.persistent.variant import UNITS, Capacity, Problem, Variant, predicted_s, variants, work
 
+#: A measured variant: `problem`, the fields of the `variant`, `us` (and `inference_us`) a step, `error`.
+Row = dict[str, Any]
+
+#: Relative error of a right variant at most: some roundings to bfloat16.
+TOLERANCE = 0.02
+
 PACKAGE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "persistent" / "h200.json"
+
+
+def planned(
+    options: argparse.Namespace, capacity: Capacity, earlier: list[Row]
+) -> list[tuple[Problem, list[Variant]]]:
+    """The problems, those in focus first, and what is to be measured of each."""
+    pattern, focus_top = options.focus
+    names = (options.cells.split(","), options.kernels.split(","))
+    sizes = (options.directions, options.hidden, options.batches)
+    plan = []
+    for cell, kernel, directions, hidden, batch in itertools.product(
+        *names, *(map(int, text.split(",")) for text in sizes)
+    ):
+        problem = Problem(CELLS[cell], options.dtype, hidden, batch, directions, kernel == "backward")
+        in_focus = re.search(pattern, key(problem)) is not None
+        top = int(focus_top) if in_focus else options.top
+        rows = [row for row in earlier if row["problem"] == key(problem)]
+        measured = {Variant(*row["variant"]) for row in rows}
+        chosen = neighbours(problem, capacity, rows) if rows else []
+        chosen += [
+            variant
+            for variant in candidates(problem, capacity, top, options.alike)
+            if variant not in measured and variant not in chosen
+        ]
+        plan.append((in_focus, problem, chosen))
+    plan.sort(key=lambda entry: not entry[0])
+    return [(problem, chosen) for _, problem, chosen in plan]
 
 
 def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> list[Variant]:
     """The variants predicted to be fastest, at most ``alike`` that differ in their units only."""
     ordered = sorted(variants(problem, capacity), key=lambda v: predicted_s(problem, v))
-    taken: dict[tuple[int, ...], int] = {}
+    taken: dict[tuple[object, ...], int] = {}
     chosen = []
     for variant in ordered:
-        kind = (variant.split, variant.mail, variant.warps, variant.rounds, variant.tiles)
+        kind = *_kind(variant), variant.ahead
         if taken.get(kind, 0) < alike:
             taken[kind] = taken.get(kind, 0) + 1
             chosen.append(variant)
@@ -53,26 +96,103 @@ def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> li
     return chosen
 
 
-def neighbours(problem: Problem, capacity: Capacity, rows: list[dict[str, object]]) -> list[Variant]:
-    """Variants that differ from the two fastest measured ones in their units alone, by at most two steps."""
-    measured = sorted((row for row in rows if "us" in row), key=lambda row: row["us"])[:2]
-    chosen: list[Variant] = []
-    for row in measured:
-        best = Variant(*row["variant"])
-        for variant in variants(problem, capacity):
-            same = all(
-                getattr(variant, name) == getattr(best, name)
-                for name in ("split", "mail", "tiles", "rounds", "warps")
-            )
-            near = abs(UNITS.index(variant.units) - UNITS.index(best.units)) <= 2
-            if same and near and variant not in chosen:
-                chosen.append(variant)
-    return chosen
+def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Variant]:
+    """Around the three fastest measured variants: themselves, those of one size of a block more or less, and
+    all these both with and without asking ahead, so that one run compares them. Of the three, also with more
+    weights in registers: the compiler often has room for them."""
+    cuts: dict[Variant, Variant] = {}
+    for row in sorted(rows, key=rank):
+        variant = Variant(*row["variant"])
+        cuts.setdefault(replace(variant, held=0, ahead=False), variant)
+    fastest = list(cuts.values())[:3]
+    near = dict.fromkeys(fastest)
+    for variant in variants(problem, capacity):
+        steps = [
+            abs(UNITS.index(variant.units) - UNITS.index(fast.units))
+            for fast in fastest
+            if _kind(variant) == _kind(fast)
+        ]
+        if steps and min(steps) <= 1:
+            near[variant] = None
+        if steps and min(steps) == 0:
+            held = (variant.held + more for more in (1, 3))
+            near |= dict.fromkeys(replace(variant, held=h) for h in held if h <= variant.fragments(problem))
+    return list(near)
+
+
+def _kind(variant: Variant) -> tuple[object, ...]:
+    return variant.split, variant.mail, variant.warps, variant.rounds, variant.tiles
+
+
+def merged(files: list[Path]) -> dict[str, Any]:
+    """One result of several of the same GPU, without variants that the kernels can no longer be cut to."""
+    documents = [json.loads(file.read_text("utf-8")) for file in files]
+    newest = documents[-1]
+    rows = {}
+    for file, document in zip(files, documents, strict=True):
+        for name in ("gpu", "steps", "clusters", "variant_columns"):
+            if document[name] != newest[name]:
+                sys.exit(
+                    f"{file}: its {name} are not those of {files[-1]}: results of one kind can be merged"
+                )
+        for row in document["rows"]:
+            rows[row["problem"], Variant(*row["variant"])] = row
+    capacity = Capacity(newest["multiprocessors"], tuple(newest["clusters"]))
+    problems = {row["problem"]: _problem_of(row)[0] for row in rows.values()}
+    cuts = {
+        name: {_cut(v): v.held for v in variants(problem, capacity)} for name, problem in problems.items()
+    }
+    kept = [
+        row
+        for (name, variant), row in rows.items()
+        if variant.held >= cuts[name].get(_cut(variant), float("inf"))
+    ]
+    print(f"{len(kept)} variants of {len(problems)} problems; {len(rows) - len(kept)} can no longer be cut")
+    return {**newest, "rows": sorted(kept, key=lambda row: list(problems).index(row["problem"]))}
+
+
+def rows_of(file: Path) -> list[Row]:
+    """The variants of a result that ran."""
+    return [row for row in json.loads(file.read_text("utf-8"))["rows"] if "us" in row]
+
+
+def rank(row: Row) -> tuple[bool, float]:
+    """Orders a problem's variants, best first: by training and inference where both were measured."""
+    return "inference_us" not in row, row["us"] + row.get("inference_us", 0.0)
+
+
+def store(document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Writes a result, and into the package the fastest right variant of each of its problems."""
+    head = {name: value for name, value in document.items() if name != "rows"}
+    if options.out:
+        rows = [
+            {
+                name: float(f"{value:.4g}") if isinstance(value, float) else value
+                for name, value in row.items()
+            }
+            for row in document["rows"]
+        ]
+        options.out.write_text(_json(head, "rows", "[]", map(json.dumps, rows)), "utf-8")
+    if options.install:
+        winners = json.loads(PACKAGE.read_text("utf-8"))["variants"]
+        right = [row for row in document["rows"] if "us" in row and row["error"] < TOLERANCE]
+        for row in sorted(right, key=rank, reverse=True):
+            variant = Variant(*row["variant"])
+            winners[row["problem"]] = (*_cut(variant), variant.held)
+        head = {name: head[name] for name in ("gpu", "torch", "cuda", "date")}
+        entries = (f"{json.dumps(name)}: {json.dumps(cut)}" for name, cut in winners.items())
+        PACKAGE.write_text(_json(head, "variants", "{}", entries), "utf-8")
+
+
+def _json(head: dict[str, Any], name: str, brackets: str, entries: Iterable[str]) -> str:
+    """A document that ends in a list or mapping with one entry a line."""
+    listed = ",\n".join(entries)
+    return f"{json.dumps(head)[:-1]}, {json.dumps(name)}: {brackets[0]}\n{listed}\n{brackets[1]}}}\n"
 
 
 def fit(rows: list[dict[str, Any]]) -> None:
     """Prints ``MICROSECONDS`` of variant.py, by least squares of the relative error, no cost below zero."""
-    measured = [(*_problem_of(row), float(row["us"])) for row in rows if "us" in row]
+    measured = [(*_problem_of(row), float(row["us"])) for row in rows]
     names = list(work(*measured[0][:2]))
     table = np.array([[work(problem, variant)[name] for name in names] for problem, variant, _ in measured])
     times = np.array([time_us for _, _, time_us in measured])
@@ -218,26 +338,34 @@ class Data:
         return float((part.float() - expected).norm() / expected.norm())
 
 
-def measure(problem: Problem, variant: Variant, data: Data, steps: int, repeats: int) -> dict[str, object]:
+def measure(problem: Problem, variant: Variant, data: Data, steps: int, repeats: int) -> Row:
+    """Microseconds a step; of a forward kernel that saves something for the backward pass, also without."""
     kernel = Kernel(problem, variant, torch.cuda.current_device())
+    us, result = timed(kernel, data, data.tensors, steps, repeats)
+    registers, spilled = kernel.registers()
+    row: Row = {"us": us, "error": data.error(result, problem), "registers": registers, "spilled": spilled}
+    if not problem.backward and problem.cell.saved:
+        unsaved = {**data.tensors, "gates": None, "cells": None}
+        row["inference_us"], _ = timed(kernel, data, unsaved, steps, repeats)
+    return row
+
+
+def timed(
+    kernel: Kernel, data: Data, tensors: dict[str, torch.Tensor | None], steps: int, repeats: int
+) -> tuple[float, torch.Tensor]:
+    """The median of the launches after the first, and the last one's result."""
     times = []
-    error = float("nan")
-    for repeat in range(repeats + 1):
+    for _ in range(repeats + 1):
         result = _unwritten(data.tensors["weights"], data.shape)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        absent = {"lengths": None, "resets": None}
-        kernel.launch({**absent, **data.tensors, data.result: result}, steps)
+        kernel.launch({"lengths": None, "resets": None, **tensors, data.result: result}, steps)
         end.record()
         end.synchronize()
         if int(failure(torch.cuda.current_device())[0]):
             raise LaunchError("gave up waiting")
-        if repeat == 0:
-            error = data.error(result, problem)
-        else:
-            times.append(begin.elapsed_time(end) * 1e3 / steps)
-    registers, spilled = kernel.registers()
-    return {"us": statistics.median(times), "error": error, "registers": registers, "spilled": spilled}
+        times.append(begin.elapsed_time(end) * 1e3 / steps)
+    return statistics.median(times[1:]), result
 
 
 def main() -> None:
@@ -257,33 +385,29 @@ def main() -> None:
     parser.add_argument("--around", type=Path, help="try what is near the fastest of an earlier result")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="measure nothing; fit the costs to a result")
     parser.add_argument("--install", action="store_true", help="write the winners into the package")
+    parser.add_argument(
+        "--focus",
+        nargs=2,
+        default=("$^", 0),
+        metavar=("PATTERN", "TOP"),
+        help="another --top for some problems",
+    )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing; merge results"
+    )
     options = parser.parse_args()
     if options.fit:
-        fit(json.loads(options.fit.read_text("utf-8"))["rows"])
+        fit(rows_of(options.fit))
+        return
+    if options.merge:
+        store(merged(options.merge), options)
         return
     launch.SPIN_LIMIT = 1 << 17  # a variant that hangs costs a tenth of a second
     capacity = launch.capacity(0)
     print(capacity)
     capability = torch.cuda.get_device_capability()
-    earlier: dict[str, list[dict[str, object]]] = {}
-    if options.around:
-        for row in json.loads(options.around.read_text())["rows"]:
-            earlier.setdefault(row["problem"], []).append(row)
     started = time.perf_counter()
-    plan = []
-    for cell in options.cells.split(","):
-        for directions in map(int, options.directions.split(",")):
-            for hidden in map(int, options.hidden.split(",")):
-                for batch in map(int, options.batches.split(",")):
-                    for kernel in options.kernels.split(","):
-                        problem = Problem(
-                            CELLS[cell], options.dtype, hidden, batch, directions, kernel == "backward"
-                        )
-                        known = earlier.get(key(problem), [])
-                        around = neighbours(problem, capacity, known)
-                        plan.append(
-                            (problem, around or candidates(problem, capacity, options.top, options.alike))
-                        )
+    plan = planned(options, capacity, rows_of(options.around) if options.around else [])
     jobs = [
         ("backward" if problem.backward else "forward", variant.constants(problem), capability)
         for problem, chosen in plan
@@ -293,7 +417,7 @@ def main() -> None:
         seconds = list(pool.map(compile_one, jobs, chunksize=4))
     elapsed = time.perf_counter() - started
     print(f"{len(jobs)} variants compiled in {elapsed:.0f} s ({sum(seconds):.0f} s of work)")
-    rows, winners = [], {}
+    rows: list[Row] = []
     for problem, chosen in plan:
         if time.perf_counter() - started > options.budget_s:
             print("out of time")
@@ -304,7 +428,7 @@ def main() -> None:
         data = Data(problem, options.steps, getattr(torch, options.dtype))
         found = []
         for variant in chosen:
-            row: dict[str, object] = {
+            row: Row = {
                 "problem": key(problem),
                 "variant": list(vars(variant).values()),
                 "predicted_us": predicted_s(problem, variant) * 1e6,
@@ -315,24 +439,24 @@ def main() -> None:
                 failure(0).zero_()
                 row["refused"] = str(error)[:200]
             rows.append(row)
-            if "us" in row and row["error"] < 0.02:
-                found.append((row["us"], variant, row))
+            if "us" in row and row["error"] < TOLERANCE:
+                found.append((variant, row))
             elif "us" in row:
                 print(f"WRONG {key(problem)} {variant} error {row['error']}")
         if not found:
             print(f"{key(problem):32} nothing ran")
             continue
-        found.sort(key=lambda entry: entry[0])
-        _, variant, row = found[0]
-        winners[key(problem)] = _cut(variant)
+        found.sort(key=lambda entry: rank(entry[1]))
+        variant, row = found[0]
+        inference = f", {row['inference_us']:.2f} in inference" if "inference_us" in row else ""
         exchange = "mail" if variant.mail else f"S{variant.split}"
         print(
-            f"{key(problem):32} {row['us']:6.2f} us "
+            f"{key(problem):32} {row['us']:6.2f} us{inference} "
             f"(predicted {row['predicted_us']:.2f}; error {row['error']:.1e}) "
             f"U{variant.units} P{variant.blocks} {exchange} T{variant.tiles} R{variant.rounds} "
-            f"G{variant.batch_groups} W{variant.warps} h{variant.held} "
+            f"G{variant.batch_groups} W{variant.warps} h{variant.held}{' ahead' if variant.ahead else ''} "
             f"regs {row['registers']}/{row['spilled']} ; others",
-            *(f"{us:.2f}" for us, _, _ in found[1:5]),
+            *(f"{other['us']:.2f}" for _, other in found[1:5]),
             flush=True,
         )
     document = {
@@ -341,16 +465,12 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "date": time.strftime("%Y-%m-%d"),
         "steps": options.steps,
+        "multiprocessors": capacity.multiprocessors,
         "clusters": capacity.clusters,
+        "variant_columns": [field.name for field in fields(Variant)],
         "rows": rows,
     }
-    if options.out:
-        options.out.write_text(json.dumps(document))
-    if options.install:
-        stored = json.loads(PACKAGE.read_text())["variants"] if PACKAGE.is_file() else {}
-        stored |= winners
-        head = {name: document[name] for name in ("gpu", "torch", "cuda", "date")}
-        PACKAGE.write_text(json.dumps({**head, "variants": stored}, indent=0) + "\n")
+    store(document, options)
 
 
 if __name__ == "__main__":

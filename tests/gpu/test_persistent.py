@@ -13,6 +13,7 @@ from tilefit.rnn import reference
 from tilefit.rnn.cells import CELLS, Backward, Forward
 from tilefit.rnn.persistent import launch, layer
 from tilefit.rnn.persistent.launch import Kernel, LaunchError
+from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, predicted_s, variants
 
 pytestmark = pytest.mark.gpu
 
@@ -118,6 +119,24 @@ def test_delays_change_no_bit(cell: str, hidden: int, batch: int) -> None:
             assert torch.equal(again.gates[inside], first.gates[inside])
         for one, other in zip(problem.backward(layer.backward, first), first_grads, strict=True):
             assert torch.equal(one, other)
+
+
+@cells
+@pytest.mark.usefixtures("jitter")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_several_rounds(cell: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not each asks for the next one before it is finished, whatever the table prefers."""
+    ran = []
+
+    def cut(problem: Problem, capacity: Capacity) -> Variant:
+        alike = (v for v in variants(problem, capacity) if v.rounds == 2 and v.ahead == ahead)
+        ran.append(min(alike, key=lambda variant: predicted_s(problem, variant)))
+        return ran[-1]
+
+    monkeypatch.setattr(layer, "chosen", cut)
+    torch.manual_seed(4)
+    Layer(cell, torch.bfloat16, 256, 32, 20).ragged().assert_as_reference()
+    assert len(ran) == 2
 
 
 @cells

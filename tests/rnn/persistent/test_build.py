@@ -73,6 +73,19 @@ def test_every_exchange_compiles_for_hopper(cell: str, element: str, backward: b
 
 @needs_nvrtc
 @pytest.mark.parametrize("backward", [False, True])
+def test_asking_for_the_next_round_ahead_compiles(backward: bool) -> None:
+    problem = Problem(CELLS["lstm"], "bfloat16", 128, 16, 1, backward, lengths=True, resets=True)
+    plain, ahead = (
+        compiled(
+            problem, next(v for v in variants(problem, H200) if v.rounds == 2 and v.ahead == wanted), (9, 0)
+        )
+        for wanted in (False, True)
+    )
+    assert plain != ahead
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("backward", [False, True])
 def test_exact_fp32_compiles(backward: bool) -> None:
     problem = Problem(CELLS["gru"], "float32", 128, 16, backward=backward, strict=True)
     assert compiled(problem, next(variants(problem, A100)), (8, 0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rnn.persistent.capacities import A100, H200
@@ -25,7 +27,9 @@ def test_every_measured_variant_can_run(name: str) -> None:
     assert key(problem) == name
     variant = chosen(problem, H200)
     assert variant is not None
-    assert choice._cut(variant) == choice._measured()[name]
+    assert (*choice._cut(variant), variant.held) == choice._measured()[name]
+    assert variant.held <= variant.fragments(problem)
+    assert variant.shared_bytes(problem) <= H200.shared_bytes
 
 
 def test_the_measured_variant_goes_before_the_predicted_one() -> None:
@@ -42,11 +46,28 @@ def test_like_problems_run_the_same_variant() -> None:
     for other in (
         Problem(CELLS["lstm"], "float16", 1024, 8),
         Problem(CELLS["lstm"], "bfloat16", 1024, 3),
-        Problem(CELLS["lstm"], "bfloat16", 1024, 8, lengths=True, resets=True),
     ):
         assert chosen(other, H200) == chosen(one, H200)
+    ragged = chosen(Problem(CELLS["lstm"], "bfloat16", 1024, 8, lengths=True, resets=True), H200)
+    assert ragged is not None
+    assert choice._cut(ragged) == choice._cut(chosen(one, H200))
     tanh, relu = (Problem(CELLS[name], "bfloat16", 1024, 8) for name in ("rnn_tanh", "rnn_relu"))
     assert chosen(tanh, H200) == chosen(relu, H200)
+
+
+def test_as_many_weights_are_held_as_measured_but_where_rows_are_ragged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "gru/forward/16/2048/2/1"
+    plain = next(
+        v for v in variants(measured(name), H200) if v.rounds == 2 and v.held < v.fragments(measured(name))
+    )
+    table = {name: (*choice._cut(plain), plain.held + 1)}
+    monkeypatch.setattr(choice, "_measured", lambda: table)
+    choose = chosen.__wrapped__
+    assert choose(measured(name), H200) == replace(plain, held=plain.held + 1)
+    for ragged in ({"lengths": True}, {"resets": True}):
+        assert choose(replace(measured(name), **ragged), H200) == plain
 
 
 def test_a_gpu_that_cannot_run_the_measured_variant_runs_another() -> None:

@@ -33,7 +33,7 @@ class Case(NamedTuple):
     """A layer, and how its kernels are cut.
 
     ``split`` is 1 for the exchange through the L2 cache, 0 for mailboxes; ``kept`` puts half the weights in
-    shared memory; ``groups`` split the mini-batch.
+    shared memory; ``groups`` split the mini-batch; ``ahead`` asks for the next round before one is finished.
     """
 
     cell: str
@@ -48,6 +48,7 @@ class Case(NamedTuple):
     rounds: int
     kept: bool
     groups: int = 1
+    ahead: bool = False
 
     def __str__(self) -> str:
         return "-".join(str(value).removeprefix("torch.") for value in self)
@@ -60,16 +61,17 @@ CASES = [
     Case("lstm", FP16, 33, 5, 5, 2, "LR", 1, 4, 1, True),
     Case("lstm", FP16, 136, 5, 6, 1, "LR", 0, 4, 1, False),
     Case("lstm", FP32, 20, 11, 5, 2, "LR", 1, 8, 1, False, groups=2),
-    Case("gru", FP16, 40, 18, 4, 2, "L", 1, 4, 2, True),
-    Case("gru", FP16, 61, 10, 5, 1, "LR", 0, 4, 2, True),
-    Case("gru", BF16, 64, 33, 4, 1, "R", 4, 4, 2, False),
+    Case("gru", FP16, 40, 18, 4, 2, "L", 1, 4, 2, True, ahead=True),
+    Case("gru", FP16, 61, 10, 5, 1, "LR", 0, 4, 2, True, ahead=True),
+    Case("gru", BF16, 64, 33, 4, 1, "R", 4, 4, 2, False, ahead=True),
     Case("gru", FP32, 30, 17, 3, 1, "L", 2, 4, 1, True),
     Case("rnn_tanh", FP32, 36, 9, 5, 1, "R", 1, 4, 1, True),
     Case("rnn_tanh", FP32, 64, 10, 5, 2, "LR", 0, 4, 2, False),
     Case("rnn_tanh", BF16, 70, 20, 4, 2, "L", 0, 4, 3, False),
-    Case("rnn_relu", FP16, 96, 30, 3, 1, "LR", 2, 4, 2, False, groups=2),
+    Case("rnn_relu", FP16, 96, 30, 3, 1, "LR", 2, 4, 2, False, groups=2, ahead=True),
     Case("rnn_relu", BF16, 17, 1, 6, 1, "", 1, 8, 1, False),
     Case("rnn_tanh", FP32, 128, 8, 3, 1, "", 1, 4, 1, False),
+    Case("lstm", BF16, 40, 18, 4, 1, "LR", 1, 4, 2, True),
 ]
 
 
@@ -112,6 +114,7 @@ def variant_for(case: Case, problem: Problem) -> Variant:
         if variant.mail == (case.split == 0)
         and (variant.mail or variant.split == case.split)
         and (variant.warps, variant.rounds, variant.batch_groups) == (case.warps, case.rounds, case.groups)
+        and variant.ahead == case.ahead
         and (variant.blocks > 1 or problem.hidden <= 8)
     )
     return dataclasses.replace(found, held=found.fragments(problem) // 2) if case.kept else found

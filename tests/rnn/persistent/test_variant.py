@@ -78,6 +78,16 @@ def test_what_the_kernel_takes_for_granted(problem: Problem) -> None:
 
 
 @given(problems())
+def test_only_several_rounds_ask_ahead_for_fewer_weights_in_registers(problem: Problem) -> None:
+    cuts: dict[tuple[object, ...], dict[bool, int]] = {}
+    for variant in variants(problem, H200):
+        cut = tuple(vars(variant)[name] for name in vars(variant) if name not in ("held", "ahead"))
+        cuts.setdefault(cut, {})[variant.ahead] = variant.held
+        assert variant.constants(problem)["AHEAD"] <= variant.rounds - 1
+    assert all(held.get(True, 0) <= held[False] for held in cuts.values())
+
+
+@given(problems())
 def test_without_clusters_blocks_exchange_through_the_l2_cache(problem: Problem) -> None:
     assert all((variant.split, variant.mail) == (1, False) for variant in variants(problem, A100))
 

@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
         return source;
     };
     Recurrent::Source source;
-    if (ROUNDS > 1) product.begin(source = source_of(0, 0), rank);
+    if (AHEAD) product.begin(source = source_of(0, 0), rank);
 
     // One turn more than there are steps: the last one only finds the gradient of the initial state.
     for (int s = 0; s <= p.steps; ++s) {
@@ -148,11 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
-            if (ROUNDS == 1) product.begin(source = source_of(s, 0), rank);
+            if (!AHEAD) product.begin(source = source_of(s, round), rank);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
             // The next round's rows were published a round ago or earlier: they come while this one is finished.
-            if (round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
-            else if (ROUNDS > 1 && s < p.steps) product.begin(source = source_of(s + 1, 0), rank);
+            if (AHEAD && round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
+            else if (AHEAD && s < p.steps) product.begin(source = source_of(s + 1, 0), rank);
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
             stagger(delays);

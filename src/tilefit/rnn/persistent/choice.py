@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
@@ -14,16 +15,18 @@ def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
     """The variant for a problem, or None where its weights do not fit on chip.
 
     The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the
-    same number of tiles, ragged rows and resets run the same variant.
+    same number of tiles, ragged rows and resets run the same variant. Ragged rows and resets take registers
+    too: for them the weights held in registers are as many as there is surely room for.
     """
     candidates = list(variants(problem, capacity))
     if not candidates:
         return None
     measured = _measured().get(key(problem))
     if measured is not None:
+        *cut, held = measured
         for candidate in candidates:
-            if _cut(candidate) == measured:
-                return candidate
+            if _cut(candidate) == tuple(cut):
+                return candidate if problem.lengths or problem.resets else replace(candidate, held=held)
     return min(candidates, key=lambda variant: predicted_s(problem, variant))
 
 
@@ -37,8 +40,9 @@ def key(problem: Problem) -> str:
 
 
 def _cut(variant: Variant) -> tuple[int, ...]:
-    """What the table keeps of a variant; the rest follows from it."""
-    return (variant.units, variant.split, int(variant.mail), variant.tiles, variant.rounds, variant.warps)
+    """What the table keeps of a variant besides the fragments held; the rest follows from it."""
+    names = ("units", "split", "mail", "tiles", "rounds", "warps", "ahead")
+    return tuple(int(getattr(variant, name)) for name in names)
 
 
 @cache

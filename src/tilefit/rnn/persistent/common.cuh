@@ -26,6 +26,7 @@
 //              of the others are exchanged meanwhile   WARPS     warps of one block, which split the depth
 //   HELD       weight fragments each warp keeps in registers; the rest stay in shared memory
 //   WINDOW     16-byte pieces of the exchanged vector each thread keeps in flight
+//   AHEAD      0 or 1 (ROUNDS > 1): each round asks for the first pieces of the next before it is finished
 //   STRICT     0 or 1: float32 is multiplied as three TF32 products, which keep its precision
 //   LENGTHS, RESETS, JITTER                             0 or 1: ragged rows, mid-sequence resets, random delays
 

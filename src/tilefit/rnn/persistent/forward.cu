@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         return source;
     };
     Recurrent::Source source;
-    if (ROUNDS > 1) product.begin(source = source_of(0, 0), rank);
+    if (AHEAD) product.begin(source = source_of(0, 0), rank);
 
     for (int s = 0; s < p.steps; ++s) {
         const int t = first + s * stride;
@@ -116,11 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
-            if (ROUNDS == 1) product.begin(source = source_of(s, 0), rank);
+            if (!AHEAD) product.begin(source = source_of(s, round), rank);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
             // The next round's rows were published a round ago or earlier: they come while this one is finished.
-            if (round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
-            else if (ROUNDS > 1 && s + 1 < p.steps) product.begin(source = source_of(s + 1, 0), rank);
+            if (AHEAD && round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
+            else if (AHEAD && s + 1 < p.steps) product.begin(source = source_of(s + 1, 0), rank);
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
             stagger(delays);

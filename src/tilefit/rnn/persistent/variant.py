@@ -91,6 +91,8 @@ class Variant:
         warps: Warps of a block.
         held: Weight fragments (1 KiB a warp) in registers.
         window: 16-byte pieces each thread keeps in flight.
+        ahead: With several rounds: whether each asks for the first pieces of the next before it is finished,
+            which hides their latency and takes registers that could hold weights.
     """
 
     units: int
@@ -103,6 +105,7 @@ class Variant:
     warps: int
     held: int
     window: int
+    ahead: bool
 
     @property
     def cluster(self) -> int:
@@ -160,6 +163,7 @@ class Variant:
             "WARPS": self.warps,
             "HELD": self.held,
             "WINDOW": self.window,
+            "AHEAD": int(self.ahead),
             "STRICT": int(problem.strict),
             "LENGTHS": int(problem.lengths),
             "RESETS": int(problem.resets),
@@ -205,13 +209,16 @@ def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
                 if mail and (not capacity.clusters or units % problem.piece or cluster > LARGEST_CLUSTER):
                     continue
                 for warps in (4, 8, 16):
-                    fitted = _fit(
-                        problem,
-                        Variant(units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0),
-                        capacity.shared_bytes,
-                    )
-                    if fitted is not None:
-                        yield fitted
+                    for ahead in (False, True)[: min(rounds, 2)]:
+                        fitted = _fit(
+                            problem,
+                            Variant(
+                                units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0, ahead
+                            ),
+                            capacity.shared_bytes,
+                        )
+                        if fitted is not None:
+                            yield fitted
 
 
 def _splits(batch_tiles: int) -> list[tuple[int, int, int]]:
@@ -227,7 +234,7 @@ def _splits(batch_tiles: int) -> list[tuple[int, int, int]]:
 
 
 def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | None:
-    """The variant with as many weights in registers as there is room for; None if they do not fit."""
+    """The variant with as many weights in registers as there is surely room for; None if they do not fit."""
     row_tiles, slabs = variant.row_tiles(problem), variant.slabs(problem)
     budget = min(THREAD_REGISTERS, REGISTERS // (variant.warps * 32))
     finished = -(-variant.units * variant.tiles * 8 // (variant.warps * 32)) * variant.rounds
@@ -238,9 +245,9 @@ def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | Non
     if free < 0:
         return None
     most = min(free // 8, variant.fragments(problem))
-    # With several rounds the pieces of the next come while the sums of one are still needed. Where shared
+    # Asked for ahead, the pieces of the next round come while the sums of one are still needed. Where shared
     # memory has no room for more weights, some of these registers are spilled.
-    ahead = 4 * window if variant.rounds > 1 else 0
+    ahead = 4 * window if variant.ahead else 0
     for held in range(min(max(free - ahead, 0) // 8, most), most + 1):
         fitted = replace(variant, held=held, window=window)
         if fitted.shared_bytes(problem) <= shared_bytes:
@@ -249,29 +256,33 @@ def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | Non
 
 
 #: Microseconds for one of each of :func:`work`, fitted by benchmarks/tune_persistent.py to the variants it
-#: measured on an H200. Of hidden sizes left out of the fit, the variant predicted to be fastest took 6 %
-#: longer than the fastest one measured (geometric mean), 56 % at most.
+#: measured on an H200. Of hidden sizes left out of the fit, the variant predicted to be fastest took 4 %
+#: longer than the fastest one measured (geometric mean), 27 % at most.
 MICROSECONDS = {
-    "through_l2": 0.616,
-    "through_mail": 0.428,
-    "split": 0.526,
-    "further_split": 0.0814,
-    "read_kib_a_warp": 0.0654,
-    "l2_mb": 0.0689,
-    "mail_kib": 0.0298,
-    "product_us": 1.52,
-    "weights_us": 0.811,
-    "sums_read": 0.0142,
-    "published": 0.0844,
-    "posted": 0.0026,
+    "through_l2": 0.601,
+    "through_mail": 0.434,
+    "readers": 0.0081,
+    "l2_mb": 0.133,
+    "mail_kib": 0.0386,
+    "split": 0.302,
+    "further_split": 0.0062,
+    "split_ahead": 0.244,
+    "product_us": 1.49,
+    "kept": 0.0189,
+    "sums_read": 0.0144,
+    "published": 0.0882,
+    "posted": 0.0024,
 }
 
 
 def work(problem: Problem, variant: Variant) -> dict[str, float]:
     """What one step does: the exchanges, and for each round what it reads, multiplies, adds and publishes.
 
-    ``*_us`` are microseconds at the rates of an H200 at 1.98 GHz: 8 clocks of a Tensor Core for each product
-    of 16 x 8 x 16, 33 until the next one may use its result; 128 bytes of shared memory a clock.
+    With several rounds an exchange goes on while the other rounds are worked on. ``product_us`` are
+    microseconds at the rates of an H200 at 1.98 GHz: 8 clocks of a Tensor Core for each product of
+    16 x 8 x 16, 33 until the next one may use its result. ``kept`` are the weight fragments that a warp reads
+    from shared memory. Asking ahead was not found to save time on average: it costs the fragments whose
+    registers it takes, and more where blocks split the depth.
     """
     clocks = 1980.0
     slabs, row_tiles, rounds = variant.slabs(problem), variant.row_tiles(problem), variant.rounds
@@ -281,15 +292,16 @@ def work(problem: Problem, variant: Variant) -> dict[str, float]:
     finished = -(-variant.units * variant.tiles * 8 // (variant.warps * 32))
     published = problem.cell.gradients if problem.backward else 1
     return {
-        "through_l2": not variant.mail,
-        "through_mail": variant.mail,
-        "split": rounds * (variant.split > 1),
-        "further_split": rounds * (variant.split - 1),
-        "read_kib_a_warp": read_kib / variant.warps,
+        "through_l2": 0.0 if variant.mail else 1 / rounds,
+        "through_mail": float(variant.mail),
+        "readers": 0.0 if variant.mail else variant.blocks / rounds,
         "l2_mb": 0.0 if variant.mail else variant.grid(problem) * read_kib * 1024 / 1e6,
         "mail_kib": read_kib if variant.mail else 0.0,
+        "split": rounds * (variant.split > 1),
+        "further_split": rounds * (variant.split - 1),
+        "split_ahead": rounds * (variant.split > 1 and variant.ahead),
         "product_us": rounds * product / clocks,
-        "weights_us": rounds * variant.kept_bytes(problem) / 128 / clocks,
+        "kept": rounds * max(variant.fragments(problem) - variant.held, 0),
         "sums_read": rounds * finished * variant.split * variant.warps * problem.rows_per_unit,
         "published": rounds * finished * published,
         "posted": rounds * finished * published * variant.blocks if variant.mail else 0.0,
