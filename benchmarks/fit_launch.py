@@ -1,6 +1,9 @@
-"""Fit what the host spends to launch a step to the recorded steps of whole_steps.py.
+"""Fit what the host spends to launch a step to recorded steps of whole_steps.py.
 
     PYTHONPATH=src python benchmarks/fit_launch.py
+
+The steps in ``launch_steps.json`` are those of another run than ``whole_steps.json``, by which the fitted
+model is judged.
 
 For each part of an eager step the relative error is made small: with a fixed time, one for each operation,
 and one for each change of the running module (forward pass) or each parameter (backward pass, optimizer).
@@ -104,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=Path, default=RESULTS / "whole_steps.json")
+    parser.add_argument("--steps", type=Path, default=RESULTS / "launch_steps.json")
     parser.add_argument("--compiled", type=Path, default=RESULTS / "whole_steps_compiled.json")
     options = parser.parse_args()
     rows = json.loads(options.steps.read_text())["rows"]

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit import gpus
 from tilefit.capture import capture
@@ -127,11 +127,11 @@ class Measured:
     def __init__(
         self, target: str, sizes: dict[str, int], channels_last: bool, device: str, compiled: bool
     ) -> None:
-        loaded = load(target, InputOptions(device=device, **sizes))
+        loaded = load(target, InputOptions(device="cpu", **sizes))
         self.device = device
-        self.model = loaded.model.train()
+        self.model = loaded.model.to(device).train()
         self.loss = loaded.loss
-        inputs = loaded.inputs
+        inputs = tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, loaded.inputs)
         if channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
             inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
@@ -232,12 +232,11 @@ class Measured:
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def row(self) -> dict[str, Any]:
-        fastest = min(self.turns, key=lambda turn: turn["sustained_ms"])
-        sustained = [turn["sustained_ms"] for turn in self.turns]
         return {
-            **fastest,
             "wall_ms": min(turn["wall_ms"] for turn in self.turns),
-            "sustained_turns_ms": sustained,
+            "sustained_ms": min(turn["sustained_ms"] for turn in self.turns),
+            "host_ms": [min(parts) for parts in zip(*(turn["host_ms"] for turn in self.turns), strict=True)],
+            "sustained_turns_ms": [turn["sustained_ms"] for turn in self.turns],
             "reference_turns_ms": [turn["reference_ms"] for turn in self.turns],
             **self.once,
         }
@@ -325,7 +324,7 @@ def main() -> None:
                 models[name].look_inside()
             else:
                 models[name].turn()
-            rows[name] = {"model": name, **models[name].row()}
+            rows[name] = {"model": name, **entry[1], **models[name].row()}
             print(f"{turn} {name:46} {rows[name]['sustained_ms']:7.2f} ms", flush=True)
         except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
             rows[name] = {"model": name, "failure": f"{type(error).__name__}: {error}"[:300]}

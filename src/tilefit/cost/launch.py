@@ -2,7 +2,7 @@
 
 The constants are seconds on one H200's host (PyTorch 2.11, 16 virtual cores). ``benchmarks/fit_launch.py``
 fits them to what 19 eager training steps spent in their forward pass, backward pass and optimizer
-(``benchmarks/results/whole_steps.json``), and prints how far off they are of a model left out of the fit.
+(``benchmarks/results/launch_steps.json``), and prints how far off they are of a model left out of the fit.
 Another host moves them all together: two of the same kind differed by up to a factor of two. ``tilefit
 calibrate`` measures that factor. A step that the GPU bounds does not depend on them.
 """
@@ -27,24 +27,26 @@ from tilefit.ops import (
     Streaming,
 )
 
-#: The training step of :func:`tilefit.measure.launch.reference_step` on that host.
-REFERENCE_STEP_S = 11.5e-3
+#: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its fastest
+#: turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
+REFERENCE_STEP_S = 9.6e-3
 #: One operation of the forward pass or of the backward pass, with the views that go with it.
 FORWARD_S = 22e-6
-BACKWARD_S = 18e-6
+BACKWARD_S = 17.5e-6
 #: A forward operation of another module than the one before: the Python of the modules that are left and
 #: entered.
 MODULE_S = 14e-6
 #: A parameter in the backward pass, where its gradient is accumulated; and in the optimizer, which in all the
 #: steps is the multi-tensor AdamW. A fused one takes less of the host by its Python alone: 0.5 to 0.7 times
 #: as much (``benchmarks/fit_launch.py``). What its single operation saves besides was not measured.
-GRADIENT_S = 24e-6
+GRADIENT_S = 27e-6
 UPDATE_S = 15e-6
 FUSED_UPDATE_S = 9e-6
-#: One further kernel of the same operation: of the recommender's backward pass, which has 754 of them.
-KERNEL_S = 6.8e-6
+#: One further kernel of the same operation: of the recommender's backward pass, which has 754 of them
+#: (``benchmarks/results/whole_steps.json``; a disturbed host took 6.8 us).
+KERNEL_S = 4e-6
 #: Before the first operation of the forward pass, of the backward pass, and of the optimizer.
-FIXED_S = {"forward": 0.15e-3, "backward": 0.95e-3, "optimizer": 0.16e-3}
+FIXED_S = {"forward": 0.15e-3, "backward": 0.99e-3, "optimizer": 0.16e-3}
 #: A multi-tensor operation of an optimizer: AdamW's eight, over 10 tensors, took 99 us more than the fused
 #: one (``benchmarks/collect_h200.py --part launch``, on the faster host).
 OPTIMIZER_S = 24e-6
@@ -64,12 +66,13 @@ RECOMPILED_S = 1.4e-3
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6
-#: A recurrent layer, and one time step of cuDNN's standard recurrent algorithm, forward and backward, per
-#: layer and direction: the medians of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent``
-#: timed from outside.
+#: A recurrent layer: the median of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent``
+#: timed from outside. And one time step of cuDNN's standard recurrent algorithm, forward and backward, per
+#: layer and direction: the lower quartiles over the host-bound cells of
+#: ``benchmarks/results/recurrent_grid_h200.json``, of which other processes disturbed some.
 RECURRENT_S = 300e-6
-RECURRENT_STEP_S = 22e-6
-RECURRENT_BACKWARD_STEP_S = 34e-6
+RECURRENT_STEP_S = 14e-6
+RECURRENT_BACKWARD_STEP_S = 20e-6
 
 
 def kernels(op: Op, gpu: Gpu) -> int:
