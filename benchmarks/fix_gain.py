@@ -452,6 +452,7 @@ def predict_again(recorded: Path, gpu: str, names: Sequence[str], out: Path | No
     clear = [fix["foreseen"] for row in result["rows"] for fix in row["fixes"] if not fix["is_noise"]]
     print(f"foreseen: GPU time {sum(on_gpu)} of {len(on_gpu)}")
     print(f"foreseen: wall time {sum(clear)} of the {len(clear)} that are above the noise")
+    result["summary"] = summary(result["rows"])
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
