@@ -1,0 +1,118 @@
+"""Write docs/fixes-on-h200.md: what the fixes gained on real models, eager and under the compiler.
+
+    PYTHONPATH=src python benchmarks/fix_page.py
+
+From ``results/fix_gain_h200.json`` and ``results/fix_gain_compiled_h200.json``, which ``fix_gain.py`` wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fix_gain import MODELS, is_foreseen
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "fixes-on-h200.md"
+
+Row = dict[str, Any]
+
+
+def recorded(name: str) -> list[Row]:
+    """The measured rows, in the order of the models."""
+    rows = json.loads((RESULTS / name).read_text())["rows"]
+    by_model = {row["model"]: row for row in rows if "speedup" in row}
+    return [by_model[model] for model in MODELS if model in by_model]
+
+
+def fixes(row: Row) -> list[str]:
+    return list(dict.fromkeys(fix["name"] for fix in row["fixes"]))
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "–"
+
+
+def pair(values: list[float], form: str = ".3g") -> str:
+    return f"{values[0]:{form}} → {values[-1]:{form}}"
+
+
+def cells(row: Row) -> str:
+    wall = row["wall_ms"]
+    faster = f"{wall[0] / wall[-1]:.2f}"
+    return " | ".join([row["model"], pair(wall), faster, pair(row["gpu_ms"]), pair(row["step_gib"], ".2f")])
+
+
+def eager(rows: list[Row]) -> Iterator[str]:
+    yield "| model | step, ms | times as fast | GPU, ms | memory of a step, GiB | fixes |"
+    yield "| --- | --: | --: | --: | --: | --- |"
+    for row in rows:
+        yield f"| {cells(row)} | {listed(fixes(row))} |"
+
+
+def compiled(rows: list[Row], without: dict[str, Row]) -> Iterator[str]:
+    yield (
+        "| model | step, ms | times as fast | GPU, ms | memory of a step, GiB | fixes | what the compiler "
+        "leaves nothing to do for |"
+    )
+    yield "| --- | --: | --: | --: | --: | --- | --- |"
+    for row in rows:
+        made = fixes(row)
+        spared = [name for name in fixes(without[row["model"]]) if name not in made and name != "cuda-graph"]
+        yield f"| {cells(row)} | {listed(made)} | {listed(spared)} |"
+
+
+def foreseen(rows: list[Row]) -> str:
+    all_fixes = [fix for row in rows for fix in row["fixes"]]
+    clear = [fix for fix in all_fixes if not fix["is_noise"]]
+    on_gpu = [
+        is_foreseen(before - after, was - now, row["gpu_ms"][0])
+        for row in rows
+        for before, after, was, now in zip(
+            row["predicted_gpu_ms"],
+            row["predicted_gpu_ms"][1:],
+            row["gpu_ms"],
+            row["gpu_ms"][1:],
+            strict=False,
+        )
+    ]
+    return (
+        f"Of {len(all_fixes)} gains, {len(clear)} were larger than the noise of the host; of these "
+        f"{sum(fix['foreseen'] for fix in clear)} had been predicted within 25 % or 2 % of the step. Of the "
+        f"GPU's time, which the host does not disturb, {sum(on_gpu)} of {len(on_gpu)}."
+    )
+
+
+_FROM = """\
+Training steps of real models under bf16 autocast with AdamW, before and after what
+`tilefit.optimize(..., level="safe")` does; both ran in turn. Written by `benchmarks/fix_page.py` from
+[fix_gain_h200.json](../benchmarks/results/fix_gain_h200.json) and
+[fix_gain_compiled_h200.json](../benchmarks/results/fix_gain_compiled_h200.json), where the versions,
+dates and single rounds are. Where the GPU takes much less than the step, the host limits the step, and
+other work on the machine disturbed it."""
+
+_COMPILED = """\
+Before: `torch.compile(model)` alone, which pads misaligned products by itself. After: with the plan made
+for a model that is to be compiled; in it, `compile` is the mode `reduce-overhead` (CUDA graphs). The
+last column has the fixes of the eager plan that the compiled one does without: there the compiler does
+the job, or leaves too little to gain."""
+
+
+def page() -> str:
+    rows = recorded("fix_gain_h200.json")
+    by_model = {row["model"]: row for row in rows}
+    under = recorded("fix_gain_compiled_h200.json")
+    return "\n".join(
+        [
+            *("# Fixes on an H200", "", _FROM, ""),
+            *("## Eager", "", *eager(rows), "", foreseen(rows), ""),
+            *("## Under `torch.compile`", "", _COMPILED, "", *compiled(under, by_model), ""),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE)
