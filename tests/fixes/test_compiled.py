@@ -104,6 +104,19 @@ def test_a_model_to_be_compiled_anyway_gets_graphs_where_it_waits_for_the_host()
     assert plan(Gated(), 64, compile=True).candidates == (Compilation((), REDUCE_OVERHEAD),)
 
 
+def test_what_the_compiler_pads_at_a_price_is_padded_for_good() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2048, 5461), nn.ReLU(), nn.Linear(5461, 2048))
+        x = torch.empty(32768, 2048)
+    options: dict[str, object] = {"gpu": "h200", "amp": "bf16", "verify": False, "select": ["pad-linear"]}
+    compiled = tilefit.optimize(model, x, compile=True, **options)  # type: ignore[arg-type]
+    assert [fix.name for fix in compiled.fixes] == ["pad-linear"]
+    speedup = compiled.speedup
+    compiled.undo()
+    # There it saves copies; eager, the slow kernels of odd sizes.
+    assert 1 < speedup < tilefit.optimize(model, x, **options).speedup  # type: ignore[arg-type]
+
+
 class Reading(Gated):
     """Reads a value: the compiler splits it."""
 

@@ -69,7 +69,7 @@ class Compile(Fix):
             return
         if not run.compiled:
             yield Compilation((), DEFAULT)
-        fused = context.estimate if run.compiled else estimate_step(fuse(step), context.gpu)
+        fused = estimate_step(fuse(step), context.gpu)
         if not _in_parts(step) and fused.host_time_s > fused.gpu_time_s:
             yield Compilation((), REDUCE_OVERHEAD)
 

@@ -22,7 +22,7 @@ class RefusedError(TilefitError):
 
 @dataclass(frozen=True, slots=True)
 class Context(base.Context):
-    """All that a fix may look at: the priced step, as rules see it, and the live run (on ``meta``)."""
+    """All that a fix may look at: the priced step as the model is written, and the live run (on ``meta``)."""
 
     run: Run
 

@@ -78,6 +78,8 @@ class FuseNormalizations(Fix):
     rules = ("PRC004",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        if context.run.compiled:  # which makes one kernel of it as well
+            return
         names: dict[str, set[str]] = {}
         for entry in context.step.ops:
             if entry.phase == FORWARD:

@@ -151,9 +151,15 @@ def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """A run with its price."""
+    """A run with its price.
+
+    Attributes:
+        written: The step as the model is written, in which fixes look for what they can change.
+        step: The step as it runs: what the compiler makes of it, where it is compiled.
+    """
 
     run: Run
+    written: Step
     step: Step
     estimate: StepEstimate
 
@@ -244,7 +250,7 @@ class _Planner:
         return self._gains.get((fix.name, candidate), float("inf"))
 
     def _candidates(self, fixes: Sequence[Fix]) -> list[tuple[Fix, Candidate]]:
-        context = Context(self.now.step, self.gpu, self.now.estimate, self.now.run)
+        context = self._context()
         changed = {path for fix in self.applied for path in fix.modules}
         found = []
         for fix in fixes:
@@ -268,10 +274,15 @@ class _Planner:
             return None
 
     def _priced(self, run: Run) -> _Priced:
-        step = run.capture()
-        if run.compiled:
-            step = fuse(step)
-        return _Priced(run, step, estimate_step(step, self.gpu))
+        written = run.capture()
+        step = fuse(written) if run.compiled else written
+        return _Priced(run, written, step, estimate_step(step, self.gpu))
+
+    def _context(self) -> Context:
+        """What fixes look at."""
+        now = self.now
+        estimate = now.estimate if now.step is now.written else estimate_step(now.written, self.gpu)
+        return Context(now.written, self.gpu, estimate, now.run)
 
     def _apply(self, fix: Fix, candidate: Candidate, after: _Priced) -> bool:
         proofs: list[Verification] = []
@@ -330,7 +341,7 @@ class _Planner:
     def measure(self) -> None:
         """Measure what the fixes gain; take back those that make the step slower, and all that make up a plan
         that is no gain."""
-        context = Context(self.now.step, self.gpu, self.now.estimate, self.now.run)
+        context = self._context()
         for fix in self.fixes:
             for candidate in () if fix.is_priced else fix.find(context):
                 if isinstance(candidate, Candidate):
