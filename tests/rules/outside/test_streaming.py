@@ -36,6 +36,23 @@ def test_copies_that_pad_are_no_streaming_operations() -> None:
     assert any(e.name == PAD for e in fused.ops)
 
 
+class Launches(nn.Module):
+    """Odd sizes, which cost the GPU; but the host takes longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1023, 1023) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).sigmoid() * 1.5
+        return x
+
+
+def test_where_the_host_takes_longer_what_the_compiler_pads_is_no_saving() -> None:
+    assert findings(capture(Launches(), torch.empty(4096, 1023, device="meta"), amp="bf16"), "NTC001")
+
+
 def test_a_compiled_step_is_healthy() -> None:
     assert not findings(capture(LanguageModel(), tokens(), amp="bf16", compiled=True), "NTC001", min_gain=0)
 

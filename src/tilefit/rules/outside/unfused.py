@@ -63,7 +63,10 @@ class Unfused(Rule):
             what: _time_s(kind, step, before) - _time_s(kind, fused, after)
             for kind, what in _OTHER_WORK.items()
         }
-        if before.time_s - after.time_s - sum(others_s.values()) < _LEAST_SHARE * before.time_s:
+        saved_s = before.time_s - after.time_s
+        if before.gpu_time_s > before.host_time_s:  # else it is launches that are saved
+            saved_s -= sum(others_s.values())
+        if saved_s < _LEAST_SHARE * before.time_s:
             return  # all the compiler would do is what the alignment and layout rules say
         outside_s = sum(
             e.time_s for op, e in zip(step.ops, before.ops, strict=True) if isinstance(op.op, Streaming)
