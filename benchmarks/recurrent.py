@@ -44,6 +44,7 @@ import torch
 from recurrent_common import DTYPES, Row, Setting, backend_of, geomean, problems, runs
 
 from tilefit.errors import TilefitError
+from tilefit.rnn.dispatch import Row as TableRow
 
 STEPS = 256
 HIDDEN = (256, 512, 768, 1024, 1536, 2048)
@@ -87,27 +88,42 @@ def grid(setting: Setting, options: argparse.Namespace) -> list[Row]:
         print(line(rows[-1]), flush=True)
     summary(rows)
     if options.install:
-        install(rows)
+        install(rows, provenance(setting.on_gpu))
     return rows
 
 
 TABLE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "data" / "h200.json"
 
 
-def install(rows: list[Row]) -> None:
+def provenance(on_gpu: bool) -> dict[str, object]:
+    """What the figures were measured with."""
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def install(rows: list[Row], head: dict[str, object]) -> None:
     """Writes the table from which tilefit chooses between its kernels and cuDNN."""
-    columns = "cell dtype hidden batch steps directions training persistent_us cudnn_us".split()
     table = []
     for row in rows:
         if "refused" in row:
             continue
         cell = "rnn_tanh" if row["cell"] == "rnn" else row["cell"]
         for training, kind in ((False, "forward"), (True, "both")):
-            head = [cell, row["dtype"], row["hidden"], row["batch"], row["steps"], 1, training]
-            table.append([*head, round(row[f"{kind}_tilefit"], 3), round(row[f"{kind}_cudnn"], 3)])
+            size = [cell, row["dtype"], row["hidden"], row["batch"], row["steps"], 1, training]
+            times = (
+                row[f"{kind}_{who}"] for who in ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
+            )
+            table.append([*size, *(round(time_us, 3) for time_us in times)])
     lines = ",\n".join(json.dumps(entry) for entry in table)
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text('{"columns": ' + json.dumps(columns) + ',\n"rows": [\n' + lines + "\n]}\n")
+    TABLE.write_text(
+        json.dumps({**head, "columns": TableRow._fields})[:-1] + ',\n"rows": [\n' + lines + "\n]}\n"
+    )
 
 
 def cell_of_grid(
@@ -141,6 +157,7 @@ def cell_of_grid(
         contenders = {"cudnn": runs(theirs, x, grad, kind), "tilefit": runs(ours, x, grad, kind)}
         for name in list(contenders):
             contenders[f"{name}_captured"] = setting.captured(contenders[name])
+        row["backend_captured"] = backend_of(ours)
         for name, microseconds in setting.interleaved(contenders, 4).items():
             row[f"{kind}_{name}"] = microseconds / steps
     row["backend"] = backend_of(ours)
@@ -216,13 +233,7 @@ def main() -> str | None:
     parts = {"grid": (lambda setting: grid(setting, options), BUDGET_S), **PARTS}
     names = list(dict.fromkeys(n for name in options.parts for n in (PARTS if name == "rest" else [name])))
     on_gpu = options.device == "cuda"
-    document: dict[str, object] = {
-        "gpu": torch.cuda.get_device_name() if on_gpu else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    document = provenance(on_gpu)
     failed: list[str] = []
     started = time.perf_counter()
     for index, name in enumerate(names):

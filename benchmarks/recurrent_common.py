@@ -122,7 +122,10 @@ class Setting:
         return begin.elapsed_time(end) * 1e3 / CALLS
 
     def captured(self, run: Run) -> Run:
-        """The replay of a run's CUDA graph; on the CPU, which has none, the run."""
+        """The replay of a run's CUDA graph; on the CPU, which has none, the run.
+
+        What is returned holds the run, whose inputs the graph reads where they lay when it was captured.
+        """
         if not self.on_gpu:
             return run
         stream = torch.cuda.Stream()
@@ -134,7 +137,11 @@ class Setting:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        return graph.replay
+
+        def replay(held: Run = run) -> None:
+            graph.replay()
+
+        return replay
 
     def compile_ahead(self, problems: Iterable[Problem], *, jitter: bool = False) -> None:
         """Compiles kernels on all processors: a user meets one or two of them, a benchmark hundreds."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,19 @@ def ratios(rows: list[dict[str, Any]]) -> None:
             ("eager, persistent cuDNN", [row for row in rows if row["cudnn_persists"]], ""),
         ):
             values = [row[f"{kind}_cudnn{mode}"] / row[f"{kind}_tilefit{mode}"] for row in chosen]
-            mean = math.exp(statistics.fmean(map(math.log, values)))
             slower = sum(value < 0.97 for value in values)
-            print(f"{name:21} {title:45} {mean:5.2f}x   slower in {slower} of {len(values)}")
+            print(f"{name:21} {title:45} {mean(values):5.2f}x   slower in {slower} of {len(values)}")
+    runs = Counter(row["run"] for row in rows)
+    by_cudnn = sum(row["backend"] == "cudnn" for row in rows)
+    print(
+        f"cuDNN was chosen for {by_cudnn} of {runs['dispatched']} sizes; our kernels were forced in the "
+        f"other {runs['forced']}"
+    )
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def models(rows: list[dict[str, Any]]) -> None:
@@ -60,6 +72,41 @@ def models(rows: list[dict[str, Any]]) -> None:
             times = f"{row['baseline_ms']:7.1f} -> {row['tilefit_ms']:5.1f}"
             ratio = row["baseline_ms"] / row["tilefit_ms"]
             print(f"{row['model']:17} {row['variant']:9} {row['baseline']:19} {times}  {ratio:5.1f}x")
+
+
+def deepbench(rows: list[dict[str, Any]]) -> None:
+    print("\nDeepBench's lists, torch.nn's time over tilefit.nn's, geometric mean:")
+    for name in ("inference", "training"):
+        of_list = [row for row in rows if row["list"] == name]
+        for dtype in ("bf16", "fp16"):
+            chosen = [row for row in of_list if row["dtype"] == dtype]
+            values = [row["torch_us_per_step"] / row["tilefit_us_per_step"] for row in chosen]
+            by_cudnn = sum(row["backend"] == "cudnn" for row in chosen)
+            print(f"{name:9} {dtype}  {mean(values):4.2f}x of {len(values)}, {by_cudnn} by cuDNN")
+
+
+def peers(rows: list[dict[str, Any]]) -> None:
+    print("\nthe peer's time over tilefit's, bf16:")
+    for name in dict.fromkeys(row["peer"] for row in rows):
+        of_peer = [row for row in rows if row["peer"] == name]
+        values = [
+            row["peer_us"] / row["tilefit_captured_us" if row["peer_captured"] else "tilefit_us"]
+            for row in of_peer
+        ]
+        print(f"{name:13} {mean(values):4.2f}x of {len(values)}, {min(values):4.2f}x at least")
+
+
+def correctness(shapes: list[dict[str, Any]], launches: list[dict[str, Any]]) -> None:
+    print(f"\nerror against float64 over cuDNN's, {len(shapes)} random shapes:")
+    for dtype in ("bf16", "fp16", "fp32"):
+        of_dtype = [row["ratios"] for row in shapes if row["dtype"] == dtype]
+        values = [ratio for ratios in of_dtype for ratio in ratios.values()]
+        over = sum(max(ratios.values()) > 1.5 for ratios in of_dtype)
+        print(
+            f"{dtype}  median {statistics.median(values):4.2f}, above 1.5 in {over} of {len(of_dtype)} shapes"
+        )
+    count, different = (sum(row[name] for row in launches) for name in ("launches", "different"))
+    print(f"{different} of {count} repeated launches gave other bits")
 
 
 def memory(rows: list[dict[str, Any]]) -> None:
@@ -76,8 +123,11 @@ def main() -> None:
     print(f"{grid['gpu']}, torch {grid['torch']}, cuDNN {grid['cudnn']}, {grid['date']}")
     steps_table(grid["grid"])
     ratios(grid["grid"])
+    deepbench(rest["deepbench"])
     models(rest["models"])
+    peers(recorded("recurrent_peers")["peers"]["rows"])
     memory(rest["memory"]["saved"])
+    correctness(rest["correctness"]["shapes"], rest["correctness"]["launches"])
 
 
 if __name__ == "__main__":

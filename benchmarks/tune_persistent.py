@@ -2,16 +2,18 @@
 
     PYTHONPATH=src python benchmarks/tune_persistent.py --out tuned.json
     PYTHONPATH=src python benchmarks/tune_persistent.py --cells lstm --hidden 1024 --batches 8 --top 20
-    PYTHONPATH=src python benchmarks/tune_persistent.py --around RESULTS --focus 'lstm/forward/16/1024/' 40
+    PYTHONPATH=src python benchmarks/tune_persistent.py --around RESULTS --focus '/1024/8/' 40 --budget-s 60
     PYTHONPATH=src python benchmarks/tune_persistent.py --merge RESULTS tuned.json --out RESULTS --install
 
 with RESULTS = benchmarks/results/tune_persistent_h200.json.
 
 For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest are
-compiled in parallel, checked against the plain PyTorch reference in float32, and timed: median of several
-launches of all time steps, between CUDA events, on random data; a forward kernel both as in training and as
-in inference. `--around FILE` measures again the fastest of an earlier result with what is near them, and of
-the others only those not measured there. `--install` writes the winners into the package.
+checked against the plain PyTorch reference in float32 and timed: median of several launches of all time
+steps, between CUDA events, on random data; a forward kernel both as in training and as in inference. Each is
+timed as soon as it is compiled, while all processors compile the next. Problems of `--focus` come first, then
+those that take several rounds, so that a budget of seconds leaves out what matters least. `--around FILE`
+measures again the fastest of an earlier result with what is near them, and of the others only those not
+measured there. `--install` writes the winners into the package.
 
 `--merge FILE...` measures nothing: it makes one result of several, in which a later file's row replaces an
 earlier one's of the same variant. `--fit FILE` neither: it fits what a step's work costs to the rows of a
@@ -28,8 +30,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "persistent
 def planned(
     options: argparse.Namespace, capacity: Capacity, earlier: list[Row]
 ) -> list[tuple[Problem, list[Variant]]]:
-    """The problems, those in focus first, and what is to be measured of each."""
+    """What is to be measured of each problem: those in focus first, then those of several rounds."""
     pattern, focus_top = options.focus
     names = (options.cells.split(","), options.kernels.split(","))
     sizes = (options.directions, options.hidden, options.batches)
@@ -76,8 +78,9 @@ def planned(
             for variant in candidates(problem, capacity, top, options.alike)
             if variant not in measured and variant not in chosen
         ]
-        plan.append((in_focus, problem, chosen))
-    plan.sort(key=lambda entry: not entry[0])
+        several = bool(chosen) and chosen[0].rounds > 1
+        plan.append(((not in_focus, not several), problem, chosen))
+    plan.sort(key=lambda entry: entry[0])
     return [(problem, chosen) for _, problem, chosen in plan]
 
 
@@ -232,10 +235,32 @@ def _costs(table: np.ndarray, times: np.ndarray) -> np.ndarray:
         used = np.delete(used, found.argmin())
 
 
-def compile_one(job: tuple[str, dict[str, int], tuple[int, int]]) -> float:
-    started = time.perf_counter()
-    build.binary(*job)
-    return time.perf_counter() - started
+def compiled(
+    plan: list[tuple[Problem, list[Variant]]], capability: tuple[int, int], until: float
+) -> Iterator[tuple[Problem, Variant]]:
+    """The plan's variants in its order, each when it is compiled, until a time of ``time.perf_counter()``.
+
+    Those that come later are compiled while the caller works on one.
+    """
+    todo = [(problem, variant) for problem, chosen in plan for variant in chosen]
+    with ProcessPoolExecutor() as pool:
+        jobs = [
+            pool.submit(
+                build.binary,
+                "backward" if problem.backward else "forward",
+                variant.constants(problem),
+                capability,
+            )
+            for problem, variant in todo
+        ]
+        for index, (job, each) in enumerate(zip(jobs, todo, strict=True)):
+            left_s = until - time.perf_counter()
+            if left_s <= 0 or wait([job], left_s).not_done:
+                print(f"out of time: {len(todo) - index} of {len(todo)} variants not measured")
+                pool.shutdown(wait=False, cancel_futures=True)
+                return
+            job.result()  # raises what the compiler raised
+            yield each
 
 
 class Data:
@@ -408,26 +433,15 @@ def main() -> None:
     capability = torch.cuda.get_device_capability()
     started = time.perf_counter()
     plan = planned(options, capacity, rows_of(options.around) if options.around else [])
-    jobs = [
-        ("backward" if problem.backward else "forward", variant.constants(problem), capability)
-        for problem, chosen in plan
-        for variant in chosen
-    ]
-    with ProcessPoolExecutor() as pool:
-        seconds = list(pool.map(compile_one, jobs, chunksize=4))
-    elapsed = time.perf_counter() - started
-    print(f"{len(jobs)} variants compiled in {elapsed:.0f} s ({sum(seconds):.0f} s of work)")
-    rows: list[Row] = []
     for problem, chosen in plan:
-        if time.perf_counter() - started > options.budget_s:
-            print("out of time")
-            break
         if not chosen:
             print(f"{key(problem):32} does not fit")
-            continue
+    rows: list[Row] = []
+    ready = compiled(plan, capability, started + options.budget_s)
+    for problem, its_variants in itertools.groupby(ready, key=lambda entry: entry[0]):
         data = Data(problem, options.steps, getattr(torch, options.dtype))
         found = []
-        for variant in chosen:
+        for _, variant in its_variants:
             row: Row = {
                 "problem": key(problem),
                 "variant": list(vars(variant).values()),

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from recurrence import CELLS, tensors
+from tilefit import gpus
 from tilefit.nn import convert
-from tilefit.rnn.dispatch import refusal
+from tilefit.rnn import dispatch
+from tilefit.rnn.dispatch import Row, Table, refusal
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +75,42 @@ def test_calls_replayed_in_a_cuda_graph(cell: str, backend: str) -> None:
             x.copy_(rows())
             graph.replay()
             assert_close(out, original(x)[0])
+
+
+@pytest.mark.parametrize(("eager", "captured"), [BACKENDS, BACKENDS[::-1]])
+def test_what_is_captured_runs_by_what_is_faster_in_a_graph(
+    eager: str, captured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {eager: (1.0, 2.0), captured: (2.0, 1.0)}
+    (ours, ours_captured), (theirs, theirs_captured) = times["persistent"], times["cudnn"]
+    measured = Row("lstm", "fp16", 64, 4, 20, 1, True, ours, theirs, ours_captured, theirs_captured)
+    h200 = gpus.get("h200")
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: h200)
+    monkeypatch.setattr(dispatch, "_table", lambda gpu: Table([measured], gpu))
+    monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
+    monkeypatch.setattr(dispatch, "_warmed_up", set())
+    module, original = layers("lstm", "persistent")
+    module.backend = None
+    x = rows()
+
+    def run(layer: nn.Module) -> list[torch.Tensor]:
+        result = layer(x)
+        return [*tensors(result), *gradients(result, layer)]
+
+    run(module)
+    assert module.explain().backend == eager
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(module)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(module)
+    assert module.explain().backend == captured
+    x.copy_(rows())
+    graph.replay()
+    assert_close(found, run(original))
 
 
 @cells

@@ -31,12 +31,12 @@ def call(cell: str = "lstm", **changes: Any) -> Call:
 
 
 def row(persistent_us: float | None, cudnn_us: float | None, **sizes: Any) -> list[Any]:
-    """A measured size: an LSTM of 1024 units, mini-batch 8, bf16, forward, unless said."""
+    """A measured size: an LSTM of 1024 units, mini-batch 8, bf16, forward, no faster in a graph."""
     default = {
         "cell": "lstm", "dtype": "bf16", "hidden": 1024, "batch": 8, "steps": 256, "directions": 1,
-        "training": False,
+        "training": False, "persistent_captured_us": persistent_us, "cudnn_captured_us": cudnn_us,
     }  # fmt: skip
-    values = {**default, **sizes, "persistent_us": persistent_us, "cudnn_us": cudnn_us}
+    values = {**default, "persistent_us": persistent_us, "cudnn_us": cudnn_us, **sizes}
     return [values[name] for name in COLUMNS]
 
 
@@ -57,6 +57,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
     monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=refusal))
     monkeypatch.setattr(dispatch, "DATA", tmp_path)
     monkeypatch.delenv("TILEFIT_RNN", raising=False)
+    monkeypatch.setattr(dispatch, "_warmed_up", set())
     dispatch._choose.cache_clear()
     dispatch._table.cache_clear()
     yield measure
@@ -70,6 +71,72 @@ def test_the_faster_one_runs(measured: Measure) -> None:
     assert "1.50 us a step, cuDNN 10.00" in choose(call()).reason
     assert choose(call("gru")).backend == "cudnn"
     assert choose(call(training=True)).backend == "persistent"
+
+
+def test_a_captured_call_runs_what_is_faster_in_a_graph(measured: Measure) -> None:
+    measured(
+        row(1.5, 10.0, persistent_captured_us=1.4, cudnn_captured_us=1.2),
+        row(4.0, 3.0, cell="gru", persistent_captured_us=1.0, cudnn_captured_us=2.0),
+    )
+    assert choose(call()).backend == "persistent"
+    assert choose(call(captured=True)).backend == "cudnn"
+    assert "in a CUDA graph: 1.20 us a step, persistent 1.40" in choose(call(captured=True)).reason
+    assert choose(call("gru")).backend == "cudnn"
+    assert choose(call("gru", captured=True)).backend == "persistent"
+
+
+class Stream:
+    """The current stream of the GPU: its handle, 0 for the default one, and whether it captures."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handle, self.captures = 0, False
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.handle, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captures)
+
+    def chosen(self, call: Call, backend: str | None = None) -> str:
+        return choose(dispatch.in_graph(call, backend), backend).backend
+
+
+def test_what_is_captured_has_warmed_up(measured: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(row(1.5, 10.0, persistent_captured_us=1.4, cudnn_captured_us=1.2))
+    stream = Stream(monkeypatch)
+    assert stream.chosen(call()) == "persistent"
+    stream.handle, stream.captures = 1, True
+    assert stream.chosen(call()) == "persistent"  # cuDNN did not run before
+    stream.captures = False
+    assert stream.chosen(call()) == "cudnn"
+    stream.captures = True
+    assert stream.chosen(call()) == "cudnn"
+    assert stream.chosen(call(steps=128)) == "persistent"
+    assert stream.chosen(call(), "persistent") == "persistent"
+    stream.handle, stream.captures = 0, False
+    assert stream.chosen(call()) == "persistent"
+
+
+def test_a_forced_backend_asks_nothing_of_the_others(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they would ask the GPU a capture may forbid."""
+    measured(row(1.5, 10.0))
+    stream = Stream(monkeypatch)
+    stream.handle, stream.captures = 1, True
+    monkeypatch.setattr(dispatch, "refusal", lambda call: pytest.fail("the persistent kernels were asked"))
+    assert stream.chosen(call(), "cudnn") == "cudnn"
+    monkeypatch.setenv("TILEFIT_RNN", "reference")
+    assert stream.chosen(call()) == "reference"
+
+
+def test_the_shipped_measurements_know_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an LSTM that our kernels run faster, but not in a CUDA graph, and of an RNN that is the opposite."""
+    monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=lambda *_, **__: None))
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: gpus.get("h200"))
+    monkeypatch.delenv("TILEFIT_RNN", raising=False)
+    dispatch._choose.cache_clear()
+    wide = call(hidden=1536, input=1536, batch=64, training=True)
+    small = call("rnn_tanh", dtype=torch.float16, hidden=256, input=256, training=True)
+    found = [choose(each._replace(captured=c)).backend for each in (wide, small) for c in (False, True)]
+    dispatch._choose.cache_clear()
+    assert found == ["persistent", "cudnn", "cudnn", "persistent"]
 
 
 def test_a_relu_rnn_is_taken_to_be_as_fast_as_a_tanh_rnn(measured: Measure) -> None:
@@ -175,7 +242,10 @@ def test_measurements_shipped_are_complete() -> None:
         rows = [Row(**dict(zip(content["columns"], values, strict=True))) for values in content["rows"]]
         Table(rows, gpus.get(path.stem))
         for each in rows:
-            assert min(t for t in (each.persistent_us, each.cudnn_us) if t is not None) > 0
+            times = [
+                each.time_us(who, captured) for who in ("persistent", "cudnn") for captured in (False, True)
+            ]
+            assert min(time_us for time_us in times if time_us is not None) > 0
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,6 +99,14 @@ def test_a_module_tells_of_its_last_call() -> None:
     assert "inference" in str(found)
     assert "name a known GPU" in str(found)
     assert module.explain(torch.zeros(7, 2, 8)).call.steps == 7
+
+
+def test_a_call_in_a_cuda_graph_is_said_to_be_one() -> None:
+    module = LSTM(8, 16)
+    explanation = module.explain(torch.zeros(5, 3, 8))
+    captured = replace(explanation, call=explanation.call._replace(captured=True))
+    assert "training, in a CUDA graph" in str(captured)
+    assert "CUDA graph" not in str(explanation)
 
 
 def test_a_forced_backend_is_the_reason() -> None:

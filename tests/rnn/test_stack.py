@@ -253,3 +253,28 @@ def test_blocks_in_tf32_that_overlap_leave_the_setting_as_it_was(monkeypatch: py
     assert matmul.fp32_precision == "tf32"
     second.__exit__(None, None, None)
     assert matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_an_initial_state_is_not_rounded_to_tf32_in_the_gradient(
+    cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one step the hidden weights' gradient is all the initial state's."""
+    torch.manual_seed(0)
+    module = (LSTM if cell == "lstm" else GRU)(5, 9, backend="reference")
+    x, h0 = torch.randn(1, 6, 5), torch.randn(1, 6, 9)
+    hx = (h0, torch.randn(1, 6, 9)) if cell == "lstm" else h0
+
+    def weight_gradient() -> torch.Tensor:
+        out = module(x, hx)[0]
+        return torch.autograd.grad(out.square().sum(), module.weight_hh_l0)[0]
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return ((t.view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
+
+    exact, parted = weight_gradient(), products._exactly
+    monkeypatch.setattr(products, "allows_tf32", lambda dtype, device: True)
+    monkeypatch.setattr(products, "_exactly", lambda *factors: tuple(map(rounded, parted(*factors))))
+    assert (weight_gradient() - exact).norm() < 1e-6 * exact.norm()
+    monkeypatch.setattr(products, "_exactly", lambda *factors: tuple(map(rounded, factors)))
+    assert (weight_gradient() - exact).norm() > 1e-5 * exact.norm()

@@ -6,10 +6,11 @@
 
 The persistent kernels run where they can and were measured to be no slower than cuDNN. The measurements are
 in ``data/``, one file per GPU: microseconds per time step of both, by cell, element type, hidden size,
-mini-batch, steps, directions and whether backward is included. A size that was not measured takes each
-backend's time from the nearest one that was, by the logarithms of hidden size, mini-batch and steps; cuDNN's
-from those at which cuDNN runs the same algorithm. Beyond the largest hidden size or mini-batch measured, and
-on a GPU that no measurements hold for, cuDNN runs.
+mini-batch, steps, directions and whether backward is included; of eager calls and of those in a CUDA graph,
+which leaves out what the host does for a call. A size that was not measured takes each backend's time from
+the nearest one that was, by the logarithms of hidden size, mini-batch and steps; cuDNN's from those at which
+cuDNN runs the same algorithm. Beyond the largest hidden size or mini-batch measured, and on a GPU that no
+measurements hold for, cuDNN runs.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Call(NamedTuple):
         training: Backward follows.
         cudnn_dtype: Element type that ``torch.nn`` computes in: under autocast on CUDA always fp16.
         tf32: fp32 products may use TF32.
+        captured: The call becomes part of a CUDA graph, or warms up for that; see :func:`in_graph`.
     """
 
     cell: str
@@ -83,6 +85,7 @@ class Call(NamedTuple):
     training: bool
     cudnn_dtype: torch.dtype
     tf32: bool
+    captured: bool = False
 
     def op(self, *, backward: bool = False) -> Recurrent:
         """The call as ``torch.nn`` would run it."""
@@ -147,7 +150,11 @@ def choose(call: Call, backend: str | None = None) -> Choice:
         TilefitError: the backend asked for cannot run the call; the error says why.
         UsageError: there is no such backend.
     """
-    return _choose(call, backend or os.environ.get(VARIABLE) or None)
+    return _choose(call, _forced(backend))
+
+
+def _forced(backend: str | None) -> str | None:
+    return backend or os.environ.get(VARIABLE) or None
 
 
 @lru_cache(maxsize=4096)
@@ -226,9 +233,34 @@ def _faster(call: Call) -> Choice:
     ours, theirs = table.persistent_us(call), table.cudnn_us(call, gpu)
     if ours is None or theirs is None:
         return Choice(CUDNN, "no size like this was measured with the persistent kernels")
+    measured = f"measured at the nearest size{' in a CUDA graph' if call.captured else ''}"
     if ours <= theirs:
-        return Choice(PERSISTENT, f"measured at the nearest size: {ours:.2f} us a step, cuDNN {theirs:.2f}")
-    return Choice(CUDNN, f"measured at the nearest size: {theirs:.2f} us a step, persistent {ours:.2f}")
+        return Choice(PERSISTENT, f"{measured}: {ours:.2f} us a step, cuDNN {theirs:.2f}")
+    return Choice(CUDNN, f"{measured}: {theirs:.2f} us a step, persistent {ours:.2f}")
+
+
+#: Calls that ran on a side stream by another backend than eager ones: what a capture of them may run by.
+_warmed_up: set[Call] = set()
+
+
+def in_graph(call: Call, backend: str | None) -> Call:
+    """A call outside compiled code, ``captured`` if it becomes part of a CUDA graph or may warm up for that.
+
+    Nothing may be captured that has not run before: a library's first call allocates memory, and a kernel's
+    loads it. PyTorch asks for warm-ups on a side stream, where captures run too. So a call on one counts as
+    captured; but where a captured call would run by another backend than an eager one, and none warmed up
+    for it, it runs as an eager one, which may have. A backend that is asked for leaves nothing to decide.
+    """
+    if call.device is None or not torch._C._cuda_getCurrentRawStream(call.device.index):
+        return call
+    if _forced(backend):
+        return call
+    captured = call._replace(captured=True)
+    if _choose(captured, None).backend == _choose(call, None).backend:
+        return captured
+    if not torch.cuda.is_current_stream_capturing():
+        _warmed_up.add(captured)
+    return captured if captured in _warmed_up else call
 
 
 @cache
@@ -241,7 +273,10 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 class Row(NamedTuple):
-    """One measured size: microseconds per time step, forward, or forward and backward if ``training``."""
+    """One measured size: microseconds per time step, forward, or forward and backward if ``training``.
+
+    ``captured_us`` are those of calls in a CUDA graph.
+    """
 
     cell: str
     dtype: str
@@ -252,13 +287,21 @@ class Row(NamedTuple):
     training: bool
     persistent_us: float | None
     cudnn_us: float | None
+    persistent_captured_us: float | None
+    cudnn_captured_us: float | None
+
+    def time_us(self, backend: str, captured: bool) -> float | None:
+        """Time of a step by the persistent kernels or cuDNN."""
+        if backend == PERSISTENT:
+            return self.persistent_captured_us if captured else self.persistent_us
+        return self.cudnn_captured_us if captured else self.cudnn_us
 
 
 class Table:
     """What was measured on one GPU.
 
     The file is JSON: ``columns`` names the fields of :class:`Row`, ``rows`` lists their values (null: not
-    measured).
+    measured); beside them stands what they were measured with.
     """
 
     def __init__(self, rows: Iterable[Row], gpu: Gpu) -> None:
@@ -267,25 +310,29 @@ class Table:
 
     def persistent_us(self, call: Call) -> float | None:
         """Time of a step by the persistent kernels; None beyond what was measured."""
-        rows = [row for row in self._like(call, call.dtype) if row.persistent_us is not None]
+        rows = self._like(call, call.dtype, PERSISTENT)
         if not rows or call.hidden > max(r.hidden for r in rows) or call.batch > max(r.batch for r in rows):
             return None
-        return _nearest(call, rows).persistent_us
+        return _nearest(call, rows).time_us(PERSISTENT, call.captured)
 
     def cudnn_us(self, call: Call, gpu: Gpu) -> float | None:
         """Time of a step by ``torch.nn``; None if nothing like it was measured."""
-        rows = [row for row in self._like(call, call.cudnn_dtype) if row.cudnn_us is not None]
+        rows = self._like(call, call.cudnn_dtype, CUDNN)
         wanted = _algorithm(call, gpu)
         alike = [row for row in rows if self._algorithms[self.rows.index(row)] == wanted]
-        return _nearest(call, alike or rows).cudnn_us if rows else None
+        return _nearest(call, alike or rows).time_us(CUDNN, call.captured) if rows else None
 
-    def _like(self, call: Call, dtype: torch.dtype) -> list[Row]:
-        """Rows of a call's kind; those of one direction stand for two where two were not measured, and those
-        of a tanh RNN for a ReLU RNN, which does the same work."""
+    def _like(self, call: Call, dtype: torch.dtype, backend: str) -> list[Row]:
+        """Rows of a call's kind that have a backend's time; those of one direction stand for two where two
+        were not measured, and those of a tanh RNN for a ReLU RNN, which does the same work."""
         measured = {row.cell for row in self.rows}
         cell = "rnn_tanh" if call.cell == "rnn_relu" and call.cell not in measured else call.cell
         kind = (cell, DTYPES.get(dtype), call.training)
-        rows = [row for row in self.rows if (row.cell, row.dtype, row.training) == kind]
+        rows = [
+            row
+            for row in self.rows
+            if (row.cell, row.dtype, row.training) == kind and row.time_us(backend, call.captured) is not None
+        ]
         return [row for row in rows if row.directions == call.directions] or rows
 
 
@@ -333,6 +380,9 @@ def backend_of_layer(
     backend: str,
 ) -> str:
     """The backend of one layer of compiled code, where the operator chooses when it runs.
+
+    It chooses as for an eager call, in a CUDA graph too: forward and backward must choose alike, and only one
+    of them may be captured.
 
     Args:
         x: [T, B, I]

@@ -62,6 +62,7 @@ class Explanation:
     def __str__(self) -> str:
         op = self.call.op()
         purpose = "training" if self.call.training else "inference"
+        purpose += ", in a CUDA graph" if self.call.captured else ""
         lines = [
             f"{self.module or op.mode}: {op.shape}, {self.call.dtype}, {purpose}".replace("torch.", ""),
             f"  {self.backend}: {self.reason}",

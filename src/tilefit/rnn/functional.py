@@ -16,7 +16,7 @@ from torch import Tensor
 from tilefit.errors import UsageError
 from tilefit.rnn import stack, torch_nn
 from tilefit.rnn.cells import CELLS, Cell, Layers
-from tilefit.rnn.dispatch import CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device
+from tilefit.rnn.dispatch import CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device, in_graph
 from tilefit.rnn.operator import is_traced, recurrent
 
 #: Weights of one direction of one layer: w_ih, w_hh and, with bias, b_ih and b_hh, as in ``torch.nn.LSTM``.
@@ -117,6 +117,7 @@ def _run(
     if not torch.compiler.is_compiling():
         ragged, has_reset = lengths is not None, reset is not None
         call = describe(layers, x, x.shape[:2], flat, (h0, c0), ragged=ragged, reset=has_reset)
+        call = in_graph(call, backend)
         backend = choose(call, backend).backend
     return run(
         layers,

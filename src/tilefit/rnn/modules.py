@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from tilefit.errors import UsageError
 from tilefit.rnn.cells import BY_MODE, Layers
-from tilefit.rnn.dispatch import BACKENDS, CUDNN, Call, choose, computed_dtype
+from tilefit.rnn.dispatch import BACKENDS, CUDNN, Call, choose, computed_dtype, in_graph
 from tilefit.rnn.functional import check_rows, describe, run
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Recurrent(nn.RNNBase):
         """What a call is, which is remembered for :meth:`explain`, and its backend."""
         proj = self.proj_size
         call = describe(self._layers(), x, sizes, flat, states, ragged=ragged, reset=reset, proj=proj)
-        self.__dict__["_call"] = call
+        self.__dict__["_call"] = call = in_graph(call, self.backend)
         return call, choose(call, self.backend).backend
 
 

@@ -190,9 +190,27 @@ def hidden_weight_gradient(
                 start = _matrix(dg, d, range(1) if d == 0 else range(steps - 1, steps), 0, rows)
             else:
                 start = _first(dg[:, :, d, :rows], d, lengths)
+            if allows_tf32(grad.dtype, cuda_device(grad)):
+                start, initial = _exactly(start, initial)
             grad.addmm_(start.t(), initial)
         grads.append(grad)
     return grads
+
+
+def _exactly(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices of which ``one.t() @ other`` is in TF32 what it is of the arguments in fp32.
+
+    TF32 keeps 11 of fp32's 24 bits. Each argument is parted into these and the rest, and the parts' products
+    are added up, but for that of both rests, which is below fp32's precision. An initial state tends to be
+    larger than the states of the steps; rounded, it would bring most of the gradient's error.
+    """
+    (high, rest), (other_high, other_rest) = _parts(one), _parts(other)
+    return torch.cat([high, high, rest]), torch.cat([other_high, other_rest, other_high])
+
+
+def _parts(t: Tensor) -> tuple[Tensor, Tensor]:
+    high = (t.view(torch.int32) & -(1 << 13)).view(torch.float32)
+    return high, t - high
 
 
 def _first(values: Tensor, direction: int, lengths: Tensor | None) -> Tensor:

@@ -61,10 +61,11 @@ def test_other_devices_and_types() -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("hidden", "allowed", "strict"), [(64, True, True), (256, True, False), (256, False, True)]
+    ("hidden", "batch", "allowed", "strict"),
+    [(64, 8, True, True), (256, 8, True, False), (256, 3, True, True), (256, 8, False, True)],
 )
-def test_fp32_is_exact_where_tf32_is_not_allowed_or_saves_nothing(
-    hidden: int, allowed: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
+def test_fp32_is_exact_where_tf32_is_not_allowed_or_cudnn_is_exact(
+    hidden: int, batch: int, allowed: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Problem] = []
 
@@ -74,7 +75,7 @@ def test_fp32_is_exact_where_tf32_is_not_allowed_or_saves_nothing(
 
     monkeypatch.setattr(layer, "allows_tf32", lambda dtype, device: allowed)
     monkeypatch.setattr(layer, "chosen", recorded)
-    assert refusal(CUDA, LSTM, torch.float32, hidden, 8, 1, training=True) is None
+    assert refusal(CUDA, LSTM, torch.float32, hidden, batch, 1, training=True) is None
     assert [problem.strict for problem in asked] == [strict, strict]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,19 +81,18 @@ def test_results_of_different_kinds_are_not_merged(tuner: ModuleType, tmp_path: 
         tuner.merged(files)
 
 
+def asked(**changed: object) -> argparse.Namespace:
+    """The options of a run."""
+    default = {
+        "cells": "lstm", "kernels": "forward", "directions": "1", "hidden": "1024", "batches": "8",
+        "dtype": "bfloat16", "top": 3, "alike": 1, "focus": ("$^", 0),
+    }  # fmt: skip
+    return argparse.Namespace(**default | changed)
+
+
 def test_around_the_fastest_both_ways_and_more_held_are_tried(tuner: ModuleType) -> None:
     fast = next(v for v in cuts(tuner) if v.units == 32 and v.split == 1 and v.warps == 8 and not v.ahead)
-    options = argparse.Namespace(
-        cells="gru,lstm",
-        kernels="forward",
-        directions="1",
-        hidden="1024",
-        batches="8,64",
-        dtype="bfloat16",
-        top=3,
-        alike=1,
-        focus=(NAME, 20),
-    )
+    options = asked(cells="gru,lstm", hidden="1024", batches="8,64", focus=(NAME, 20))
     plan = tuner.planned(options, H200, [row(fast, 3.0)])
     assert [len(tried) for _, tried in plan[1:]] == [3, 3, 3]
     problem, tried = plan[0]
@@ -100,3 +101,34 @@ def test_around_the_fastest_both_ways_and_more_held_are_tried(tuner: ModuleType)
     alike = [v for v in tried if _cut(v)[:6] == _cut(fast)[:6]]
     assert {v.ahead for v in alike} == {False, True}
     assert {v.held - fast.held for v in alike if not v.ahead} == {0, 1, 3}
+
+
+def test_what_matters_comes_first(tuner: ModuleType) -> None:
+    """What is in focus, then what takes several rounds."""
+    options = asked(hidden="256,1024", batches="8,64", focus=("/256/8/", 3))
+    found = [
+        (problem.hidden, problem.batch, tried[0].rounds > 1)
+        for problem, tried in tuner.planned(options, H200, [])
+    ]
+    assert found[0][:2] == (256, 64)
+    several = [rounds for *_, rounds in found[1:]]
+    assert several == sorted(several, reverse=True)
+    assert True in several
+
+
+def test_a_budget_measures_the_first_variants(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not wait for the others to be compiled, and what is not compiled in time is left out."""
+    plan = tuner.planned(asked(batches="8,64"), H200, [])
+    (first, tried), (_, last) = plan
+    slow = last[-1].constants(plan[1][0])
+
+    def binary(kernel: str, constants: dict[str, int], capability: tuple[int, int]) -> bytes:
+        if constants == slow:
+            time.sleep(1.5)
+        return b""
+
+    monkeypatch.setattr(tuner, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(tuner.build, "binary", binary)
+    found = list(tuner.compiled(plan, (9, 0), time.perf_counter() + 1.0))
+    assert found == [(first, each) for each in tried] + [(plan[1][0], each) for each in last[:-1]]
+    assert list(tuner.compiled(plan, (9, 0), time.perf_counter() - 1.0)) == []

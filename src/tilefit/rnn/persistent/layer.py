@@ -18,9 +18,9 @@ from tilefit.rnn.persistent.variant import Problem
 #: Element types of the kernels.
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
-#: Hidden size from which float32 is multiplied as TF32, where PyTorch's setting allows it. Below, the exact
-#: products cost next to nothing, and cuDNN was measured to make smaller errors than TF32 has.
-TF32_HIDDEN = 128
+#: Hidden size and mini-batch from which float32 is multiplied as TF32, where PyTorch's setting allows it.
+#: Below, cuDNN was measured to make smaller errors than TF32 has: it multiplies so few rows in float32.
+TF32_HIDDEN, TF32_BATCH = 128, 4
 
 
 def refusal(
@@ -45,7 +45,7 @@ def refusal(
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} lacks the instructions; 8.0 has them"
     padded = _padded(hidden, dtype)
-    strict = _strict(dtype, padded, device)
+    strict = _strict(dtype, padded, batch, device)
     kinds = (False, True) if training else (False,)
     for backward_pass in kinds:
         problem = Problem(cell, ELEMENTS[dtype], padded, batch, directions, backward_pass, strict=strict)
@@ -57,9 +57,10 @@ def refusal(
     return None
 
 
-def _strict(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
+def _strict(dtype: torch.dtype, hidden: int, batch: int, device: torch.device) -> bool:
     """Whether products are those of float32, and not of TF32."""
-    return dtype is torch.float32 and (hidden < TF32_HIDDEN or not allows_tf32(dtype, device))
+    small = hidden < TF32_HIDDEN or batch < TF32_BATCH
+    return dtype is torch.float32 and (small or not allows_tf32(dtype, device))
 
 
 def _has_bindings() -> bool:
@@ -101,7 +102,7 @@ def forward(
         False,
         lengths is not None,
         reset is not None,
-        _strict(xg.dtype, hidden, xg.device),
+        _strict(xg.dtype, hidden, batch, xg.device),
         xg.get_device(),
     )
     out = _unwritten(xg, (steps, batch, directions, hidden))
@@ -167,7 +168,7 @@ def backward(
         True,
         lengths is not None,
         reset is not None,
-        _strict(out.dtype, hidden, out.device),
+        _strict(out.dtype, hidden, batch, out.device),
         out.get_device(),
     )
     weights = w_hh.view(directions, cell.gates, hidden, hidden)
