@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from precision.loops.parts import BF16, FP16, autocast, batch, mse, net, scaler
 from tilefit.capture.torchvision_import import import_transformers, tolerated
@@ -129,6 +132,7 @@ def _surroundings() -> dict[str, Any]:
     classes: list[Any] = [
         torch,
         torch.autograd,
+        torch.autograd.function.BackwardCFunction,
         torch.amp.GradScaler,
         torch.amp.autocast_mode.autocast,
         torch.nn.utils.clip_grad,
@@ -294,8 +298,6 @@ def test_gradients_on_their_way_are_not_kept_alive() -> None:
     with watch(model, optimizer=optimizer):
         for _ in range(3):
             _amp_step(model, optimizer, s)
-        import weakref
-
         gradient = weakref.ref(model[0].weight.grad)
         optimizer.zero_grad()
         assert gradient() is None
@@ -488,3 +490,219 @@ def test_what_commutes_with_the_scale_is_followed_to_the_step() -> None:
             optimizer.step()
     (alarm,) = w.alarms
     assert (alarm.code, alarm.first_step) == ("AMP003", 1)
+
+
+class _Spy:
+    """Tells whether the close look's dispatch mode is on where a gradient passes by."""
+
+    def __init__(self) -> None:
+        self.on: list[bool] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        tensor.register_hook(lambda _: self.on.append(bool(_get_current_dispatch_mode_stack())))  # type: ignore[no-untyped-call]
+        return tensor
+
+
+@pytest.mark.parametrize("find_non_finite", [False, True])
+def test_a_backward_pass_runs_without_the_dispatch_mode_unless_its_origins_are_sought(
+    find_non_finite: bool,
+) -> None:
+    model, spy = net(), _Spy()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer, find_non_finite=find_non_finite, every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            x, y = batch()
+            nn.functional.mse_loss(spy(model(x)), y).backward()
+            optimizer.step()
+            assert _get_current_dispatch_mode_stack()
+    assert spy.on[1:] == [find_non_finite] * 2
+
+
+def _rows(w: Watch) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The table of operations: what was counted, by name and phase."""
+    table = next(t for t in w.report().tables if t.title.startswith("Operations"))
+    assert table.header[:2] == ("operation", "phase")
+    return {(row[0], row[1]): row[2:] for row in table.rows}
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_of_a_backward_pass_the_nodes_that_ran_are_counted(some: bool) -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 4)
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = SGD(parameters, lr=0.0)
+    with watch(optimizer=optimizer) as w:
+        for _ in range(2):  # a close look begins when a step has ended
+            loss = second(first(torch.randn(2, 8)).relu()).sum()
+            wanted = [second.weight, second.bias]
+            if some:
+                for p, g in zip(wanted, torch.autograd.grad(loss, wanted), strict=True):
+                    p.grad = g
+            else:
+                loss.backward()
+            optimizer.step()
+    counted = {name: counts for (name, phase), counts in _rows(w).items() if phase == "backward"}
+    # To the second layer's weights alone, neither the first layer's product nor what adds to .grad runs.
+    assert counted["AddmmBackward0"] == (("1",) if some else ("2",))
+    assert ("ReluBackward0" in counted) is not some
+    assert counted.get("AccumulateGrad") == (None if some else ("4",))
+
+
+def _checkpointed(reentrant: bool, device: str = "cpu") -> tuple[Watch, nn.Module]:
+    inner = net().to(device)
+    optimizer = Adam(inner.parameters())
+    with watch(inner, optimizer=optimizer, every=1) as w:
+        for _ in range(3):
+            x, y = (t.to(device) for t in batch())
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=BF16):
+                out = checkpoint(inner, x.requires_grad_(), use_reentrant=reentrant)
+            nn.functional.mse_loss(out.float(), y).backward()
+            optimizer.step()
+    assert _get_current_dispatch_mode_stack() == []
+    return w, inner
+
+
+def _assert_recomputation_is_seen(reentrant: bool, device: str) -> None:
+    w, inner = _checkpointed(reentrant, device)
+    rows = _rows(w)
+    layers = sum(isinstance(module, nn.Linear) for module in inner)  # type: ignore[arg-type]
+    forward = rows["addmm", "forward"]
+    assert str(2 * layers) in forward  # in each of the two steps after the first
+    assert rows["AddmmBackward0", "backward"] == forward
+    # What is not reentrant stops as soon as it has what the last layer saved, its input.
+    assert str(2 * (layers if reentrant else layers - 1)) in rows["addmm", "recomputed"]
+    assert w._exponents.histograms[BF16].total > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_runs_again_is_seen_as_operations(reentrant: bool) -> None:
+    _assert_recomputation_is_seen(reentrant, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_runs_again_is_seen_on_autograd_s_threads(reentrant: bool) -> None:
+    _assert_recomputation_is_seen(reentrant, "cuda")
+
+
+def test_a_backward_pass_that_raises_leaves_the_close_look_on_and_nothing_else() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            inner(gradient)  # a module runs, and the mode is on
+            raise ZeroDivisionError
+
+    inner, model = nn.Linear(4, 4), net()
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer, every=1) as w:
+        for _ in range(2):
+            _amp_step(model, optimizer, scaler())
+        x, _ = batch()
+        with pytest.raises(ZeroDivisionError):
+            Failing.apply(model(x)).sum().backward()  # type: ignore[no-untyped-call]
+        assert _get_current_dispatch_mode_stack() == [w._look]
+        _amp_step(model, optimizer, scaler())
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_an_optimizer_that_steps_within_the_backward_pass_does_not_blind_the_watch() -> None:
+    model = net()
+    optimizers = {p: SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with watch(model, optimizer=optimizers.values(), every=1) as w:
+        for _ in range(4):
+            mse(model, *batch(), dtype=BF16).backward()
+    assert _get_current_dispatch_mode_stack() == []
+    assert w.steps == 4
+    # The first look begins with the first step, so three forward passes of two layers are seen.
+    assert _rows(w)["addmm", "forward"][0] == "6"
+
+
+def test_hooks_on_the_graph_keep_nothing_alive() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * gradient * x
+
+    model = net().bfloat16()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        with watch(model, optimizer=optimizer, every=1) as w:
+            for _ in range(3):
+                for _ in range(2):  # the second pass adds to the gradients
+                    h = model(batch()[0].bfloat16())
+                    out = Product.apply(h)  # type: ignore[no-untyped-call]
+                    nodes = [weakref.ref(out.grad_fn), weakref.ref(h)]
+                    out.float().sum().backward()
+                    del h, out
+                    assert [node() for node in nodes] == [None, None]
+                optimizer.step()
+            assert w._exponents.histograms
+    finally:
+        gc.enable()
+
+
+def test_gradients_of_gradients_and_batches_of_them_are_no_trouble() -> None:
+    weight = torch.randn(4, 4, dtype=BF16, requires_grad=True)
+    optimizer = SGD([weight], lr=0.0)
+    with watch(optimizer=optimizer, every=1) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(2, 4, dtype=BF16, requires_grad=True)
+            (slope,) = torch.autograd.grad((x @ weight).tanh().sum(), x, create_graph=True)
+            torch.autograd.functional.jacobian(lambda v: v @ weight, x, vectorize=True)
+            slope.float().square().sum().backward()
+            optimizer.step()
+    assert [alarm for alarm in w.alarms if alarm.severity != "note"] == []
+    assert w._exponents.histograms[BF16].total > 0
+
+
+def test_a_dispatch_mode_of_the_user_s_sees_the_same_backward_pass() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            passes[-1].append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def train(watched: bool) -> list[list[str]]:
+        passes.clear()
+        model = net().bfloat16()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        w = Watch(model, optimizer=optimizer, every=1)
+        if watched:
+            w.start()
+        for _ in range(2):
+            for _ in range(2):  # the second pass adds to the gradients
+                out = model(batch()[0].bfloat16()).float().sum()
+                passes.append([])
+                with Mode():
+                    out.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        w.stop()
+        assert not watched or w._exponents.histograms
+        return list(passes)
+
+    passes: list[list[str]] = []
+    for alone, watched in zip(train(False), train(True), strict=True):
+        # After the gradient of the loss is made, and the loss looked at, the engine's own operations alone.
+        engine = alone[1:]
+        assert engine
+        assert watched[-len(engine) :] == engine

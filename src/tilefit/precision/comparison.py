@@ -162,7 +162,7 @@ def _run(
     ]
     try:
         if statistics is not None and Look.possible():
-            with Look(Ledger(Recorder(()), Patches()), Observers(statistics, ()), {}, {}, all_lines=False):
+            with Look(Ledger(Recorder(()), Patches()), Observers(statistics, ()), {}, {}, thorough=False):
                 loss = step()
         else:
             loss = step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tilefit.precision.events import BackwardDtype, GradientLost
 from tilefit.precision.ledger import Ledger
 from tilefit.precision.lines import short, user_line
-from tilefit.precision.look import Call, Look, Observer
+from tilefit.precision.look import Call, Look, Observer, function_of
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
 
@@ -50,7 +50,7 @@ class Products(Observer):
         module = call.look.running
         if call.backward:
             node = torch._C._current_autograd_node()
-            function = getattr(node, "_forward_cls", None)
+            function = function_of(node)
             if function is not None:
                 self._judge_function(function, dtype)
             elif call.look.recomputes and module is not None:
@@ -73,7 +73,7 @@ class Products(Observer):
     def _judge_function(self, function: type, dtype: str) -> None:
         forward = _unwrapped(function.forward)  # type: ignore[attr-defined]
         known = self._by_code.get(forward.__code__) if forward is not None else None
-        if known is None or known[0] == dtype or function.__module__.startswith("torch."):
+        if known is None or known[0] == dtype:
             return
         filename, _, line = known[1].rpartition(":")
         source = f"{short(filename)}:{line}"

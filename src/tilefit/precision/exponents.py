@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from tilefit.precision.dtypes import PRODUCTS
-from tilefit.precision.look import BACKWARD, HALF, Call, Observer, is_plain, sampled
+from tilefit.precision.graph import Kind
+from tilefit.precision.look import HALF, Observer, function_of, is_plain, sampled
 
-#: Elements looked at of each gradient, and about as many gradients in a step, others in the next one.
-SAMPLE = 2048
-GRADIENTS = 64
+#: Elements looked at of each gradient, and about as many operations in a step, others in the next one.
+SAMPLE = 1024
+OPERATIONS = 32
 #: fp16: the exponent of the smallest subnormal number, of the smallest normal one, and of the largest.
 SMALLEST, NORMAL, LARGEST = -24, -14, 15
 #: Bits kept free above the largest gradient seen, and the share of gradients that may be lost below.
@@ -24,9 +25,12 @@ TAIL = 0.01
 #: fp32's largest exponent, and numbers below its smallest that stand for values that have none.
 _HIGHEST, _ZERO, _NOT_FINITE = 127, -150, -151
 
-_BACKWARD = PRODUCTS | frozenset(
-    """convolution_backward native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
-    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward""".split()
+#: Nodes of the autograd graph, without the number at the end.
+_NODES = frozenset(
+    """MmBackward AddmmBackward BmmBackward BaddbmmBackward AddbmmBackward LinearBackward MkldnnLinearBackward
+    ConvolutionBackward NativeLayerNormBackward NativeGroupNormBackward NativeBatchNormBackward
+    CudnnBatchNormBackward ScaledDotProductFlashAttentionBackward ScaledDotProductEfficientAttentionBackward
+    ScaledDotProductCudnnAttentionBackward ScaledDotProductFlashAttentionForCpuBackward""".split()
 )
 
 
@@ -69,14 +73,13 @@ class Histogram:
 
 
 class Exponents(Observer):
-    """Counts the exponents of the half-precision gradients of matrix products and normalisations.
+    """Counts the exponents of the half-precision gradients that matrix products, normalisations and Functions
+    of the user's give.
 
     Attributes:
         scale: The loss scale the gradients of this step carry.
         histograms: What was seen, by element type.
     """
-
-    phases = (BACKWARD,)
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -87,25 +90,28 @@ class Exponents(Observer):
         self._step = 1
         self._first = 0
 
-    def wants(self, func: Any, name: str) -> bool:
-        return name in _BACKWARD
+    def wants_node(self, node: Any, kind: Kind) -> bool:
+        name, dtype = kind
+        return function_of(node) is not None or (dtype in HALF and name.rstrip("0123456789") in _NODES)
 
-    def after(self, call: Call) -> None:
-        outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-        for out in outs:
-            if isinstance(out, Tensor) and out.dtype in HALF:
-                self._seen += 1
-                if self._seen % self._step != self._first or not is_plain(out):
-                    continue
-                sample = sampled(out, SAMPLE).clone()
-                self._samples.setdefault((out.dtype, out.device), []).append(sample)
+    def hook(self, node: Any) -> RemovableHandle | None:
+        self._seen += 1
+        return node.register_hook(self._gave) if self._seen % self._step == self._first else None
+
+    def _gave(self, gradients: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        for gradient in gradients:
+            if gradient is not None and gradient.dtype in HALF and is_plain(gradient):
+                with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+                    sample = sampled(gradient.detach(), SAMPLE).clone()
+                self._samples.setdefault((gradient.dtype, gradient.device), []).append(sample)
 
     def _count(self, wanted: torch.dtype) -> Histogram:
         """This step's values of an element type, scale included; waits for the device."""
         found = Histogram()
         for samples in (self._samples[key] for key in self._samples if key[0] == wanted):
             values = torch.cat(samples).float()
-            exponents = (torch.frexp(values).exponent - 1).where(values.isfinite(), _NOT_FINITE)
+            # Short numbers, as they are sorted faster.
+            exponents = (torch.frexp(values).exponent.short() - 1).where(values.isfinite(), _NOT_FINITE)
             ordered = exponents.where(values != 0, _ZERO).sort().values
             # Counted by where each exponent begins: one read of a fixed size, whatever was seen.
             begins = torch.arange(_ZERO, _HIGHEST + 2, dtype=ordered.dtype, device=ordered.device)
@@ -130,6 +136,6 @@ class Exponents(Observer):
             histogram.zeros += found.zeros
             histogram.counts.update({e - carried: count for e, count in found.counts.items()})
         self._samples.clear()
-        self._step = max(1, -(-self._seen // GRADIENTS))
+        self._step = max(1, -(-self._seen // OPERATIONS))
         self._first = (self._first + 1) % self._step
         self._seen = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -69,9 +71,7 @@ class Chain:
 def chain(roots: Iterable[torch.Tensor]) -> Chain:
     """Follow the scalars from the roots of a backward pass down to where they were reduced."""
     found = Chain()
-    todo: list[tuple[Any, bool]] = [
-        (node, False) for root in roots if (node := getattr(root, "grad_fn", None)) is not None
-    ]
+    todo = [(node, False) for node in _starts(roots)]
     branches = len(todo)
     for _ in range(_LONGEST):
         if not todo:
@@ -104,35 +104,54 @@ def chain(roots: Iterable[torch.Tensor]) -> Chain:
     return found
 
 
+#: Of a node, its name and the element type of the gradient it is given, None where that is not known.
+Kind = tuple[str, torch.dtype | None]
+
+
 @dataclass(slots=True)
 class Scan:
     """What is below the roots of a backward pass.
 
     Attributes:
-        dtypes: Element types of the gradients that flow there.
-        compiled: A part of it is a compiled graph.
+        nodes: How many nodes there are of each kind.
     """
 
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    compiled: bool = False
+    nodes: Counter[Kind] = field(default_factory=Counter)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Element types of the gradients that flow there."""
+        return {dtype for _, dtype in self.nodes if dtype is not None}
+
+    @property
+    def compiled(self) -> bool:
+        """A part of it is a compiled graph."""
+        return any(name.startswith("CompiledFunction") for name, _ in self.nodes)
 
 
-def scan(roots: Iterable[torch.Tensor], limit: int = 400) -> Scan:
+def scan(roots: Iterable[Any], limit: int = 400) -> Scan:
     """Look at the first ``limit`` nodes below the roots of a backward pass."""
-    seen: set[Any] = set()
-    found = Scan()
-    todo = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
-    while todo and len(seen) < limit:
+    return Scan(Counter(kind for _, kind in islice(nodes(roots), limit)))
+
+
+def nodes(roots: Iterable[Any]) -> Iterator[tuple[Any, Kind]]:
+    """The nodes below the roots of a backward pass, which are tensors or gradient edges, and their kinds."""
+    todo = _starts(roots)
+    seen = set(todo)
+    while todo:
         node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found.compiled |= node.name().startswith("CompiledFunction")
         metadata = _metadata(node)
-        if metadata is not None:
-            found.dtypes.add(metadata.dtype)
-        todo += [child for child, _ in node.next_functions if child is not None]
-    return found
+        yield node, (node.name(), None if metadata is None else metadata.dtype)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+
+
+def _starts(roots: Iterable[Any]) -> list[Any]:
+    """The nodes that a backward pass starts from."""
+    nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
+    return [node for node in nodes if node is not None]
 
 
 def _metadata(node: Any) -> Any:

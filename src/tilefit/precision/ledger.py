@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,6 +233,8 @@ class Ledger:
         chain, scan: What the graph of the last backward pass says, on such steps.
         open: Some gradient carries a scale and has not been used yet.
         before_observing: Called before gradients that were changed by hand are looked for.
+        passing: Entered around each backward pass, with its roots and whether it is one to chosen inputs
+            alone. It gives what the graph says, where it has gone through it.
     """
 
     def __init__(self, recorder: Recorder, patches: Patches) -> None:
@@ -258,6 +260,7 @@ class Ledger:
         self._scale_seen = False
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
+        self.passing: Callable[[Sequence[Any], bool], AbstractContextManager[graph.Scan | None]] = unseen
         self.on_backward: list[Callable[[Sequence[Tensor] | None], None]] = []
         self.on_stepping: list[Callable[[Optimizer], None]] = []
         self.on_stepped: list[Callable[[Stepped], None]] = []
@@ -374,19 +377,22 @@ class Ledger:
         def run(roots: Sequence[Tensor], *args: Any, **kw: Any) -> Any:
             if any(isinstance(root, FakeTensor | FunctionalTensor) for root in roots):
                 return original(roots, *args, **kw)  # a compiler traces
-            if self.depth == 0:
-                self._begin(roots)
-            self.depth += 1
-            try:
-                return original(roots, *args, **kw)
-            finally:
-                self.depth -= 1
+            # The fourth of the engine's arguments after the roots are the inputs, none for all.
+            inputs = args[3] if len(args) > 3 else kw.get("inputs")
+            with self.passing(roots, bool(inputs)) as scan:
                 if self.depth == 0:
-                    self._end()
+                    self._begin(roots, scan)
+                self.depth += 1
+                try:
+                    return original(roots, *args, **kw)
+                finally:
+                    self.depth -= 1
+                    if self.depth == 0:
+                        self._end()
 
         return run
 
-    def _begin(self, roots: Sequence[Tensor]) -> None:
+    def _begin(self, roots: Sequence[Tensor], scan: graph.Scan | None) -> None:
         if self._stepping and not self._evaluates:
             # No step is running: the last one raised.
             self._stepping.clear()
@@ -395,7 +401,7 @@ class Ledger:
         self.observe()
         self.chain, self.scan = graph.Chain(), graph.Scan()
         if self._recorder.looking:
-            self.chain, self.scan = graph.chain(roots), graph.scan(roots)
+            self.chain, self.scan = graph.chain(roots), scan or graph.scan(roots)
             self.accumulating = any(gradient.fresh and gradient.marks != EMPTY for gradient in self.gradients)
             if self.chain.marks and self.chain.plain:
                 marks: Marks = frozenset(self.chain.marks)
@@ -815,6 +821,11 @@ class Ledger:
 
     def _at_work(self) -> _AtWork:
         return _AtWork(self)
+
+
+def unseen(roots: Sequence[Any], partial: bool) -> AbstractContextManager[graph.Scan | None]:
+    """Nobody looks at backward passes."""
+    return nullcontext()
 
 
 class _AtWork:

@@ -4,24 +4,35 @@ A dispatch mode sees operations below autograd and autocast, so with the element
 is pushed when a step ends and popped when the next one does. It changes nothing: every operation runs as it
 is.
 
+Within a backward pass it is off, except for what is not the engine's own: Functions of the user's, and
+modules that activation checkpointing runs again. What else a backward pass does is told by hooks on those
+nodes of its graph that matter.
+
 A step is hundreds of operations, and the host's time is what most of them cost. So an operation that nobody
 looks at in its phase is counted, and nothing else is done.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
 
-from tilefit.precision.ledger import Ledger
+from tilefit.precision import graph
+from tilefit.precision.ledger import Ledger, unseen
 from tilefit.precision.lines import user_line
+from tilefit.precision.patches import Patches
 from tilefit.precision.statistics import Statistics
 
 HALF = (torch.float16, torch.bfloat16)
@@ -29,6 +40,8 @@ HALF = (torch.float16, torch.bfloat16)
 #: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do;
 #: within one; and within one in a module, which activation checkpointing runs again.
 FORWARD, OPEN, BACKWARD, RECOMPUTED = PHASES = range(4)
+#: What operations are counted under; within a backward pass the nodes of the graph are counted instead.
+_COUNTED = {FORWARD: "forward", OPEN: "forward", RECOMPUTED: "recomputed"}
 
 
 class Call:
@@ -81,7 +94,9 @@ class Call:
 
 
 class Observer:
-    """Looks at operations. ``wants`` is asked once per operation; the rest is called for those wanted.
+    """Looks at operations, and at the nodes of the graphs that backward passes go through.
+
+    ``wants`` is asked once per operation, ``wants_node`` once per kind; the rest is called for those wanted.
 
     Attributes:
         phases: The phases it looks at operations in.
@@ -91,7 +106,18 @@ class Observer:
 
     def wants(self, func: Any, name: str) -> bool:
         """Whether operations of this kind matter."""
-        raise NotImplementedError
+        return False
+
+    def wants_node(self, node: Any, kind: graph.Kind) -> bool:
+        """Whether nodes of this kind matter."""
+        return False
+
+    def hook(self, node: Any) -> RemovableHandle | None:
+        """A backward pass is about to begin that goes through a node, which may be hooked until it ends.
+
+        The hook must not hold the node: it is held by it. It may be called on another thread.
+        """
+        return None
 
     def before(self, call: Call) -> None:
         """The operation is about to run."""
@@ -114,6 +140,10 @@ _Plan = tuple[
 ]
 
 
+#: What hooks a node.
+_Hooks = tuple[Callable[[Any], RemovableHandle | None], ...]
+
+
 class Observers:
     """Who looks at operations, and what was found out about each operation.
 
@@ -123,25 +153,45 @@ class Observers:
     """
 
     def __init__(self, statistics: Statistics, observers: Iterable[Observer]) -> None:
-        self._statistics = statistics
+        self.statistics = statistics
         self._observers = tuple(observers)
         #: By phase and by ``id`` of the operation: these live on, and their own hash is computed in Python.
         self.plans: tuple[dict[int, _Plan], ...] = tuple({} for _ in PHASES)
+        self.hooks: dict[graph.Kind, _Hooks] = {}
 
     def plan(self, func: Any, phase: int) -> _Plan:
         """Whom to call for an operation that runs in a phase for the first time."""
         name = func._schema.name.rpartition("::")[2]
         wanted = [o for o in self._observers if phase in o.phases and o.wants(func, name)]
         before = [observer.before for observer in wanted if type(observer).before is not Observer.before]
-        counts = self._statistics.of(name, phase >= BACKWARD)
+        counts = self.statistics.of(name, _COUNTED[phase]) if phase in _COUNTED else Counter()
         plan = func._op, name, tuple(before), tuple(observer.after for observer in wanted), counts
         self.plans[phase][id(func)] = plan
         return plan
+
+    def hooks_for(self, node: Any, kind: graph.Kind) -> _Hooks:
+        """What hooks the nodes of a kind that is met for the first time."""
+        found = tuple(observer.hook for observer in self._observers if observer.wants_node(node, kind))
+        self.hooks[kind] = found
+        return found
 
     def end(self) -> None:
         """The step is over."""
         for observer in self._observers:
             observer.end()
+
+
+class _Running(threading.local):
+    """What runs on a thread: autograd has threads of its own, and checkpointing runs modules there.
+
+    Attributes:
+        modules: The modules that run, one inside another.
+        pushed: The mode was pushed for the outermost of them, within a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.pushed = False
 
 
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,7 +200,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ledger: Knows whether a backward pass runs.
         observers: Who looks.
-        all_lines: Remember the line of every forward operation, not only of half-precision scalars.
+        thorough: Stay on in backward passes, and remember the line of every forward operation, not only of
+            half-precision scalars.
         names, parameter_names: Names of modules and of parameters by ``id``; what is not in them is named
             when it runs.
     """
@@ -162,18 +213,19 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names: dict[int, str],
         parameter_names: dict[int, str],
         *,
-        all_lines: bool,
+        thorough: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._observers = observers
         self._plans = observers.plans
-        self._all_lines = all_lines
+        self._thorough = thorough
         self._names = names
         self._parameter_names = parameter_names
         self._lines: dict[int, str] = {}
-        self._modules: list[nn.Module] = []
+        self._running = _Running()
         self._handles: list[Any] = []
+        self._patches = Patches()
         self._paused = False
         #: While a CUDA graph is captured nothing may be read.
         self._capturing = _is_capturing()
@@ -192,12 +244,15 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not _get_current_dispatch_mode_stack()
 
     def begin(self) -> None:
-        """Push the mode."""
+        """Push the mode, or have it pushed when the backward pass has ended that runs."""
         self._handles = [
             nn_module.register_module_forward_pre_hook(self._entered),
             nn_module.register_module_forward_hook(self._left, always_call=True),
         ]
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self._patches.wrap(BackwardCFunction, "apply", self._around_function)
+        self._ledger.passing = self._passing
+        if not self._ledger.depth:
+            self.switch_on()
 
     def finish(self) -> bool:
         """Pop the mode and let the observers read what they collected.
@@ -208,30 +263,48 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._patches.undo()
+        self._ledger.passing = unseen
         self._paused = True
-        stack = _get_current_dispatch_mode_stack()
-        popped = bool(stack) and stack[-1] is self
+        self._switch_off()
+        popped = self not in _get_current_dispatch_mode_stack()
         if popped:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._observers.end()
         return popped
+
+    def switch_on(self) -> bool:
+        """Push the mode where it is not on; whether that was so."""
+        if self._paused or self in _get_current_dispatch_mode_stack():
+            return False
+        self.__enter__()  # type: ignore[no-untyped-call]
+        return True
+
+    def _switch_off(self) -> bool:
+        """Pop the mode where it is on, with nothing above it; whether that was so."""
+        stack = _get_current_dispatch_mode_stack()
+        on_top = bool(stack) and stack[-1] is self
+        if on_top:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return on_top
 
     # ---- modules and lines -----------------------------------------------------------------
 
     @property
     def module(self) -> str:
         """The innermost module that is running, or empty."""
-        return self._names.get(id(self._modules[-1]), "") if self._modules else ""
+        running = self.running
+        return "" if running is None else self._names.get(id(running), "")
 
     @property
     def running(self) -> nn.Module | None:
         """The innermost module that is running."""
-        return self._modules[-1] if self._modules else None
+        modules = self._running.modules
+        return modules[-1] if modules else None
 
     @property
     def recomputes(self) -> bool:
         """A module runs within a backward pass: activation checkpointing."""
-        return self._ledger.depth > 0 and bool(self._modules)
+        return self._ledger.depth > 0 and bool(self._running.modules)
 
     def line_of(self, sequence: int) -> str:
         """The line of the forward operation with an autograd sequence number, or empty."""
@@ -243,17 +316,93 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._names.setdefault(id(inner), name or type(module).__name__)
             for name, parameter in module.named_parameters():
                 self._parameter_names.setdefault(id(parameter), name)
-        self._modules.append(module)
+        running = self._running
+        if self._ledger.depth and not running.modules:
+            running.pushed = self.switch_on()
+        running.modules.append(module)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        running = self._modules
-        if running and running[-1] is module:
-            running.pop()
-        elif module in running:
-            while running.pop() is not module:
+        running = self._running
+        modules = running.modules
+        if modules and modules[-1] is module:
+            modules.pop()
+        elif module in modules:
+            while modules.pop() is not module:
                 pass
+        if running.pushed and not modules:
+            running.pushed = False
+            self._switch_off()
         for listener in self.on_module:
             listener(module, self._names.get(id(module), ""), output)
+
+    # ---- backward passes -------------------------------------------------------------------
+
+    @contextmanager
+    def _passing(self, roots: Sequence[Any], some: bool) -> Iterator[graph.Scan]:
+        """Around a backward pass: the mode is off, and the nodes that matter are hooked.
+
+        Args:
+            roots: Where it starts.
+            some: It goes to chosen inputs alone, so not through all of the graph.
+
+        Yields:
+            What the graph says.
+        """
+        running = self._running
+        outer = running.modules, running.pushed
+        running.modules, running.pushed = [], False
+        off = not self._thorough and self._switch_off()
+        handles: list[RemovableHandle] = []
+        ran: list[graph.Kind] = []
+        try:
+            # Nothing may be read while a CUDA graph is captured.
+            scan = (
+                graph.scan(roots) if self._capturing() else self._hook(roots, handles, ran if some else None)
+            )
+            yield scan
+            self._observers.statistics.passed(Counter(ran) if some else scan.nodes)
+        finally:
+            for handle in handles:
+                handle.remove()
+            running.modules, running.pushed = outer
+            if off or self._paused:
+                # Where a module or a Function raised, or the step has ended within the pass.
+                while self._switch_off():
+                    pass
+            if off:
+                self.switch_on()
+
+    def _hook(
+        self, roots: Sequence[Any], handles: list[RemovableHandle], ran: list[graph.Kind] | None
+    ) -> graph.Scan:
+        """Let the observers hook the nodes of a graph; note in ``ran``, if given, those that run."""
+        found = graph.Scan()
+        counts, hooks = found.nodes, self._observers.hooks
+        for node, kind in graph.nodes(roots):
+            counts[kind] += 1
+            asked = hooks.get(kind)
+            if asked is None:
+                asked = self._observers.hooks_for(node, kind)
+            for hook in asked:
+                handle = hook(node)
+                if handle is not None:
+                    handles.append(handle)
+            if ran is not None:
+                handles.append(node.register_prehook(lambda _, kind=kind: ran.append(kind)))
+        return found
+
+    def _around_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What a Function of the user's does going backward is seen as operations."""
+
+        def apply(node: Any, *args: Any) -> Any:
+            pushed = function_of(node) is not None and self.switch_on()
+            try:
+                return original(node, *args)
+            finally:
+                if pushed:
+                    self._switch_off()
+
+        return apply
 
     # ---- operations ------------------------------------------------------------------------
 
@@ -265,7 +414,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         ledger = self._ledger
         if ledger.depth:
-            phase = RECOMPUTED if self._modules else BACKWARD
+            phase = RECOMPUTED if self._running.modules else BACKWARD
         else:
             phase = OPEN if ledger.open else FORWARD
         plan = self._plans[phase].get(id(func))
@@ -288,7 +437,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif (first := _first(out)) is not None:
             counts[first.dtype] += 1
         # A loss may be computed in half precision, and the line is asked for where it is.
-        if phase < BACKWARD and (half_scalar or self._all_lines) and torch.is_grad_enabled():
+        if phase < BACKWARD and (half_scalar or self._thorough) and torch.is_grad_enabled():
             self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
         if call is not None:
             call.out = out
@@ -307,6 +456,12 @@ def _is_capturing() -> Callable[[], bool]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.is_current_stream_capturing
     return lambda: False
+
+
+def function_of(node: Any) -> type | None:
+    """The Function of the user's that a node of the graph is of; None for all other nodes."""
+    function: type | None = getattr(node, "_forward_cls", None)
+    return None if function is None or function.__module__.startswith("torch.") else function
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -335,7 +490,13 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is just that: it has values, dense ones, and is of no subclass that stands for "
     "more."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not is_functorch_wrapped_tensor(tensor)
+        and not is_legacy_batchedtensor(tensor)
+    )
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:
@@ -345,7 +506,7 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     dense = tensor.is_contiguous() or (
         tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )
-    # One operation, of which there is one for every gradient. Below autograd there is nothing to detach from.
+    # One operation, of which there is one for every gradient.
     return tensor.as_strided((-(-number // step),), (step,)) if dense else tensor.reshape(-1)[::step]
 
 

@@ -9,16 +9,19 @@ Counting values that did not change would accuse stochastic rounding.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision.events import HalfState, Movement
+from tilefit.precision.graph import Kind
 from tilefit.precision.ledger import Ledger, Stepped
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import BACKWARD, FORWARD, HALF, OPEN, RECOMPUTED, Call, Observer, is_plain
+from tilefit.precision.look import FORWARD, HALF, OPEN, Call, Observer, is_plain
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import name_of
 
@@ -272,26 +275,31 @@ class _Sum:
 class GradientSums(Observer):
     """Adds up in fp32, on samples, what backward passes add to half-precision gradients."""
 
-    phases = (BACKWARD, RECOMPUTED)
-
     def __init__(self) -> None:
         self._sums: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
-    def wants(self, func: Any, name: str) -> bool:
-        return name == "add_"
+    def wants_node(self, node: Any, kind: Kind) -> bool:
+        name, dtype = kind
+        return dtype in HALF and name.endswith("AccumulateGrad")
 
-    def before(self, call: Call) -> None:
-        target = call.args[0]
-        if target.dtype not in HALF or not is_plain(target):
+    def hook(self, node: Any) -> RemovableHandle | None:
+        if node.variable.grad is None:
+            return None
+        handle: RemovableHandle = node.register_prehook(partial(self._adds, weakref.ref(node.variable)))
+        return handle
+
+    def _adds(self, reference: weakref.ref[Tensor], added: tuple[Tensor | None, ...]) -> None:
+        parameter = reference()
+        target = None if parameter is None else parameter.grad
+        # With a graph of its own the sum is a new tensor.
+        if target is None or added[0] is None or not is_plain(target) or torch.is_grad_enabled():
             return
-        node = torch._C._current_autograd_node()
         known = self._sums.get(id(target))
-        if node is None or "AccumulateGrad" not in node.name():
-            return
         if known is None and len(self._sums) >= PARAMETERS:
             return
-        before = known[1] if known is not None and known[0]() is target else _spread(target).float()
-        self._sums[id(target)] = weakref.ref(target), before + _spread(call.args[1]).float()
+        with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+            before = known[1] if known is not None and known[0]() is target else _spread(target).float()
+            self._sums[id(target)] = weakref.ref(target), before + _spread(added[0]).float()
 
     def error(self) -> float | None:
         """The relative error of the sums since the step began; waits for the device."""

@@ -262,6 +262,8 @@ class Watch:
     def _on_backward(self, roots: Any) -> None:
         if self._ended:
             self.stop()
+        if roots is None and self._look is not None and Look.possible():
+            self._look.switch_on()  # where the look began within the pass
         if roots is None or not self._recorder.looking:
             return
         self._compiled_seen |= self._ledger.scan.compiled
@@ -339,7 +341,7 @@ class Watch:
             observers,
             self._module_names,
             self._recorder.names,
-            all_lines=self._origin is not None,
+            thorough=self._origin is not None,
         )
         self._lost.follow(self._look)
         self._seek_origin = False
