@@ -281,6 +281,23 @@ def ntc004():
     return Head(), (torch.empty(8192, 1024), torch.zeros(8192, dtype=torch.long))
 
 
+@case("--amp bf16")
+def ntc005():
+    class NothingMasked(nn.Module):
+        def __init__(self, width=1024, heads=16):
+            super().__init__()
+            self.heads = heads
+            self.qkv = nn.Linear(width, 3 * width)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            length = x.shape[1]
+            mask = torch.ones(length, 1, dtype=torch.bool, device=x.device).expand(length, length)
+            return F.scaled_dot_product_attention(q, k, v, mask)
+
+    return NothingMasked(), torch.empty(8, 1024, 1024)
+
+
 # ---- several GPUs --------------------------------------------------------------------------------
 
 

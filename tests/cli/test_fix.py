@@ -92,6 +92,15 @@ def test_it_shows_what_it_would_do_and_changes_nothing(tilefit, script: Path) ->
     assert script.read_text() == _SCRIPT
 
 
+def test_a_model_that_is_to_be_compiled_is_compiled_after_its_fixes(tilefit, script: Path) -> None:
+    call = json.loads(
+        tilefit("fix", "train.py:build", "--compile", *_ARGUMENTS, "--output-format", "json").out
+    )["call"]
+    first, second = call.splitlines()
+    assert "compile=True" in first
+    assert second == "model = torch.compile(model)"
+
+
 def test_a_healthy_model_has_nothing_to_fix(tilefit, script: Path) -> None:
     ran = tilefit("fix", "train.py:healthy", *_ARGUMENTS)
     assert ran.code == 0

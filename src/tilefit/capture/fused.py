@@ -24,6 +24,7 @@ from tilefit.ops import (
     Streaming,
 )
 from tilefit.ops.recurrent import GATES
+from tilefit.ops.step import DIMENSIONS, MASK
 
 if TYPE_CHECKING:
     from tilefit.capture.semantic import SemanticMode
@@ -95,6 +96,25 @@ def _unfused(
         return (weights @ v).to(query.dtype)
 
 
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether its last dimension is, as the fused kernels want it."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+
+
+def _mask_bytes(mask: torch.Tensor) -> int:
+    """Bytes of a mask; of one whose last dimension is not contiguous, once it is."""
+    return touched_bytes(mask) if _is_contiguous(mask) else mask.numel() * mask.element_size()
+
+
+def _why_unfused(*operands: torch.Tensor | None) -> str:
+    """What keeps query, key, value and mask from the fused kernels, as :class:`~tilefit.ops.Fallback` has it;
+    empty if nothing does."""
+    if any(t is not None and t.dim() != 4 for t in operands[:3]):
+        return DIMENSIONS
+    given = zip(("query", "key", "value", MASK), operands, strict=True)
+    return next((name for name, t in given if t is not None and not _is_contiguous(t)), "")
+
+
 def scaled_dot_product_attention(
     mode: SemanticMode,
     query: torch.Tensor,
@@ -108,30 +128,35 @@ def scaled_dot_product_attention(
 ) -> Any:
     """The fused kernel, unless CUDA would take the unfused path: other than 4 dimensions, fp64, or an operand
     or mask whose last dimension is not contiguous (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    fusable = (
-        query.dim() == key.dim() == value.dim() == 4
-        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and all(
-            t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query, key, value, attn_mask) if t is not None
-        )
-    )
-    if not fusable:
-        if not dropout_p:
-            return NotImplemented
-        return _unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def unfused() -> torch.Tensor:
+        if dropout_p:
+            return _unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        with torch._C.DisableTorchFunction():
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return unfused()
+    *batch, seq_len, head_dim = query.shape
     op = Attention(
-        batch=query.shape[0],
-        num_heads=query.shape[1],
-        seq_len=query.shape[2],
-        head_dim=query.shape[3],
-        kv_len=key.shape[2],
-        num_kv_heads=key.shape[1],
-        value_dim=value.shape[3],
+        batch=batch[0] if batch else 1,
+        num_heads=prod(batch[1:]),
+        seq_len=seq_len,
+        head_dim=head_dim,
+        kv_len=key.shape[-2],
+        num_kv_heads=key.shape[1] if query.dim() == key.dim() == 4 else 0,
+        value_dim=value.shape[-1],
         is_causal=is_causal,
-        mask_bytes=touched_bytes(attn_mask) if attn_mask is not None else 0,
+        mask_bytes=0 if attn_mask is None else _mask_bytes(attn_mask),
         dropout_p=dropout_p,
         dtype=DTYPES[query.dtype],
     )
+    reason = _why_unfused(query, key, value, attn_mask)
+    if reason:
+        with mode.recorder.sites.falling_back(op, reason):
+            return unfused()
     return _FusedAttention.apply(mode, op, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 

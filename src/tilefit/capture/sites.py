@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from tilefit.ops import Site
+from tilefit.ops import Attention, Fallback, Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DRIVER = os.path.join(_HERE, "run.py")
@@ -53,6 +53,8 @@ class SiteTracker:
         self._creates_graph = False  # the backward pass is to be differentiated itself
         self._forward: dict[int, Site] = {}
         self._user_code: dict[CodeType, str] = {}
+        self._fallback: Fallback | None = None
+        self._fallbacks = 0
 
     @property
     def classes(self) -> dict[str, str]:
@@ -112,9 +114,19 @@ class SiteTracker:
             post.remove()
             self._stack.clear()
 
+    @contextmanager
+    def falling_back(self, fused: Attention, reason: str) -> Iterator[None]:
+        """Within the block runs one call as several operations; see :class:`~tilefit.ops.Fallback`."""
+        self._fallbacks += 1
+        self._fallback = Fallback(self._fallbacks, fused, reason)
+        try:
+            yield
+        finally:
+            self._fallback = None
+
     def forward_site(self) -> Site:
         """The site of a forward operation that is being dispatched; remembered for its backward."""
-        site = Site(self._stack[-1] if self._stack else "", self.source_line())
+        site = Site(self._stack[-1] if self._stack else "", self.source_line(), self._fallback)
         self._remember(site)
         return site
 

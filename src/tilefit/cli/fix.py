@@ -257,11 +257,12 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
         found = find(priced(after))
         others = [code for code in dict.fromkeys(each.code for each in found) if code not in answered]
     fuses = plan is not None and plan.run.fused_optimizer and not options.fused_optimizer
+    compiles = plan is not None and any(fix.name == "compile" for fix in plan.fixes)
     return Outcome(
         report=build(context.step, wishes.gpu, context.estimate, findings, title(wishes.gpu)),
         plan=plan,
         patches=patches,
-        call=_call(options, wishes, min_gain, fuses),
+        call=_call(options, wishes, min_gain, fuses, compiles),
         others=others,
         fuses=fuses,
         place=program.built_at,
@@ -311,8 +312,9 @@ def _plan(program: Program, options: CaptureOptions, wishes: _Wishes, min_gain: 
     )
 
 
-def _call(options: CaptureOptions, wishes: _Wishes, min_gain: float, fuses: bool) -> str:
-    """The line of Python that applies the plan; it is given the optimizer where it ``fuses`` it."""
+def _call(options: CaptureOptions, wishes: _Wishes, min_gain: float, fuses: bool, compiles: bool) -> str:
+    """The Python that applies the plan. It is given the optimizer where it ``fuses`` it, and compiles a model
+    that is to be compiled where the plan does not do so itself (``compiles``)."""
     settings = {
         "gpu": wishes.gpu.name,
         "level": wishes.level,
@@ -333,7 +335,8 @@ def _call(options: CaptureOptions, wishes: _Wishes, min_gain: float, fuses: bool
     given = [
         f"{name}={_literal(value)}" for name, value in settings.items() if value not in (defaults[name], [])
     ]
-    return f"model = tilefit.optimize(model, inputs, {', '.join(given)}).model"
+    call = f"model = tilefit.optimize(model, inputs, {', '.join(given)}).model"
+    return call if compiles or not options.compiled else f"{call}\nmodel = torch.compile(model)"
 
 
 class _Name(str):

@@ -240,8 +240,8 @@ def _how(outcome: Outcome, plan: Plan) -> Iterator[RenderableType]:
     also = " and the optimizer" if outcome.fuses else ""
     yield Text()
     yield Text(f"After the model{place}{also} {'are' if also else 'is'} made:", style="dim")
-    # A line to be copied is not wrapped.
-    yield Text(f"  {outcome.call}", no_wrap=True, overflow="ignore")
+    for line in outcome.call.splitlines():  # lines to be copied are not wrapped
+        yield Text(f"  {line}", no_wrap=True, overflow="ignore")
 
 
 # ---- for programs ------------------------------------------------------------------------------

@@ -335,6 +335,12 @@ class _Fusion:
         largest = max(parts, key=lambda part: part.elements)
         first = self.ops[chain.members[0]]
         names = dict.fromkeys(self.ops[index].name.removeprefix("aten.") for index in chain.members)
+        # It is part of the call that all of its largest work belongs to; copies go with what they are for.
+        calls = {
+            self.ops[index].site.fallback
+            for index, part in zip(chain.members, parts, strict=True)
+            if part.elements == largest.elements and part.role != "copy"
+        } or {first.site.fallback}
         return StepOp(
             Streaming(
                 role="pointwise",
@@ -348,7 +354,7 @@ class _Fusion:
                 kernels=1 + sum(_STAGES.get(part.function, 0) + _sums(part) for part in parts),
             ),
             phase=first.phase,
-            site=first.site,
+            site=replace(first.site, fallback=calls.pop() if len(calls) == 1 else None),
             name=first.name if len(parts) == 1 else f"fused({', '.join(name for name in names if name)})",
             inputs=tuple(self.refs[value] for value in chain.reads),
             outputs=tuple(outputs.values()),

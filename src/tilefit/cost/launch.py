@@ -27,8 +27,8 @@ from tilefit.ops import (
     Streaming,
 )
 
-#: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its fastest
-#: turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
+#: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its
+#: fastest turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
 REFERENCE_STEP_S = 9.6e-3
 #: One operation of the forward pass or of the backward pass, with the views that go with it.
 FORWARD_S = 22e-6

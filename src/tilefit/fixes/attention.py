@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tilefit.fixes.around import around_forward
+from tilefit.fixes.around import Around, around_forward
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing
@@ -29,6 +29,27 @@ def fused(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         return mode.finished(forward(*args, **kwargs))
 
 
+def put_around(run: Run, paths: Iterable[str], around: Around) -> Undo:
+    """Make the ``forward`` of some modules run inside ``around``.
+
+    Raises:
+        RefusedError: one of them is compiled by TorchScript, or its ``forward`` was replaced.
+    """
+    modules = {path: submodule(run.model, path) for path in paths}
+    for path, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
+        if "forward" in vars(module):
+            raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
+    undos = [swap(module, around_forward(type(module), around)) for module in modules.values()]
+
+    def undo() -> None:
+        for take_back in undos:
+            take_back()
+
+    return undo
+
+
 @dataclass(frozen=True)
 class Fusion(Candidate):
     """Modules of one class that compute attention step by step."""
@@ -43,19 +64,7 @@ class Fusion(Candidate):
         return f"Compute the attention in {where} with scaled_dot_product_attention."
 
     def apply(self, run: Run) -> Undo:
-        modules = [submodule(run.model, path) for path in self.modules]
-        for path, module in zip(self.modules, modules, strict=True):
-            if isinstance(module, torch.jit.ScriptModule):
-                raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
-            if "forward" in vars(module):
-                raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
-        undos = [swap(module, around_forward(type(module), fused)) for module in modules]
-
-        def undo() -> None:
-            for take_back in undos:
-                take_back()
-
-        return undo
+        return put_around(run, self.modules, fused)
 
 
 class FuseAttention(Fix):

@@ -6,7 +6,7 @@ from tilefit.ops.collective import Collective
 from tilefit.ops.conv import Conv, Conv2d
 from tilefit.ops.gemm import Gemm
 from tilefit.ops.recurrent import Recurrent
-from tilefit.ops.step import Memory, Parameter, Settings, Shard, Site, Step, StepOp, TensorRef
+from tilefit.ops.step import Fallback, Memory, Parameter, Settings, Shard, Site, Step, StepOp, TensorRef
 from tilefit.ops.streaming import Streaming
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Collective",
     "Conv",
     "Conv2d",
+    "Fallback",
     "Gemm",
     "Memory",
     "Op",

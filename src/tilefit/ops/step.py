@@ -20,8 +20,27 @@ _KINDS: dict[str, type[Op]] = {
     cls.kind: cls for cls in (Gemm, Conv, Attention, Recurrent, Streaming, Collective)
 }
 
+#: Values of :attr:`Fallback.reason`.
+DIMENSIONS, MASK = "dimensions", "mask"
 #: Version of the JSON form of a step.
 STEP_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A call that a library runs as several operations although it has one kernel for it.
+
+    Attributes:
+        number: Which call of the step.
+        fused: What the one kernel would be, forward.
+        reason: What keeps the library from using it: :data:`DIMENSIONS` where its operands have more or fewer
+            than 4, else the operand whose last dimension is not contiguous: ``query``, ``key``, ``value`` or
+            :data:`MASK`.
+    """
+
+    number: int
+    fused: Attention
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +50,12 @@ class Site:
     Attributes:
         module: Path of the innermost module, such as ``transformer.h.3.mlp.c_fc``.
         source: Line of the user's (or the model's) code, such as ``model.py:41``.
+        fallback: The call that it is one of several operations of, where one kernel would do.
     """
 
     module: str = ""
     source: str = ""
+    fallback: Fallback | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +269,17 @@ class Step:
             ]
             for entry in self.ops
         ]
+        places = [
+            [site.module, site.source]
+            if (call := site.fallback) is None
+            else [site.module, site.source, call.number, number(operations, call.fused), call.reason]
+            for site in sites
+        ]
         return json.dumps(
             {
                 "schema": STEP_SCHEMA,
                 "operations": [[op.kind, _values(op)] for op in operations],
-                "sites": [[site.module, site.source] for site in sites],
+                "sites": places,
                 "tensors": [[ref.id, ref.shape, ref.dtype, ref.parameter] for ref in tensors],
                 "rows": rows,
                 "memory": asdict(self.memory),
@@ -282,7 +309,7 @@ class Step:
             if data["schema"] != STEP_SCHEMA:
                 raise TilefitError(f"a step of schema {data['schema']}, this version reads {STEP_SCHEMA}")
             operations = [_KINDS[kind](*_tuples(values)) for kind, values in data["operations"]]
-            sites = [Site(*values) for values in data["sites"]]
+            sites = [_site(operations, *values) for values in data["sites"]]
             tensors = [TensorRef(*_tuples(values)) for values in data["tensors"]]
             return cls(
                 ops=tuple(
@@ -309,6 +336,13 @@ class Step:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TilefitError(f"not a captured step: {error!r}") from error
+
+
+def _site(operations: list[Op], module: str, source: str, *call: Any) -> Site:
+    if not call:
+        return Site(module, source)
+    number, op, reason = call
+    return Site(module, source, Fallback(number, operations[op], reason))
 
 
 def _values(op: Op) -> list[Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, StepOp, Streaming, TensorRef
+from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, activation, elements, tensor_bytes
@@ -83,7 +83,8 @@ class AttentionChain:
 def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
     """The attentions of a step that are written out by hand."""
     for index, entry in enumerate(flow.step.ops):
-        if entry.phase == FORWARD and isinstance(entry.op, Streaming) and entry.op.role == "softmax":
+        is_softmax = isinstance(entry.op, Streaming) and entry.op.role == "softmax"
+        if is_softmax and entry.phase == FORWARD and entry.site.fallback is None:
             chain = _chain(flow, index)
             if chain is not None:
                 yield chain
@@ -256,25 +257,30 @@ def _written(flow: Flow, indices: list[int]) -> set[int]:
 
 
 def _fused(flow: Flow, chain: AttentionChain) -> dict[int, tuple[StepOp, ...]]:
-    replaced: dict[int, tuple[StepOp, ...]] = {}
-    for indices, direction in ((chain.forward, FORWARD), (chain.backward, BACKWARD_DATA)):
-        if not indices:
-            continue
-        replaced.update((index, ()) for index in indices)
-        entries = [flow.step.ops[index] for index in indices]
-        made = {ref.id for entry in entries for ref in entry.outputs}
-        reads = {ref.id: ref for entry in entries for ref in entry.inputs if ref.id not in made}
-        ends = [e for e in entries if isinstance(e.op, Gemm)]
-        kept = ends[-1:] if direction == FORWARD else ends
-        writes: dict[int, TensorRef] = {ref.id: ref for entry in kept for ref in entry.outputs}
-        replaced[indices[-1]] = (
-            StepOp(
-                replace(chain.fused, direction=direction),
-                direction,
-                flow.step.ops[chain.softmax].site,
-                "aten.scaled_dot_product_attention",
-                tuple(reads.values()),
-                tuple(writes.values()),
-            ),
-        )
-    return replaced
+    site = flow.step.ops[chain.softmax].site
+    return in_one_kernel(flow.step, chain.forward, chain.fused, site) | in_one_kernel(
+        flow.step, chain.backward, replace(chain.fused, direction=BACKWARD_DATA), site
+    )
+
+
+def in_one_kernel(
+    step: Step, indices: Sequence[int], fused: Attention, site: Site
+) -> dict[int, tuple[StepOp, ...]]:
+    """The operations of one pass of an attention, in order, as its fused kernel, at the place of the last."""
+    if not indices:
+        return {}
+    entries = [step.ops[index] for index in indices]
+    made = {ref.id for entry in entries for ref in entry.outputs}
+    reads = {ref.id: ref for entry in entries for ref in entry.inputs if ref.id not in made}
+    ends = [e for e in entries if isinstance(e.op, Gemm)]
+    kept = ends[-1:] if fused.direction == FORWARD else ends
+    writes = {ref.id: ref for entry in kept for ref in entry.outputs}
+    kernel = StepOp(
+        fused,
+        fused.direction,
+        site,
+        "aten.scaled_dot_product_attention",
+        tuple(reads.values()),
+        tuple(writes.values()),
+    )
+    return dict.fromkeys(indices, ()) | {indices[-1]: (kernel,)}

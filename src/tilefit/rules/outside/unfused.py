@@ -40,7 +40,7 @@ class Unfused(Rule):
     for misaligned ones, which the compiler pads by itself where that pays: the finding says how much of the
     saving that is. A model that takes another path when it is compiled is seen on that path by
     `tilefit check --compile` alone: the encoders of transformers 5.17 then make a mask that costs them the
-    fused attention (BERT and ViT in the table below).
+    fused attention (NTC005; BERT and ViT in the table below).
 
     Example: `model = torch.compile(model)`, or a fused form of one chain: `F.gelu(x, approximate="tanh")`,
     `F.rms_norm`.

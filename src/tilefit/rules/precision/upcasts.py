@@ -52,8 +52,9 @@ class Upcasts(Rule):
 def _detours(flow: Flow) -> Iterator[Proposal]:
     step = flow.step
     found: dict[str, list[tuple[list[int], StepOp]]] = defaultdict(list)
-    # Attention written out by hand is replaced as a whole (NTC002).
+    # Attention written out by hand, or by PyTorch, is replaced as a whole (NTC002, NTC005).
     taken = {i for chain in attention_chains(flow) for i in (*chain.forward, *chain.backward)}
+    taken.update(i for i, entry in enumerate(step.ops) if entry.site.fallback is not None)
     for index, entry in enumerate(step.ops):
         if index in taken or not _is_upcast(entry):
             continue
@@ -168,7 +169,9 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
 
 def _wide_products(context: Context) -> Iterator[Proposal]:
     step = context.step
-    products = [(i, e.op) for i, e in enumerate(step.ops) if isinstance(e.op, Gemm)]
+    products = [
+        (i, e.op) for i, e in enumerate(step.ops) if isinstance(e.op, Gemm) and e.site.fallback is None
+    ]
     halves = [op for _, op in products if op.dtype in HALVES]
     wide = [(i, op) for i, op in products if op.dtype in ("fp32", "tf32")]
     if not wide or sum(op.flop for op in halves) < sum(op.flop for _, op in wide):

@@ -1,0 +1,76 @@
+"""Masks of attention, contiguous, so that its fused kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tilefit.fixes.around import arounds
+from tilefit.fixes.attention import put_around
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
+from tilefit.fixes.run import Run
+from tilefit.ops.step import MASK
+from tilefit.rules.sites import pattern
+
+
+def with_contiguous_masks(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, of arguments whose last dimension is contiguous where they have 4: masks."""
+    return forward(
+        *(_contiguous(value) for value in args), **{name: _contiguous(kwargs[name]) for name in kwargs}
+    )
+
+
+def _contiguous(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 4 and value.stride(-1) != 1:
+        return value.contiguous()
+    return value
+
+
+@dataclass(frozen=True)
+class ContiguousMasks(Candidate):
+    """Modules that pass the mask they are given on to attention."""
+
+    #: A fused kernel draws its own random numbers for dropout.
+    same_random_numbers: ClassVar[bool] = False
+
+    @property
+    def summary(self) -> str:
+        where = pattern(self.modules) if any(self.modules) else "the model"
+        return f"Make the mask that {where} is given contiguous, so that attention is fused."
+
+    def apply(self, run: Run) -> Undo:
+        return put_around(run, self.modules, with_contiguous_masks)
+
+
+class MakeMasksContiguous(Fix):
+    """Makes the mask of attention contiguous where its layout keeps PyTorch from the fused kernels.
+
+    Masks that were expanded or permuted have a last dimension that is not contiguous. Where the module that
+    calls ``scaled_dot_product_attention`` is given such a mask, it is called with a copy that is contiguous:
+    the same values. Nothing else is changed, and a mask that is contiguous, or none, is passed as it is. The
+    copy is made for each of the modules; the compiler makes it once for all.
+
+    The encoders of transformers 5.17 make such a mask only when they are compiled: there the change is worth
+    something under ``torch.compile`` alone. A mask that the module makes itself is out of reach.
+
+    RefusedError: modules compiled by TorchScript or whose ``forward`` was replaced.
+    """
+
+    name = "contiguous-masks"
+    rules = ("NTC005",)
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        calls = (entry.site for entry in context.step.ops if entry.site.fallback is not None)
+        paths = dict.fromkeys(
+            site.module for site in calls if site.fallback is not None and site.fallback.reason == MASK
+        )
+        modules = dict(context.run.model.named_modules())
+        left = tuple(
+            path for path in paths if path in modules and with_contiguous_masks not in arounds(modules[path])
+        )
+        if left:
+            yield ContiguousMasks(left)
