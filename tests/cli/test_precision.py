@@ -48,6 +48,13 @@ def test_a_mistake_is_found_with_its_line(tilefit, script: Path) -> None:
     assert "the end" in ran.err
 
 
+def test_an_option_behind_the_script_is_the_scripts_and_that_is_said(tilefit, script: Path) -> None:
+    ran = tilefit("precision", "train.py", "--steps=2", "--unscale")
+    assert "--steps went to train.py" in ran.err
+    assert "--unscale went" not in ran.err
+    assert "arguments ['--steps=2', '--unscale']" in ran.err
+
+
 def test_a_healthy_script_is_nothing_wrong(tilefit, script: Path) -> None:
     ran = tilefit("precision", "--steps", "5", str(script), "--unscale", "--steps", "7")
     assert ran.code == 0

@@ -17,6 +17,7 @@ STEPS = 100
 
 
 def precision(
+    context: typer.Context,
     script: Annotated[
         Path, typer.Argument(metavar="SCRIPT", help="A training script, run as it is.", show_default=False)
     ],
@@ -59,6 +60,7 @@ def precision(
     """
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
+    step_options.note_misplaced(context, str(script), arguments or ())
     from tilefit.precision.script import run_script
     from tilefit.precision.watching import Watch
 

@@ -167,6 +167,7 @@ def profile(
             document = run.report
     elif _is_script(target):
         _refuse(context, _OF_MODELS, "a script makes its own steps")
+        step_options.note_misplaced(context, target, arguments or ())
         run, error = _script(Path(target), list(arguments or ()), gpu, steps, skip, plain, rules)
         if error is not None and not run.profiled:
             raise error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -137,6 +139,14 @@ def capture_options(context: typer.Context) -> CaptureOptions:
 def spelled(name: str) -> str:
     """An option as it is written: ``--image-size``."""
     return f"--{name.replace('_', '-')}"
+
+
+def note_misplaced(context: typer.Context, script: str, arguments: Sequence[str]) -> None:
+    """Say so where a script is given what looks like an option of ours: both may have meant it."""
+    ours = {name for parameter in context.command.params for name in parameter.opts}
+    for name in dict.fromkeys(argument.partition("=")[0] for argument in arguments):
+        if name.startswith("--") and name in ours:
+            print(f"{name} went to {script}; options of tilefit stand before the script", file=sys.stderr)
 
 
 def codes(values: list[str] | None) -> tuple[str, ...]:
