@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -610,7 +612,10 @@ def test_a_backward_pass_that_raises_leaves_the_close_look_on_and_nothing_else()
     assert _get_current_dispatch_mode_stack() == []
 
 
-def test_an_optimizer_that_steps_within_the_backward_pass_does_not_blind_the_watch() -> None:
+@pytest.mark.parametrize("find_non_finite", [False, True])
+def test_an_optimizer_that_steps_within_the_backward_pass_does_not_blind_the_watch(
+    find_non_finite: bool,
+) -> None:
     model = net()
     optimizers = {p: SGD([p], lr=0.01) for p in model.parameters()}
 
@@ -620,13 +625,145 @@ def test_an_optimizer_that_steps_within_the_backward_pass_does_not_blind_the_wat
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    with watch(model, optimizer=optimizers.values(), every=1) as w:
+    with watch(model, optimizer=optimizers.values(), every=1, find_non_finite=find_non_finite) as w:
         for _ in range(4):
             mse(model, *batch(), dtype=BF16).backward()
     assert _get_current_dispatch_mode_stack() == []
     assert w.steps == 4
-    # The first look begins with the first step, so three forward passes of two layers are seen.
-    assert _rows(w)["addmm", "forward"][0] == "6"
+    # The first look begins with the first step, so three forward passes of two layers are seen; where origins
+    # are sought, it begins with the watch.
+    assert _rows(w)["addmm", "forward"][0] == ("8" if find_non_finite else "6")
+
+
+class _Nothing(TorchDispatchMode):
+    """A mode of the user's that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("find_non_finite", [False, True])
+def test_a_mode_around_a_backward_pass_that_steps_leaves_nothing_behind(find_non_finite: bool) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with watch(model, optimizer=optimizer, every=1, find_non_finite=find_non_finite):
+        for step in range(5):
+            loss = mse(model, *batch())
+            if step % 2:
+                with _Nothing():
+                    loss.backward()
+            else:
+                loss.backward()
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_another_thread_that_trains_meanwhile_is_left_alone() -> None:
+    model, other = net(), net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    modes: list[list[Any]] = []
+    within, stepped = threading.Event(), threading.Event()
+
+    def wait(gradient: Tensor) -> None:
+        within.set()
+        assert stepped.wait(20)
+
+    def train() -> None:
+        for hook in (None, wait):
+            loss = mse(other, *batch())
+            if hook is not None:
+                loss.register_hook(hook)  # type: ignore[no-untyped-call]
+            loss.backward()
+            modes.append(_get_current_dispatch_mode_stack())
+
+    with watch(model, optimizer=optimizer, every=1) as w:
+        mse(model, *batch()).backward()
+        optimizer.step()
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert within.wait(20)
+        model(batch()[0])  # while the other thread's backward pass runs
+        optimizer.step()
+        assert _get_current_dispatch_mode_stack() == [w._look]
+        stepped.set()
+        thread.join()
+    assert modes == [[], []]
+    assert _get_current_dispatch_mode_stack() == []
+    rows = _rows(w)
+    assert "2" in rows["addmm", "forward"]
+    assert ("addmm", "recomputed") not in rows
+
+
+@pytest.mark.parametrize("find_non_finite", [False, True])
+def test_transforms_of_functions_are_no_trouble(find_non_finite: bool) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    with watch(model, optimizer=optimizer, every=1, find_non_finite=find_non_finite) as w:
+        for _ in range(3):
+            x, _ = batch()
+            parameters = {name: p.detach() for name, p in model.named_parameters()}
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+            curvature = torch.func.hessian(partial(loss, parameters))(x[0])
+            assert curvature.isfinite().all()
+            for name, p in model.named_parameters():
+                p.grad = each[name].mean(0)
+            optimizer.step()
+    assert w.steps == 3
+    assert [alarm for alarm in w.alarms if alarm.severity != "note"] == []
+
+
+def test_a_graph_deeper_than_the_stack_is_gone_through_in_part() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = SGD([weight], lr=0.1)
+    with watch(optimizer=optimizer) as w:
+        for depth in (1, 50_000):
+            optimizer.zero_grad()
+            h: Tensor = weight
+            for _ in range(depth):
+                h = h * 1.0
+            loss = h.sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            del h
+            del loss  # PyTorch frees the graph
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [1.0, 1.0]
+            optimizer.step()
+    assert any("nodes of its graph" in what for what in w.report().unchecked)
+
+
+def test_a_backward_pass_to_chosen_inputs_is_not_followed_beyond_them() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = SGD([weight], lr=0.1)
+    with watch(optimizer=optimizer) as w:
+        for _ in range(2):
+            h: Tensor = weight
+            for _ in range(5):  # the graph grows, and only its last part is gone through
+                before = h * 2
+                h = before.exp().sin()
+                (slope,) = torch.autograd.grad(h.sum(), before, retain_graph=True)
+                assert w._ledger.scan.nodes.total() < 5 or w.steps == 0
+                torch.testing.assert_close(slope, before.exp().cos() * before.exp())
+            h.sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    rows = _rows(w)
+    assert rows["ExpBackward0", "backward"] == ("10",)  # five to chosen inputs, five in the whole pass
+    assert rows["MulBackward0", "backward"] == ("5",)
+
+
+def test_a_loss_may_have_attributes_of_the_user_s() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer=optimizer) as w:
+        for _ in range(2):
+            loss = mse(model, *batch())
+            loss.node = "a name"  # type: ignore[attr-defined]
+            loss.backward()
+            optimizer.step()
+    assert "2" in _rows(w)["AddmmBackward0", "backward"]
 
 
 def test_hooks_on_the_graph_keep_nothing_alive() -> None:

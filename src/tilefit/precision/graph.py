@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
@@ -104,6 +104,10 @@ def chain(roots: Iterable[torch.Tensor]) -> Chain:
     return found
 
 
+#: Nodes of one graph that are gone through. PyTorch frees a chain of nodes that Python has seen one inside
+#: another, and the stack overflows where they are some tens of thousands (seen with 50,000 and 8 MiB).
+MOST = 10_000
+
 #: Of a node, its name and the element type of the gradient it is given, None where that is not known.
 Kind = tuple[str, torch.dtype | None]
 
@@ -134,8 +138,17 @@ def scan(roots: Iterable[Any], limit: int = 400) -> Scan:
     return Scan(Counter(kind for _, kind in islice(nodes(roots), limit)))
 
 
-def nodes(roots: Iterable[Any]) -> Iterator[tuple[Any, Kind]]:
-    """The nodes below the roots of a backward pass, which are tensors or gradient edges, and their kinds."""
+def nodes(roots: Iterable[Any], inputs: Sequence[Any] = ()) -> Iterator[tuple[Any, Kind]]:
+    """The nodes below the roots of a backward pass, and their kinds.
+
+    Args:
+        roots: Where it starts: tensors or gradient edges.
+        inputs: Where it ends, none for everywhere. What is older than all of them, as their operations'
+            numbers say, leads to none of them and is left out.
+    """
+    ends = _starts(inputs)
+    # Without a node of its own an input is a parameter or the like, which may be the oldest of all.
+    oldest = min(node._sequence_nr() for node in ends) if ends and len(ends) == len(inputs) else -1
     todo = _starts(roots)
     seen = set(todo)
     while todo:
@@ -143,14 +156,15 @@ def nodes(roots: Iterable[Any]) -> Iterator[tuple[Any, Kind]]:
         metadata = _metadata(node)
         yield node, (node.name(), None if metadata is None else metadata.dtype)
         for child, _ in node.next_functions:
-            if child is not None and child not in seen:
+            if child is not None and child not in seen and child._sequence_nr() > oldest:
                 seen.add(child)
                 todo.append(child)
 
 
 def _starts(roots: Iterable[Any]) -> list[Any]:
     """The nodes that a backward pass starts from."""
-    nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
+    # A tensor may have an attribute of the user's that is called as an edge's is.
+    nodes = [getattr(root, "grad_fn" if isinstance(root, torch.Tensor) else "node", None) for root in roots]
     return [node for node in nodes if node is not None]
 
 

@@ -233,8 +233,8 @@ class Ledger:
         chain, scan: What the graph of the last backward pass says, on such steps.
         open: Some gradient carries a scale and has not been used yet.
         before_observing: Called before gradients that were changed by hand are looked for.
-        passing: Entered around each backward pass, with its roots and whether it is one to chosen inputs
-            alone. It gives what the graph says, where it has gone through it.
+        passing: Entered around each backward pass, with its roots and the inputs it goes to, none for all.
+            It gives what the graph says, where it has gone through it.
     """
 
     def __init__(self, recorder: Recorder, patches: Patches) -> None:
@@ -260,7 +260,9 @@ class Ledger:
         self._scale_seen = False
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
-        self.passing: Callable[[Sequence[Any], bool], AbstractContextManager[graph.Scan | None]] = unseen
+        self.passing: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[graph.Scan | None]] = (
+            unseen
+        )
         self.on_backward: list[Callable[[Sequence[Tensor] | None], None]] = []
         self.on_stepping: list[Callable[[Optimizer], None]] = []
         self.on_stepped: list[Callable[[Stepped], None]] = []
@@ -379,16 +381,18 @@ class Ledger:
                 return original(roots, *args, **kw)  # a compiler traces
             # The fourth of the engine's arguments after the roots are the inputs, none for all.
             inputs = args[3] if len(args) > 3 else kw.get("inputs")
-            with self.passing(roots, bool(inputs)) as scan:
-                if self.depth == 0:
-                    self._begin(roots, scan)
-                self.depth += 1
-                try:
-                    return original(roots, *args, **kw)
-                finally:
-                    self.depth -= 1
+            try:
+                with self.passing(roots, inputs or ()) as scan:
                     if self.depth == 0:
-                        self._end()
+                        self._begin(roots, scan)
+                    self.depth += 1
+                    try:
+                        return original(roots, *args, **kw)
+                    finally:
+                        self.depth -= 1
+            finally:
+                if self.depth == 0:
+                    self._end()
 
         return run
 
@@ -823,7 +827,7 @@ class Ledger:
         return _AtWork(self)
 
 
-def unseen(roots: Sequence[Any], partial: bool) -> AbstractContextManager[graph.Scan | None]:
+def unseen(roots: Sequence[Any], inputs: Sequence[Any]) -> AbstractContextManager[graph.Scan | None]:
     """Nobody looks at backward passes."""
     return nullcontext()
 

@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -227,6 +228,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles: list[Any] = []
         self._patches = Patches()
         self._paused = False
+        #: It has begun within a backward pass, when the mode could not be pushed.
+        self._waits = False
         #: While a CUDA graph is captured nothing may be read.
         self._capturing = _is_capturing()
         self.on_module: list[Callable[[nn.Module, str, Any], None]] = []
@@ -240,8 +243,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def possible() -> bool:
-        """Whether a mode can be pushed: not below one of the user's, who would then pop ours."""
-        return not _get_current_dispatch_mode_stack()
+        """Whether a mode can be pushed: not above one of the user's, who would then pop ours."""
+        # A look that has ended within a backward pass is popped when that ends.
+        return all(isinstance(mode, Look) and mode._paused for mode in _get_current_dispatch_mode_stack())
 
     def begin(self) -> None:
         """Push the mode, or have it pushed when the backward pass has ended that runs."""
@@ -251,7 +255,14 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         self._patches.wrap(BackwardCFunction, "apply", self._around_function)
         self._ledger.passing = self._passing
-        if not self._ledger.depth:
+        self._waits = _in_backward()
+        if not self._waits:
+            self.switch_on()
+
+    def passed(self) -> None:
+        """An outermost backward pass has ended: push the mode where it had to wait for that."""
+        if self._waits and self.possible():
+            self._waits = False
             self.switch_on()
 
     def finish(self) -> bool:
@@ -265,9 +276,15 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles.clear()
         self._patches.undo()
         self._ledger.passing = unseen
-        self._paused = True
-        self._switch_off()
-        popped = self not in _get_current_dispatch_mode_stack()
+        again, self._paused = self._paused, True
+        stack = _get_current_dispatch_mode_stack()
+        if self in stack and (self._thorough or again) and _in_backward():
+            # The engine puts the mode back for each node. It is popped when this pass has ended, and where
+            # that is too late for it, by the next call.
+            popped = stack[-1] is self and not again
+        else:
+            self._switch_off()
+            popped = self not in _get_current_dispatch_mode_stack()
         if popped:
             self._observers.end()
         return popped
@@ -304,7 +321,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def recomputes(self) -> bool:
         """A module runs within a backward pass: activation checkpointing."""
-        return self._ledger.depth > 0 and bool(self._running.modules)
+        return _in_backward() and bool(self._running.modules)
 
     def line_of(self, sequence: int) -> str:
         """The line of the forward operation with an autograd sequence number, or empty."""
@@ -317,7 +334,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, parameter in module.named_parameters():
                 self._parameter_names.setdefault(id(parameter), name)
         running = self._running
-        if self._ledger.depth and not running.modules:
+        if not running.modules and _in_backward():
             running.pushed = self.switch_on()
         running.modules.append(module)
 
@@ -338,12 +355,12 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- backward passes -------------------------------------------------------------------
 
     @contextmanager
-    def _passing(self, roots: Sequence[Any], some: bool) -> Iterator[graph.Scan]:
+    def _passing(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[graph.Scan]:
         """Around a backward pass: the mode is off, and the nodes that matter are hooked.
 
         Args:
             roots: Where it starts.
-            some: It goes to chosen inputs alone, so not through all of the graph.
+            inputs: What it goes to alone, so not through all of the graph; none for all.
 
         Yields:
             What the graph says.
@@ -356,16 +373,14 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ran: list[graph.Kind] = []
         try:
             # Nothing may be read while a CUDA graph is captured.
-            scan = (
-                graph.scan(roots) if self._capturing() else self._hook(roots, handles, ran if some else None)
-            )
+            scan = graph.scan(roots) if self._capturing() else self._hook(roots, inputs, handles, ran)
             yield scan
-            self._observers.statistics.passed(Counter(ran) if some else scan.nodes)
+            self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
         finally:
             for handle in handles:
                 handle.remove()
             running.modules, running.pushed = outer
-            if off or self._paused:
+            if off or (self._paused and not _in_backward()):
                 # Where a module or a Function raised, or the step has ended within the pass.
                 while self._switch_off():
                     pass
@@ -373,12 +388,16 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.switch_on()
 
     def _hook(
-        self, roots: Sequence[Any], handles: list[RemovableHandle], ran: list[graph.Kind] | None
+        self,
+        roots: Sequence[Any],
+        inputs: Sequence[Any],
+        handles: list[RemovableHandle],
+        ran: list[graph.Kind],
     ) -> graph.Scan:
-        """Let the observers hook the nodes of a graph; note in ``ran``, if given, those that run."""
+        """Let the observers hook the nodes of a graph; to chosen inputs, note in ``ran`` those that run."""
         found = graph.Scan()
         counts, hooks = found.nodes, self._observers.hooks
-        for node, kind in graph.nodes(roots):
+        for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
             counts[kind] += 1
             asked = hooks.get(kind)
             if asked is None:
@@ -387,7 +406,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle = hook(node)
                 if handle is not None:
                     handles.append(handle)
-            if ran is not None:
+            if inputs:
                 handles.append(node.register_prehook(lambda _, kind=kind: ran.append(kind)))
         return found
 
@@ -413,7 +432,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused:
             return func(*args, **kwargs)
         ledger = self._ledger
-        if ledger.depth:
+        if ledger.depth and _in_backward():
             phase = RECOMPUTED if self._running.modules else BACKWARD
         else:
             phase = OPEN if ledger.open else FORWARD
@@ -458,6 +477,11 @@ def _is_capturing() -> Callable[[], bool]:
     return lambda: False
 
 
+def _in_backward() -> bool:
+    """Whether the engine runs a node on this thread; on another one a backward pass may run meanwhile."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def function_of(node: Any) -> type | None:
     """The Function of the user's that a node of the graph is of; None for all other nodes."""
     function: type | None = getattr(node, "_forward_cls", None)
@@ -494,9 +518,14 @@ def is_plain(tensor: Tensor) -> bool:
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_meta
-        and not is_functorch_wrapped_tensor(tensor)
-        and not is_legacy_batchedtensor(tensor)
+        and not tensor._is_zerotensor()
+        and not stands_for_another(tensor)
     )
+
+
+def stands_for_another(tensor: Tensor) -> bool:
+    """Whether a tensor is one that ``torch.func`` works with, of which nothing can be read."""
+    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:

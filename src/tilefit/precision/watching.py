@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from tilefit import __version__
 from tilefit.errors import UsageError
+from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.checkpoints import Checkpoints, Schedules
 from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents, Histogram
 from tilefit.precision.ledger import Ledger, Stepped
-from tilefit.precision.look import Look, Observer, Observers
+from tilefit.precision.look import Look, Observer, Observers, stands_for_another
 from tilefit.precision.movement import Accumulators, GradientSums, OptimizerStates, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
@@ -262,13 +263,20 @@ class Watch:
     def _on_backward(self, roots: Any) -> None:
         if self._ended:
             self.stop()
-        if roots is None and self._look is not None and Look.possible():
-            self._look.switch_on()  # where the look began within the pass
+        if roots is None and self._look is not None:
+            self._look.passed()
         if roots is None or not self._recorder.looking:
             return
-        self._compiled_seen |= self._ledger.scan.compiled
+        scan = self._ledger.scan
+        self._compiled_seen |= scan.compiled
+        if scan.nodes.total() >= graph.MOST:
+            self._recorder.cannot_check(
+                f"operations of a backward pass beyond the first {graph.MOST} nodes of its graph"
+            )
         self._losses_finite += [
-            torch.isfinite(root.detach()).all() for root in roots if isinstance(root, Tensor)
+            torch.isfinite(root.detach()).all()
+            for root in roots
+            if isinstance(root, Tensor) and not stands_for_another(root)
         ]
 
     def _on_stepped(self, stepped: Stepped) -> None:
@@ -361,9 +369,9 @@ class Watch:
         return self._look.line_of(sequence) if self._look is not None else ""
 
     def _around_replay(self, original: Any) -> Any:
-        def replay(graph: Any) -> None:
+        def replay(captured: Any) -> None:
             self._recorder.cannot_check("what runs inside CUDA graphs")
-            original(graph)
+            original(captured)
             self._ledger.replay_ran()
 
         return replay
