@@ -101,6 +101,32 @@ def test_a_model_that_is_to_be_compiled_is_compiled_after_its_fixes(tilefit, scr
     assert second == "model = torch.compile(model)"
 
 
+_FLAT = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(512, 3 * 512)
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+
+def build():
+    return Flat(), torch.empty(64, 1024, 512)
+"""
+
+
+def test_a_finding_that_its_fix_does_not_reach_is_left_to_the_user(tilefit, script: Path) -> None:
+    script.write_text(_FLAT)
+    arguments = ("--gpu", "h200", "--amp", "bf16", "--select", "NTC005", "--no-verify")
+    assert "Left to you, see tilefit check: NTC005" in tilefit("fix", "train.py:build", *arguments).out
+
+
 def test_a_healthy_model_has_nothing_to_fix(tilefit, script: Path) -> None:
     ran = tilefit("fix", "train.py:healthy", *_ARGUMENTS)
     assert ran.code == 0

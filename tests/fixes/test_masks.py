@@ -110,6 +110,19 @@ def test_a_mask_that_the_module_makes_itself_is_out_of_reach() -> None:
     assert attentions(capture(model, torch.empty(32, 512, 512, device="meta"), amp="bf16")) == 2
 
 
+def test_bools_are_masks_without_dimensions_for_batch_and_heads() -> None:
+    class Square(Encoder):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            mask = torch.ones(length, 1, dtype=torch.bool, device=x.device).expand(length, length)
+            for layer in self.layers:
+                x = x + layer(x, mask=mask)
+            return x
+
+    (fix,) = fixed(Square()).fixes
+    assert fix.modules == ("layers.0", "layers.1")
+
+
 def test_a_forward_that_was_replaced_is_refused() -> None:
     model = Encoder("expanded", layers=1)
     model.layers[0].forward = model.layers[0].forward  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.errors import UsageError
+from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes import Candidate, Context, Fix, Run, Undo, planner, registry
 from tilefit.fixes.linear import PaddedLinear, PadLinear
 
@@ -50,6 +50,17 @@ def test_what_is_predicted_is_what_a_check_of_the_changed_model_says() -> None:
     report = tilefit.check(plan.model, X, gpu="h200", amp="bf16")
     assert report.step.time_s == pytest.approx(plan.after_s)
     assert not [finding for finding in report.findings if finding.code == "ALN001"]
+
+
+def test_code_that_depends_on_values_is_not_told_of_an_option_that_is_not_there() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError) as caught:
+        optimize(Reading())
+    assert "on_cpu=True" not in str(caught.value)
+    assert "shapes alone" in str(caught.value)
 
 
 def test_a_healthy_model_is_left_alone() -> None:

@@ -651,3 +651,7 @@ def test_predicted_savings_are_those_of_the_changed_program(proposed: Proposed, 
     patches.write()
     after = estimate_step(capture_target(target, options), gpu).time_s
     assert patches.made[0].gain_s == pytest.approx(before - after)
+
+
+def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:
+    assert not Program("torchvision:alexnet", InputOptions(batch=1)).built_at

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import touched_bytes
@@ -132,7 +133,8 @@ def scaled_dot_product_attention(
     def unfused() -> torch.Tensor:
         if dropout_p:
             return _unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        with torch._C.DisableTorchFunction():
+        # A CPU, where real data is on one, would take a fused kernel of its own.
+        with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH):
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )

@@ -41,7 +41,8 @@ _ELSEWHERE = (
     "Make the model and its tensors, without naming a device, in the factory that returns the step; "
     "or capture on the CPU: --on-cpu (on_cpu=True)."
 )
-_ON_CPU = "Capture with real data instead: --on-cpu (on_cpu=True), with a small batch."
+#: What to do where code depends on values.
+ON_CPU = "Capture with real data instead: --on-cpu (on_cpu=True), with a small batch."
 
 
 def capture(
@@ -198,7 +199,7 @@ class _Session:
             except TilefitError as error:
                 if not error.where:
                     error.where = user_line(error)
-                    error.hint = error.hint or _ON_CPU
+                    error.hint = error.hint or ON_CPU
                 raise
             except Exception as error:
                 raise self._explained(error) from error
@@ -223,7 +224,7 @@ class _Session:
             return CaptureError(
                 f"the step depends on values, and only shapes are known ({type(error).__name__}: {text})",
                 where=where,
-                hint=_ON_CPU,
+                hint=ON_CPU,
             )
         return CaptureError(
             f"the model raised {type(error).__name__}: {text}",

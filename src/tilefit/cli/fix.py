@@ -252,7 +252,9 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
             patches = propose(context, find, program, options, wishes.levels, wishes.timeout_s)
     others: Sequence[str] = patches.others
     if plan is not None:
-        answered = {*source_fixes(), *(code for each in all_fixes() for code in each.rules)}
+        named = {each.name for each in plan.refused}
+        elsewhere = [each for each in all_fixes() if each.level not in wishes.levels or each.name in named]
+        answered = {*source_fixes(), *(code for each in elsewhere for code in each.rules)}
         after = plan.run.on_meta().capture()
         found = find(priced(after))
         others = [code for code in dict.fromkeys(each.code for each in found) if code not in answered]

@@ -339,7 +339,8 @@ class _Fusion:
         calls = {
             self.ops[index].site.fallback
             for index, part in zip(chain.members, parts, strict=True)
-            if part.elements == largest.elements and part.role != "copy"
+            if (part.elements == largest.elements and part.role != "copy")
+            or part.function == "embedding_dense_backward"  # which takes longer than all else in it
         } or {first.site.fallback}
         return StepOp(
             Streaming(

@@ -18,16 +18,17 @@ from tilefit.rules.sites import pattern
 
 
 def with_contiguous_masks(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward``, of arguments whose last dimension is contiguous where they have 4: masks."""
+    """``forward``, of arguments whose last dimension is contiguous where they look like masks."""
     return forward(
         *(_contiguous(value) for value in args), **{name: _contiguous(kwargs[name]) for name in kwargs}
     )
 
 
 def _contiguous(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() == 4 and value.stride(-1) != 1:
-        return value.contiguous()
-    return value
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_mask = value.dim() == 4 or (value.dtype == torch.bool and value.dim() > 1)
+    return value.contiguous() if is_mask and value.stride(-1) != 1 else value
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class MakeMasksContiguous(Fix):
 
     Masks that were expanded or permuted have a last dimension that is not contiguous. Where the module that
     calls ``scaled_dot_product_attention`` is given such a mask, it is called with a copy that is contiguous:
-    the same values. Nothing else is changed, and a mask that is contiguous, or none, is passed as it is. The
-    copy is made for each of the modules; the compiler makes it once for all.
+    the same values. Bools, and all that has 4 dimensions, are taken for masks; a mask that is contiguous, or
+    none, is passed as it is. The copy is made for each of the modules; the compiler makes it once for all.
 
     The encoders of transformers 5.17 make such a mask only when they are compiled: there the change is worth
     something under ``torch.compile`` alone. A mask that the module makes itself is out of reach.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tilefit import units
+from tilefit.capture.run import ON_CPU
 from tilefit.checker import resolve
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
@@ -119,6 +120,8 @@ def optimize(
     except CaptureError as error:
         if live is not None:
             _blame(live, run, error)
+        if error.hint == ON_CPU:
+            error.hint = "Fixes are chosen on shapes alone; tilefit check --on-cpu still shows the findings."
         raise
     try:
         while time.monotonic() < deadline_s and planner.improve():

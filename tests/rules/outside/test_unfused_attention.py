@@ -46,6 +46,47 @@ def test_no_other_rule_takes_it_for_products_in_fp32_or_attention_by_hand(compil
     assert not findings(step, "NTC002", min_gain=0)
 
 
+class Positions(torch.nn.Module):
+    """An encoder with a learned bias per head and distance, which it permutes."""
+
+    def __init__(self, *, contiguous: bool) -> None:
+        super().__init__()
+        self.contiguous = contiguous
+        self.bias = torch.nn.Embedding(32, 8)
+        self.layers = Encoder("none").layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        mask = self.bias((places[:, None] - places).abs() % 32).permute(2, 0, 1)[None]
+        mask = mask.contiguous() if self.contiguous else mask
+        for layer in self.layers:
+            x = x + layer(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_learns_the_mask_is_not_saved(compiled: bool) -> None:
+    x = torch.empty(32, 512, 512, device="meta")
+    spread, contiguous = (
+        capture(Positions(contiguous=choice), x, amp="bf16", compiled=compiled) for choice in (False, True)
+    )
+    if compiled:
+        spread, contiguous = fuse(spread), fuse(contiguous)
+    (finding,) = findings(spread, "NTC005")
+    saved = saved_s(spread, contiguous)
+    assert 0.85 * saved < finding.gain_s < 1.1 * saved
+
+
+def test_real_data_on_the_cpu_takes_the_path_of_the_gpu() -> None:
+    kept = {}
+    for device in ("meta", "cpu"):
+        x = torch.zeros(2, 32, 64, device=device)
+        model = Encoder("expanded", width=64, heads=2, dropout=0.0)
+        kept[device] = capture(model, x, amp="bf16", on_cpu=device == "cpu")
+    names = [[entry.name for entry in step.ops if entry.site.fallback] for step in kept.values()]
+    assert names[0] == names[1] != []
+
+
 def test_a_mask_that_is_made_under_the_compiler_alone_is_seen_there_alone() -> None:
     assert findings(encoder("compiling", compiled=True), "NTC005")
     assert not findings(encoder("compiling"), "NTC005", min_gain=0)

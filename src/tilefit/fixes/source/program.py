@@ -75,6 +75,8 @@ class Program:
     @property
     def built_at(self) -> str:
         """The user's line that builds the model, ``train.py:30``; empty where no line of theirs does."""
+        if not has_source(self.target):
+            return ""
         chain = self.births.of(next(iter(self.models.values()), None))
         for caller in chain:
             if caller.is_users and not caller.of_constructor:

@@ -90,6 +90,7 @@ def _advice(reason: str) -> str:
     if reason == MASK:
         return (
             "Make the mask contiguous once, before the layers: mask = mask.contiguous(). Where the layers "
-            "are given the mask, tilefit fix does it at run time (contiguous-masks)."
+            "are given the mask, as bools or with 4 dimensions, tilefit fix does it at run time "
+            "(contiguous-masks)."
         )
     return f"Make it contiguous: {reason} = {reason}.contiguous()."
