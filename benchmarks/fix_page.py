@@ -99,7 +99,8 @@ _COMPILED = """\
 Before: `torch.compile(model)` alone, which pads misaligned products by itself. After: with the plan made
 for a model that is to be compiled; in it, `compile` is the mode `reduce-overhead` (CUDA graphs). The
 last column has the fixes of the eager plan that the compiled one does without: there the compiler does
-the job, or leaves too little to gain."""
+the job, or leaves too little to gain. These are the plans as they were measured: since then, fixes look
+at such a model as it is written, and pad vocabularies and features there too."""
 
 
 def page() -> str:

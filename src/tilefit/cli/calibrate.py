@@ -121,5 +121,5 @@ def _table(gpu: Gpu, found: Profile) -> RenderableType:
     return Group(
         f"{gpu.title}: mean error on families of shapes that were not fitted to",
         table,
-        f"A launch takes {found.launch_scale:.2f} times what the model assumes of a host.",
+        f"This host takes {found.launch_scale:.2f} times as long to launch a step as the model assumes.",
     )

@@ -109,7 +109,7 @@ class Profile:
         networks: By kind of operation.
         about: The GPU, versions, dates, numbers of measurements and errors.
         constants: Of the first stage, fitted to this GPU; None for those of its kind.
-        launch_scale: Host time of a launch, over what :mod:`tilefit.cost.launch` states.
+        launch_scale: Host time of a step, over what :mod:`tilefit.cost.launch` states.
         title: Where the measurements are from, for reports.
     """
 
