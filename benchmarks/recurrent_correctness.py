@@ -5,9 +5,10 @@ values, over the latter's norm. Ours is that of the persistent kernels, for the 
 gradients; the ratio is to that of `torch.nn` (cuDNN) in the same element type, of which no less is taken than
 a quarter of the type's epsilon: what rounding an exact result to it costs.
 
-Both errors are root mean squares over several draws of weights and inputs, how many is fixed by the shape. A
-few elements' rounding errors are chance. So are those of a ReLU RNN's gradients, whatever its size: they come
-from the few states that round to the other side of zero, where the gradient jumps.
+Norms are of the tensors of several draws of weights and inputs together, how many is fixed by the shape. A
+few elements' rounding errors are chance: so is, in one draw, how near to zero a tensor of one element is, by
+which its error is divided. Chance are those of a ReLU RNN's gradients, whatever its size: they come from the
+few states that round to the other side of zero, where the gradient jumps.
 
 Launches: kernels run again and again on a few sets of random inputs in random order, so that the memory they
 get holds what other launches left, and must repeat each set's first result bit for bit; also when compiled
@@ -140,7 +141,7 @@ def compared(setting: Setting, case: Case) -> Row:
     draws = RELU_DRAWS if case.cell == "relu" else max(DRAWS, math.ceil(UNITS / case.hidden))
     if setting.tiny:
         draws = 2
-    squares: dict[str, list[float]] = {}
+    squares: dict[str, tuple[float, ...]] = {}
     for _ in range(draws):
         try:
             drawn = draw(setting, case)
@@ -148,13 +149,13 @@ def compared(setting: Setting, case: Case) -> Row:
             raise
         except TilefitError as refusal:
             return {**asdict(case), "refused": str(refusal)}
-        for name, (own, other, exact) in drawn.items():
-            totals = squares.setdefault(name, [0.0, 0.0])
-            # Of each draw the relative error: none counts for more because its values are larger.
-            for index, square in enumerate((own, other)):
-                totals[index] += square / (exact or 1.0)
+        for name, found in drawn.items():
+            squares[name] = tuple(map(sum, zip(squares.get(name, (0.0, 0.0, 0.0)), found, strict=True)))
     floor = torch.finfo(dtype).eps / 4
-    errors = {name: [(total / draws) ** 0.5 for total in totals] for name, totals in squares.items()}
+    errors = {
+        name: [(square / (exact or 1.0)) ** 0.5 for square in (own, other)]
+        for name, (own, other, exact) in squares.items()
+    }
     ratios = {name: own / max(other, floor) for name, (own, other) in errors.items()}
     return {**asdict(case), "draws": draws, "ratios": ratios, "errors": errors}
 

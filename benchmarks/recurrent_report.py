@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,18 @@ def ratios(rows: list[dict[str, Any]]) -> None:
             values = [row[f"{kind}_cudnn{mode}"] / row[f"{kind}_tilefit{mode}"] for row in chosen]
             slower = sum(value < 0.97 for value in values)
             print(f"{name:21} {title:45} {mean(values):5.2f}x   slower in {slower} of {len(values)}")
-    runs = Counter(row["run"] for row in rows)
-    by_cudnn = sum(row["backend"] == "cudnn" for row in rows)
-    print(
-        f"cuDNN was chosen for {by_cudnn} of {runs['dispatched']} sizes; our kernels were forced in the "
-        f"other {runs['forced']}"
-    )
+    eager, captured = (sum(row[name] == "cudnn" for row in rows) for name in ("backend", "backend_captured"))
+    print(f"of {len(rows)} sizes cuDNN was chosen for {eager} of eager calls, for {captured} in CUDA graphs")
+
+
+def absolute(rows: list[dict[str, Any]]) -> None:
+    """Whole layers, with their input product, from CUDA graphs."""
+    print("\nbf16, forward, microseconds a step: of 256 steps, and of each further one")
+    for row in rows:
+        if row["hidden"] == 1024 or row["batch"] in (1, 8, 16):
+            step, further = row["us_a_step"], row["slope_us"]
+            size = f"hidden {row['hidden']:<5} mini-batch {row['batch']:<3}"
+            print(f"{row['cell']:5}{size} {step:5.2f} {further:5.2f}")
 
 
 def mean(values: Iterable[float]) -> float:
@@ -122,6 +127,7 @@ def main() -> None:
     grid, rest = recorded("recurrent_grid"), recorded("recurrent")
     print(f"{grid['gpu']}, torch {grid['torch']}, cuDNN {grid['cudnn']}, {grid['date']}")
     steps_table(grid["grid"])
+    absolute(rest["absolute"])
     ratios(grid["grid"])
     deepbench(rest["deepbench"])
     models(rest["models"])

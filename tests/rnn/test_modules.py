@@ -45,11 +45,12 @@ def test_stacks_are_those_of_torch(cell: str, layers: int, bidirectional: bool) 
 
 
 @cells
+@pytest.mark.parametrize("inputs", [1, 5])
 @pytest.mark.parametrize("options", [{"bias": False}, {"batch_first": True}, {"recompute": True}])
-def test_options_are_those_of_torch(cell: str, options: dict[str, bool]) -> None:
-    module, original = pair(cell, 5, 7, bidirectional=True, **options)
+def test_options_are_those_of_torch(cell: str, options: dict[str, bool], inputs: int) -> None:
+    module, original = pair(cell, inputs, 7, bidirectional=True, **options)
     batch = 3
-    shape = (batch, 4, 5) if original.batch_first else (4, batch, 5)
+    shape = (batch, 4, inputs) if original.batch_first else (4, batch, inputs)
     assert_same_function(module, original, rows(*shape), state(original, batch))
 
 

@@ -82,7 +82,13 @@ def project(x: Tensor, w_ih: Tensor, bias: Tensor | None, directions: int) -> Te
         bias: [D * G * H], see :func:`biases`.
         directions: D
     """
-    return F.linear(x.contiguous(), w_ih, bias).view(*x.shape[:2], directions, -1)
+    if x.shape[-1] == 1:
+        # No sum to compute: a product of matrices could only round its operands to TF32.
+        column = w_ih.squeeze(1)
+        projected = x * column if bias is None else torch.addcmul(bias, x, column)
+    else:
+        projected = F.linear(x.contiguous(), w_ih, bias)
+    return projected.view(*x.shape[:2], directions, -1)
 
 
 def rebuilt_gates(

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -89,6 +90,8 @@ static float exponential(float v) { return std::exp(v); }
 #define __expf exponential  // the C library has a __expf of its own
 
 static void __syncthreads() { block->barrier.arrive_and_wait(); }
+
+static void __syncwarp() { warp().barrier.arrive_and_wait(); }
 
 static void __nanosleep(unsigned ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
 

@@ -65,11 +65,54 @@ void load_shared_device(piece& p, const void* address, bool wanted) {
     if (wanted) load_words(p, address);
 }
 
+// Copies run when they are waited for, not before: what is read too early is not there.
+thread_local std::vector<std::vector<std::function<void()>>> copies(1);
+
+void copy_early(u32 to, const void* address, bool wanted) {
+    copies.back().push_back([=] {
+        piece p = {0, 0, 0, 0};
+        load_shared_device(p, address, wanted);
+        store_words(block->memory + to, p);
+    });
+}
+
+void copy_word(u32 to, const void* address) {
+    copies.back().push_back([=] {
+        u32 word;
+        std::memcpy(&word, address, 4);
+        store_word(block->memory + to, word);
+    });
+}
+
+void group_copies() { copies.emplace_back(); }
+
+template <int LAST>
+void await_copies() {
+    const auto end = copies.begin() + std::max<int>(int(copies.size()) - 1 - LAST, 0);
+    for (auto group = copies.begin(); group != end; ++group)
+        for (auto& copy : *group) copy();
+    copies.erase(copies.begin(), end);
+}
+
 void store_shared_device(void* address, u32 word) { store_word(address, word); }
 
 element load_early(const element* address) { return *address; }
 
 float load_early_float(const float* address) { return *address; }
+
+element load_element(u32 address) {
+    element v;
+    std::memcpy(&v, block->memory + address, sizeof v);
+    return v;
+}
+
+float load_float(u32 address) {
+    float v;
+    std::memcpy(&v, block->memory + address, 4);
+    return v;
+}
+
+int afresh(int v) { return v; }
 
 u32 remote_address(u32 mine, u32 owner) { return owner << 24 | mine; }
 

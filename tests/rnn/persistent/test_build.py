@@ -103,7 +103,7 @@ def test_without_clusters_compiles_for_every_gpu(cell: str, capability: tuple[in
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", [n for n in choice._measured() if re.search("/(256|1024)/1/1$", n)])
-def test_measured_variants_keep_everything_in_registers(name: str) -> None:
+def test_measured_variants_keep_nearly_everything_in_registers(name: str) -> None:
     cell, kernel, _, hidden, tiles, _ = name.split("/")
     backward = kernel == "backward"
     problem = Problem(CELLS[cell], "bfloat16", int(hidden), int(tiles) * 8, backward=backward)
@@ -118,7 +118,8 @@ def test_measured_variants_keep_everything_in_registers(name: str) -> None:
     nvrtc.nvrtcGetProgramLog(program, log)
     nvrtc.nvrtcDestroyProgram(program)
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.decode())
-    assert spilled == [("0", "0")]
+    # Some were measured to be faster with a few bytes spilled than with fewer weights in registers.
+    assert [int(stores) <= 64 for stores, _ in spilled] == [True]
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

@@ -33,7 +33,7 @@ class Case(NamedTuple):
     """A layer, and how its kernels are cut.
 
     ``split`` is 1 for the exchange through the L2 cache, 0 for mailboxes; ``kept`` puts half the weights in
-    shared memory; ``groups`` split the mini-batch; ``ahead`` asks for the next round before one is finished.
+    shared memory; ``groups`` split the mini-batch; ``ahead`` copies the next round before one is finished.
     """
 
     cell: str
@@ -62,7 +62,7 @@ CASES = [
     Case("lstm", FP16, 136, 5, 6, 1, "LR", 0, 4, 1, False),
     Case("lstm", FP32, 20, 11, 5, 2, "LR", 1, 8, 1, False, groups=2),
     Case("gru", FP16, 40, 18, 4, 2, "L", 1, 4, 2, True, ahead=True),
-    Case("gru", FP16, 61, 10, 5, 1, "LR", 0, 4, 2, True, ahead=True),
+    Case("gru", FP16, 61, 10, 5, 1, "LR", 0, 4, 2, True),
     Case("gru", BF16, 64, 33, 4, 1, "R", 4, 4, 2, False, ahead=True),
     Case("gru", FP32, 30, 17, 3, 1, "L", 2, 4, 1, True),
     Case("rnn_tanh", FP32, 36, 9, 5, 1, "R", 1, 4, 1, True),
@@ -72,6 +72,8 @@ CASES = [
     Case("rnn_relu", BF16, 17, 1, 6, 1, "", 1, 8, 1, False),
     Case("rnn_tanh", FP32, 128, 8, 3, 1, "", 1, 4, 1, False),
     Case("lstm", BF16, 40, 18, 4, 1, "LR", 1, 4, 2, True),
+    Case("lstm", FP32, 24, 5, 4, 1, "LR", 1, 4, 1, False, groups=3),
+    Case("rnn_tanh", BF16, 40, 7, 4, 2, "LR", 0, 4, 1, False, groups=2),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,9 +54,10 @@ def test_every_unit_row_and_slab_has_its_place(problem: Problem) -> None:
         assert variant.blocks % variant.split == 0
         assert variant.blocks * variant.units >= problem.hidden
         assert (variant.blocks - variant.split) * variant.units < problem.hidden  # no cluster is idle
+        rows = variant.rows(problem)
+        assert (variant.batch_groups - 1) * rows < problem.batch <= variant.batch_groups * rows  # nor a group
         round_rows = variant.tiles * 8
-        assert variant.batch_groups * variant.rounds * round_rows >= problem.batch
-        assert (variant.batch_groups - 1) * variant.rounds * round_rows < problem.batch  # nor a group
+        assert (variant.rounds - 1) * round_rows < rows <= variant.rounds * round_rows  # nor a round
         depth = variant.slabs(problem) * variant.split * variant.warps * 64 // problem.element_bytes
         assert depth >= problem.depth
         assert variant.row_tiles(problem) * 16 >= variant.split * variant.units * problem.rows_per_unit
@@ -78,13 +81,21 @@ def test_what_the_kernel_takes_for_granted(problem: Problem) -> None:
 
 
 @given(problems())
-def test_only_several_rounds_ask_ahead_for_fewer_weights_in_registers(problem: Problem) -> None:
-    cuts: dict[tuple[object, ...], dict[bool, int]] = {}
+def test_only_several_rounds_copy_ahead(problem: Problem) -> None:
     for variant in variants(problem, H200):
-        cut = tuple(vars(variant)[name] for name in vars(variant) if name not in ("held", "ahead"))
-        cuts.setdefault(cut, {})[variant.ahead] = variant.held
-        assert variant.constants(problem)["AHEAD"] <= variant.rounds - 1
-    assert all(held.get(True, 0) <= held[False] for held in cuts.values())
+        if variant.ahead:
+            assert variant.rounds > 1
+            assert not variant.mail
+            later = dataclasses.replace(variant, ahead=False)
+            pieces = variant.slabs(problem) * variant.tiles * variant.warps * 32
+            assert variant.shared_bytes(problem) - later.shared_bytes(problem) == pieces * 16
+
+
+@given(problems())
+def test_a_small_mini_batch_can_be_split_into_single_rows(problem: Problem) -> None:
+    found = {(variant.batch_groups, variant.rows(problem)) for variant in variants(problem, H200)}
+    if problem.batch <= 4 and problem.hidden <= 256 and problem.directions == 1 and found:
+        assert (problem.batch, 1) in found
 
 
 @given(problems())

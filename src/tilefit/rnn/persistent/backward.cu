@@ -23,25 +23,20 @@ struct Backward {
 
 constexpr int PUBLISHED = CELL == 3 ? 4 : GATES;  // GRU: (dn r, dr, dz, dn); others: torch's order
 constexpr int SAVED = CELL == 2 || CELL == 3 ? 4 : 0;
-// What the forward pass kept of the states: an LSTM's cell states in float32, the outputs of the others.
-#if CELL == 2
-typedef float Kept;
-__device__ __forceinline__ Kept load_kept(const float* address) { return load_early_float(address); }
-__device__ __forceinline__ float widen_kept(Kept v) { return v; }
-#else
-typedef element Kept;
-__device__ __forceinline__ Kept load_kept(const element* address) { return load_early(address); }
-__device__ __forceinline__ float widen_kept(Kept v) { return widen(v); }
-#endif
 constexpr int WIDTH = GATES * HIDDEN;
 typedef Product<1, WIDTH> Recurrent;
+// Of the coming step: its gates, the gradient of its output, and the state before it (GRU), after it (RNN), or both: an
+// LSTM's cell states are kept in float32.
+constexpr bool IN_REGISTERS = ROUNDS == 1;
+typedef Needed<SAVED + (CELL == 2 ? 1 : 2), CELL == 2 ? 2 : 0, IN_REGISTERS> Kept;
+constexpr int GRAD = SAVED, STATE = SAVED + 1, BEFORE = 0, AFTER = 1;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ Backward p) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % 32;
     const u32 rank = split_rank();
     const int group = blockIdx.x / BLOCKS, direction = group / p.batch_groups;
-    const int first_row = (group % p.batch_groups) * GROUP_BATCH;
+    const Rows rows(group % p.batch_groups, p.batch_groups, p.batch);
     const int first_unit = int(blockIdx.x % BLOCKS) * UNITS;
     Recurrent product;
     product.load(p.weights + i64(direction) * WIDTH * HIDDEN, first_unit, rank, shared);
@@ -50,20 +45,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     u32 present = 0;
 #pragma unroll
     for (int n = 0; n < ROUNDS * TILES; ++n) {
-        int b = first_row + n * 8 + lane / 4;
-        present |= u32(b < p.batch) << n;
-        read_row[n] = b < p.batch ? b : p.batch - 1;
+        int b = rows.first + n * 8 + lane / 4;
+        present |= u32(b < rows.end) << n;
+        read_row[n] = b < rows.end ? b : rows.end - 1;
         row_length[n] = LENGTHS ? p.lengths[read_row[n]] : p.steps;
     }
 
     float carry_h[STATES], carry_c[STATES];
-    // Of the coming step: its gates, the state before it and after it, the gradient of its output.
-    element gate[STATES][4], grad[STATES];
-    Kept old[STATES], state[STATES];
     int length[STATES];
 #pragma unroll
     for (int i = 0; i < STATES; ++i) {
-        const Result r(i, first_unit, first_row, p.batch);
+        const Result r(i, first_unit, rows);
         int at = (direction * p.batch + r.row) * HIDDEN + r.unit;
         length[i] = LENGTHS ? p.lengths[r.row] : p.steps;
         carry_h[i] = p.grad_last_h ? widen(p.grad_last_h[at]) : 0.0f;
@@ -71,35 +63,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     }
     const i64 row_count = i64(p.batch) * p.directions;  // rows of one step in the [T, B, D, ...] tensors
     const int last = direction == 0 ? p.steps - 1 : 0, stride = direction == 0 ? 1 : -1;
-    auto look_ahead = [&](int t) {
-        if (t < 0 || t >= p.steps) return;
-        const int before = t - stride;
+    Kept kept(product.end);
+    auto ask = [&](int s, int round) {  // for what step s needs
+        const int t = last - s * stride, before = t - stride;
+        if (s < p.steps) {
 #pragma unroll
-        for (int i = 0; i < STATES; ++i) {
-            const Result r(i, first_unit, first_row, p.batch);
-            const int place = r.row * p.directions + direction, at = place * HIDDEN + r.unit;
-            const int initial = (direction * p.batch + r.row) * HIDDEN + r.unit;
-            const bool inside = before >= 0 && before < length[i];
-            grad[i] = element(0);
-            if (p.grad_out) grad[i] = load_early(p.grad_out + t * row_count * HIDDEN + at);
+            for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
+                const Result r(i, first_unit, rows);
+                const int place = r.row * p.directions + direction, at = place * HIDDEN + r.unit;
+                const int initial = (direction * p.batch + r.row) * HIDDEN + r.unit;
+                const bool inside = before >= 0 && before < length[i];
+                if (p.grad_out) kept.ask(s, i, GRAD, p.grad_out + t * row_count * HIDDEN + at, r.mine);
+                const element* gates = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
 #pragma unroll
-            for (int g = 0; g < SAVED; ++g)
-                gate[i][g] = load_early(p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + g * HIDDEN + r.unit));
+                for (int g = 0; g < SAVED; ++g) kept.ask(s, i, g, gates + g * HIDDEN, r.mine);
 #if CELL == 2
-            state[i] = load_kept(p.cells + t * row_count * HIDDEN + at);
-            old[i] = 0.0f;
-            if (inside || p.first_cell)
-                old[i] = load_kept(inside ? p.cells + before * row_count * HIDDEN + at : p.first_cell + initial);
+                const float* cell = inside ? p.cells + before * row_count * HIDDEN + at : p.first_cell + initial;
+                if (inside || p.first_cell) kept.ask_float(s, i, BEFORE, cell, r.mine);
+                kept.ask_float(s, i, AFTER, p.cells + t * row_count * HIDDEN + at, r.mine);
 #elif CELL == 3
-            old[i] = element(0);
-            if (inside || p.h0)
-                old[i] = load_kept(inside ? p.out + before * row_count * HIDDEN + at : p.h0 + initial);
+                const element* state = inside ? p.out + before * row_count * HIDDEN + at : p.h0 + initial;
+                if (inside || p.h0) kept.ask(s, i, STATE, state, r.mine);
 #else
-            state[i] = load_kept(p.out + t * row_count * HIDDEN + at);
+                kept.ask(s, i, STATE, p.out + t * row_count * HIDDEN + at, r.mine);
 #endif
+            }
         }
+        if (!IN_REGISTERS) group_copies();
     };
-    look_ahead(last);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) ask(0, round);
     if (CLUSTERED) cluster_barrier();
     bool dead = false;
     u32 delays = blockIdx.x * 7919u + 17u;
@@ -112,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             const int index = round * TILES + n;
-            bool read = s > 0;
+            bool read = s > 0 && (present >> index & 1);
             if (LENGTHS) read = read && after < row_length[index];
             if (RESETS) read = read && p.resets[i64(after) * p.batch + read_row[index]] == 0;
             source.rows[n] = p.grad_gates + after * row_count * (PUBLISHED * HIDDEN) +
@@ -133,23 +126,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     // One turn more than there are steps: the last one only finds the gradient of the initial state.
     for (int s = 0; s <= p.steps; ++s) {
         const int t = last - s * stride;
-
-        element now_gate[STATES][4], now_grad[STATES];
-        Kept now_old[STATES], now_state[STATES];
-#pragma unroll
-        for (int i = 0; i < STATES; ++i) {
-#pragma unroll
-            for (int g = 0; g < 4; ++g) now_gate[i][g] = gate[i][g];
-            now_old[i] = old[i];
-            now_state[i] = state[i];
-            now_grad[i] = grad[i];
+        if (IN_REGISTERS) {
+            kept.advance();
+            ask(s + 1, 0);
+            // The product's wait is one for these loads too: they must not be issued after its own.
+            __syncwarp();
         }
-        look_ahead(t - stride);
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             if (!AHEAD) product.begin(source = source_of(s, round), rank);
+            if (!IN_REGISTERS) ask(s + 1, round);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
+            if (!IN_REGISTERS && !AHEAD) await_copies<ROUNDS>();  // those of this step and round
             // The next round's rows were published a round ago or earlier: they come while this one is finished.
             if (AHEAD && round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
             else if (AHEAD && s < p.steps) product.begin(source = source_of(s + 1, 0), rank);
@@ -160,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
-                const Result r(i, first_unit, first_row, p.batch);
+                const Result r(i, first_unit, rows);
                 const bool inside = t >= 0 && t < p.steps, active = inside && (!LENGTHS || t < length[i]);
                 const bool reset = RESETS && active && p.resets[i64(t) * p.batch + r.row];
                 float result[4] = {0.0f, 0.0f, 0.0f, 0.0f}, sum[1];
@@ -171,17 +160,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
                     // carries.
                     carry_h[i] = dh;
                 } else {
-                    dh += widen(now_grad[i]);
-                    float before = reset ? 0.0f : widen_kept(now_old[i]);
+                    if (p.grad_out) dh += kept.get(s, i, GRAD);
+                    const bool started = t - stride >= 0 && t - stride < length[i];  // else the state before is the initial one
                     carry_h[i] = 0.0f;
                     if constexpr (CELL == 0) {
-                        const float h = widen_kept(now_state[i]);
+                        const float h = kept.get(s, i, STATE);
                         result[0] = dh * (1.0f - h * h);
                     } else if constexpr (CELL == 1) {
-                        result[0] = widen_kept(now_state[i]) > 0.0f ? dh : 0.0f;
+                        result[0] = kept.get(s, i, STATE) > 0.0f ? dh : 0.0f;
                     } else if constexpr (CELL == 2) {
-                        float in = widen(now_gate[i][0]), forget = widen(now_gate[i][1]), fresh = widen(now_gate[i][2]), open = widen(now_gate[i][3]);
-                        float squashed = tanh_(widen_kept(now_state[i]));
+                        float in = kept.get(s, i, 0), forget = kept.get(s, i, 1), fresh = kept.get(s, i, 2), open = kept.get(s, i, 3);
+                        float before = !reset && (started || p.first_cell) ? kept.get_float(s, i, BEFORE) : 0.0f;
+                        float squashed = tanh_(kept.get_float(s, i, AFTER));
                         float dc = carry_c[i] + dh * open * (1.0f - squashed * squashed);
                         result[0] = dc * fresh * in * (1.0f - in);
                         result[1] = dc * before * forget * (1.0f - forget);
@@ -189,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
                         result[3] = dh * squashed * open * (1.0f - open);
                         carry_c[i] = reset ? 0.0f : dc * forget;
                     } else {
-                        float r_ = widen(now_gate[i][0]), z = widen(now_gate[i][1]), fresh = widen(now_gate[i][2]), hidden = widen(now_gate[i][3]);
+                        float r_ = kept.get(s, i, 0), z = kept.get(s, i, 1), fresh = kept.get(s, i, 2), hidden = kept.get(s, i, 3);
+                        float before = !reset && (started || p.h0) ? kept.get(s, i, STATE) : 0.0f;
                         float dn = dh * (1.0f - z) * (1.0f - fresh * fresh);
                         result[0] = dn * r_;
                         result[1] = dn * hidden * r_ * (1.0f - r_);
@@ -212,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     }
 #pragma unroll
     for (int i = 0; i < STATES; ++i) {
-        const Result r(i, first_unit, first_row, p.batch);
+        const Result r(i, first_unit, rows);
         const int at = (direction * p.batch + r.row) * HIDDEN + r.unit;
         if (r.mine) {
             p.grad_h0[at] = narrow(carry_h[i]);

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
-from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, predicted_s, variants
+from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, group_count, predicted_s, variants
 
 
 @cache
@@ -15,15 +15,17 @@ def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
     """The variant for a problem, or None where its weights do not fit on chip.
 
     The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the
-    same number of tiles, ragged rows and resets run the same variant. Ragged rows and resets take registers
-    too: for them the weights held in registers are as many as there is surely room for.
+    same number of tiles (in no more groups than they have rows), ragged rows and resets run the same variant.
+    Ragged rows and resets take registers too: for them the weights held in registers are as many as there is
+    surely room for.
     """
     candidates = list(variants(problem, capacity))
     if not candidates:
         return None
     measured = _measured().get(key(problem))
     if measured is not None:
-        *cut, held = measured
+        groups, *cut, held = measured
+        cut = [group_count(problem.batch, groups), *cut]
         for candidate in candidates:
             if _cut(candidate) == tuple(cut):
                 return candidate if problem.lengths or problem.resets else replace(candidate, held=held)
@@ -41,7 +43,7 @@ def key(problem: Problem) -> str:
 
 def _cut(variant: Variant) -> tuple[int, ...]:
     """What the table keeps of a variant besides the fragments held; the rest follows from it."""
-    names = ("units", "split", "mail", "tiles", "rounds", "warps", "ahead")
+    names = ("batch_groups", "units", "split", "mail", "tiles", "rounds", "warps", "ahead")
     return tuple(int(getattr(variant, name)) for name in names)
 
 

@@ -9,7 +9,8 @@
 // it, with no flag, no fence and no barrier.
 //
 // MAIL 0: through the L2 cache. The exchange buffer is the output tensor itself, filled with the pattern before the
-// launch; each place is written once, so nothing has to be cleared.
+// launch; each place is written once, so nothing has to be cleared. With AHEAD pieces are copied to shared memory
+// before they are needed; only what had not been published by then is waited for.
 // MAIL 1: a group is one cluster, and each block writes its results into the shared memory of all the others. There
 // are two mailboxes, for even and odd steps. The thread that has read a piece puts the pattern back; the piece is
 // written again two steps later, by a block that has by then received what this block published after reading.
@@ -26,7 +27,7 @@
 //              of the others are exchanged meanwhile   WARPS     warps of one block, which split the depth
 //   HELD       weight fragments each warp keeps in registers; the rest stay in shared memory
 //   WINDOW     16-byte pieces of the exchanged vector each thread keeps in flight
-//   AHEAD      0 or 1 (ROUNDS > 1): each round asks for the first pieces of the next before it is finished
+//   AHEAD      0 or 1 (ROUNDS > 1, no MAIL): the next round's pieces come into shared memory while one is finished
 //   STRICT     0 or 1: float32 is multiplied as three TF32 products, which keep its precision
 //   LENGTHS, RESETS, JITTER                             0 or 1: ragged rows, mid-sequence resets, random delays
 
@@ -114,6 +115,26 @@ __device__ __forceinline__ void load_shared_device(piece& p, const void* address
         : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w)
         : "l"(address), "r"(u32(wanted))
         : "memory");
+}
+
+// Copies 16 bytes that other multiprocessors may be writing to shared memory, which await_copies() waits for: no
+// register is taken meanwhile. Zeros where `wanted` is false.
+__device__ __forceinline__ void copy_early(u32 to, const void* address, bool wanted) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(address), "r"(wanted ? 16u : 0u) : "memory");
+}
+
+// Copies 4 bytes to shared memory, which await_copies() waits for.
+__device__ __forceinline__ void copy_word(u32 to, const void* address) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(address) : "memory");
+}
+
+// Makes a group of the copies since the last one.
+__device__ __forceinline__ void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all groups of this thread's copies but the last few.
+template <int LAST>
+__device__ __forceinline__ void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_device(void* address, u32 word) {
@@ -208,6 +229,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const piece& low, co
 #endif
 }
 
+// The same number. What is derived from it is computed where it stands: addresses that the compiler keeps for a later
+// round or step take registers that hold weights.
+__device__ __forceinline__ int afresh(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 // The address, in the whole cluster's shared memory, of the place in block `owner` that `mine` is in this block.
 __device__ __forceinline__ u32 remote_address(u32 mine, u32 owner) {
     u32 address;
@@ -231,6 +259,22 @@ __device__ __forceinline__ void load_mail(piece& p, u32 address, bool wanted) {
         : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w)
         : "r"(address), "r"(u32(wanted))
         : "memory");
+}
+
+__device__ __forceinline__ element load_element(u32 address) {
+    element v;
+#if ELEMENT == 2
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+#else
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+#endif
+    return v;
+}
+
+__device__ __forceinline__ float load_float(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
 }
 
 __device__ __forceinline__ void clear_mail(u32 address, bool wanted) {
@@ -299,7 +343,8 @@ struct Product {
     float sums[ROW_TILES][TILES][4];
     piece* kept;  // shared memory of this warp's other fragments
     float* partial;
-    u32 mail;   // address of the first mailbox in this block's shared memory
+    u32 mail;   // address of the first mailbox in this block's shared memory; AHEAD: of this thread's first copy
+    u32 end;    // where the product's shared memory ends
     u32 peers[(BLOCKS + LANES_K - 1) / LANES_K];  // and in that of the blocks this thread writes to
 
     // Bytes between the rows of a mailbox: 64 modulo 128, so that two rows never meet in a bank.
@@ -316,6 +361,8 @@ struct Product {
         kept = reinterpret_cast<piece*>(shared) + warp * IN_SHARED * 64;
         partial = reinterpret_cast<float*>(shared + WARPS * IN_SHARED * 1024);
         mail = local_address(partial + 2 * SUMS);
+        end = mail + (MAIL ? 2 * MAIL_BYTES : AHEAD * PIECES * THREADS * 16);
+        mail += AHEAD * threadIdx.x * 16;
 #if MAIL
         for (int i = threadIdx.x; i < 2 * MAIL_BYTES / 16; i += THREADS) clear_mail(mail + i * 16, true);
 #pragma unroll
@@ -356,8 +403,19 @@ struct Product {
         u32 mailbox = 0;             // MAIL: this thread's row of the first tile, in this round's mailbox
     };
 
-    // Asks for the first pieces of the vector; multiply() with the same source comes next.
-    __device__ __forceinline__ void begin(const Source& source, u32 rank) { fetch<0>(source, start(rank)); }
+    // Asks for the first pieces of the vector, or for all; multiply() with the same source comes next.
+    __device__ __forceinline__ void begin(const Source& source, u32 rank) {
+#if AHEAD
+#pragma unroll
+        for (int index = 0; index < PIECES; ++index) {
+            const int n = index % TILES, depth = start(rank) + index / TILES * SLAB;
+            copy_early(copied(index), source.rows[n] + depth, inside(depth) && (source.reads >> n & 1));
+        }
+        group_copies();
+#else
+        fetch<0>(source, start(rank));
+#endif
+    }
 
     // Leaves the product in `sums`.
     __device__ __forceinline__ void multiply(const Source& source, u32 rank, u32 spin_limit, bool& dead, int* error) {
@@ -367,6 +425,10 @@ struct Product {
             for (int n = 0; n < TILES; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+#if AHEAD
+        await_copies<1>();  // all but the last group, which is of the next step's needs
+        fetch<0>(source, start(rank));
+#endif
         sweep<0>(source, start(rank), spin_limit, dead, error);
     }
 
@@ -384,6 +446,8 @@ struct Product {
         return source.mailbox + n * 8 * MAIL_STRIDE + depth * int(sizeof(element));
     }
 
+    __device__ __forceinline__ u32 copied(int index) const { return mail + index * THREADS * 16; }
+
     template <int C>
     __device__ __forceinline__ void fetch(const Source& source, int start) {
 #pragma unroll
@@ -391,7 +455,9 @@ struct Product {
             const int index = C * CHUNK + i, n = index % TILES, depth = start + index / TILES * SLAB;
             piece& p = flight[C % 2][i];
             p = piece{0, 0, 0, 0};
-            if (index < PIECES) {
+            if (AHEAD) {
+                load_mail(p, copied(index), index < PIECES);
+            } else if (index < PIECES) {
                 bool waits = source.waits >> n & 1;
                 bool reads = inside(depth) && (source.reads >> n & 1);
                 if (MAIL) load_mail(p, place(source, n, depth), waits && inside(depth));
@@ -551,6 +617,17 @@ struct Product {
     }
 };
 
+// The mini-batch rows of a group: all groups have as many, but for the last.
+struct Rows {
+    int first, end;
+
+    __device__ __forceinline__ Rows(int group, int groups, int batch) {
+        const int each = (batch + groups - 1) / groups;
+        first = group * each;
+        end = first + each < batch ? first + each : batch;
+    }
+};
+
 // What a thread finishes in a round: element e is unit e % UNITS of mini-batch row e / UNITS.
 constexpr int FINISHED = (UNITS * BATCH + THREADS - 1) / THREADS;
 constexpr int STATES = ROUNDS * FINISHED;
@@ -563,14 +640,73 @@ struct Result {
     int element;  // of the round's sums
     bool mine;    // whether this thread stores it
 
-    __device__ __forceinline__ Result(int index, int first_unit, int first_row, int batch) {
-        int e = threadIdx.x + index % FINISHED * THREADS;
+    __device__ __forceinline__ Result(int index, int first_unit, const Rows& rows) {
+        int e = (ROUNDS > 1 ? afresh(threadIdx.x) : threadIdx.x) + index % FINISHED * THREADS;
         mine = e < UNITS * BATCH;
         element = mine ? e : 0;
         unit = first_unit + element % UNITS;
-        row = first_row + index / FINISHED * BATCH + element / UNITS;
-        mine = mine && unit < HIDDEN && row < batch;
+        row = rows.first + index / FINISHED * BATCH + element / UNITS;
+        mine = mine && unit < HIDDEN && row < rows.end;
         unit = unit < HIDDEN ? unit : HIDDEN - 1;
-        row = row < batch ? row : batch - 1;
+        row = row < rows.end ? row : rows.end - 1;
+    }
+};
+
+// What the results of a step need beside the product, asked for a step before.
+//   ELEMENTS, FLOATS  numbers of either type for each result
+//   KEPT              they come into registers, which is the faster way where a round is all of a step; else into
+//                     shared memory: the places of one step are written while those of the step before are read. With
+//                     several rounds registers have weights to hold, and loads into them would share the wait for the
+//                     other blocks' results
+template <int ELEMENTS, int FLOATS, bool KEPT>
+struct Needed {
+    static constexpr int STEP_BYTES = STATES * THREADS * (ELEMENTS * int(sizeof(element)) + FLOATS * 4);
+
+    element coming[KEPT ? STATES : 1][ELEMENTS], now[KEPT ? STATES : 1][ELEMENTS];
+    float coming_floats[KEPT ? STATES : 1][FLOATS + 1], now_floats[KEPT ? STATES : 1][FLOATS + 1];
+    u32 place;  // address of this thread's first element
+
+    __device__ __forceinline__ Needed(u32 memory) : place(memory + threadIdx.x * int(sizeof(element))) {}
+
+    // Ends a step: what was asked for is now there.
+    __device__ __forceinline__ void advance() {
+#pragma unroll
+        for (int state = 0; state < STATES && KEPT; ++state) {
+#pragma unroll
+            for (int i = 0; i < ELEMENTS; ++i) now[state][i] = coming[state][i];
+#pragma unroll
+            for (int i = 0; i < FLOATS; ++i) now_floats[state][i] = coming_floats[state][i];
+        }
+    }
+
+    // All threads of a warp take part; into shared memory those with an even number copy for the next one too. The
+    // thread that waits for the copies is in the same warp as the one that reads them, and a barrier comes in between.
+    // Only what is `mine` may be read.
+    __device__ __forceinline__ void ask(int step, int state, int index, const element* from, bool mine) {
+        if (KEPT) coming[state][index] = load_early(from);
+        else if (mine && (sizeof(element) == 4 || threadIdx.x % 2 == 0)) copy_word(address(step, state, index), from);
+    }
+
+    __device__ __forceinline__ void ask_float(int step, int state, int index, const float* from, bool mine) {
+        if (KEPT) coming_floats[state][index] = load_early_float(from);
+        else if (mine) copy_word(float_address(step, state, index), from);
+    }
+
+    __device__ __forceinline__ float get(int step, int state, int index) const {
+        return widen(KEPT ? now[state][index] : load_element(address(step, state, index)));
+    }
+
+    __device__ __forceinline__ float get_float(int step, int state, int index) const {
+        return KEPT ? now_floats[state][index] : load_float(float_address(step, state, index));
+    }
+
+  private:
+    __device__ __forceinline__ u32 address(int step, int state, int index) const {
+        return place + (step & 1) * STEP_BYTES + (state * ELEMENTS + index) * (THREADS * int(sizeof(element)));
+    }
+
+    __device__ __forceinline__ u32 float_address(int step, int state, int index) const {
+        const u32 first = STATES * ELEMENTS * THREADS * int(sizeof(element)) + threadIdx.x * (4 - int(sizeof(element)));
+        return place + (step & 1) * STEP_BYTES + first + (state * FLOATS + index) * (THREADS * 4);
     }
 };

@@ -19,6 +19,8 @@ struct Forward {
 };
 
 typedef Product<GATES, HIDDEN> Recurrent;
+constexpr bool IN_REGISTERS = ROUNDS == 1 && !MAIL;
+typedef Needed<GATES, 0, IN_REGISTERS> Input;  // projected
 constexpr int SAVED = CELL == 2 || CELL == 3 ? 4 : 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Forward p) {
@@ -26,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int lane = threadIdx.x % 32;
     const u32 rank = split_rank();
     const int group = blockIdx.x / BLOCKS, direction = group / p.batch_groups;
-    const int first_row = (group % p.batch_groups) * GROUP_BATCH;
+    const Rows rows(group % p.batch_groups, p.batch_groups, p.batch);
     const int first_unit = int(blockIdx.x % BLOCKS) * UNITS;
 
     Recurrent product;
@@ -37,19 +39,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     u32 present = 0;
 #pragma unroll
     for (int n = 0; n < ROUNDS * TILES; ++n) {
-        int b = first_row + n * 8 + lane / 4;
-        present |= u32(b < p.batch) << n;
-        read_row[n] = b < p.batch ? b : p.batch - 1;
+        int b = rows.first + n * 8 + lane / 4;
+        present |= u32(b < rows.end) << n;
+        read_row[n] = b < rows.end ? b : rows.end - 1;
         row_length[n] = LENGTHS ? p.lengths[read_row[n]] : p.steps;
     }
 
     // What this thread finishes.
     float cell[STATES], previous[STATES], bias[STATES];
-    element ahead[STATES][GATES];  // the projected input of the coming step
     int length[STATES];
 #pragma unroll
     for (int i = 0; i < STATES; ++i) {
-        Result r(i, first_unit, first_row, p.batch);
+        Result r(i, first_unit, rows);
         int at = (direction * p.batch + r.row) * HIDDEN + r.unit;
         length[i] = LENGTHS ? p.lengths[r.row] : p.steps;
         previous[i] = p.h0 ? widen(p.h0[at]) : 0.0f;
@@ -57,19 +58,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         bias[i] = CELL == 3 && p.bias_n ? widen(p.bias_n[direction * HIDDEN + r.unit]) : 0.0f;
     }
     const i64 row_count = i64(p.batch) * p.directions;  // rows of one step in the [T, B, D, ...] tensors
-    auto look_ahead = [&](int t) {
-        if (t < 0 || t >= p.steps) return;
-        const element* x = p.projected + t * row_count * (GATES * HIDDEN);
+    const int first = direction == 0 ? 0 : p.steps - 1, stride = direction == 0 ? 1 : -1;
+    Input input(product.end);
+    auto ask = [&](int s, int round) {  // for the input of step s
+        const int t = first + s * stride;
+        if (s < p.steps) {
 #pragma unroll
-        for (int i = 0; i < STATES; ++i) {
-            Result r(i, first_unit, first_row, p.batch);
-            int at = (r.row * p.directions + direction) * (GATES * HIDDEN) + r.unit;
+            for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
+                const Result r(i, first_unit, rows);
+                const element* x = p.projected + t * row_count * (GATES * HIDDEN) +
+                                   ((r.row * p.directions + direction) * (GATES * HIDDEN) + r.unit);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) ahead[i][g] = load_early(x + at + g * HIDDEN);
+                for (int g = 0; g < GATES; ++g) input.ask(s, i, g, x + g * HIDDEN, r.mine);
+            }
+        }
+        if (!IN_REGISTERS) group_copies();
+    };
+    // What the backward pass needs of a step. With one round this waits until the next step has asked for its states,
+    // which stores would hold up.
+    element saved[STATES][SAVED + 1];
+    auto save = [&](int t, int round) {
+#pragma unroll
+        for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
+            const Result r(i, first_unit, rows);
+            const int place = r.row * p.directions + direction;
+            if ((LENGTHS && t >= length[i]) || !r.mine) continue;
+            if (SAVED && p.gates) {
+                element* gate = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
+#pragma unroll
+                for (int g = 0; g < SAVED; ++g) gate[g * HIDDEN] = saved[i][g];
+            }
+            if (CELL == 2 && p.cells) p.cells[t * row_count * HIDDEN + (place * HIDDEN + r.unit)] = cell[i];
         }
     };
-    const int first = direction == 0 ? 0 : p.steps - 1, stride = direction == 0 ? 1 : -1;
-    look_ahead(first);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) ask(0, round);
     if (CLUSTERED) cluster_barrier();  // no block may write into a neighbour that has not started
     bool dead = false;
     u32 delays = blockIdx.x * 7919u + 17u;
@@ -84,9 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             const int index = round * TILES + n;
             const element* sent = p.out + before * row_count * HIDDEN + (read_row[index] * p.directions + direction) * HIDDEN;
             const element* initial = p.h0 + (direction * p.batch + read_row[index]) * HIDDEN;
-            bool from_others = s > 0, read = true;
+            bool from_others = s > 0, read = present >> index & 1;
             if (LENGTHS) from_others = before >= 0 && before < row_length[index];
-            if (LENGTHS) read = t < row_length[index];
+            if (LENGTHS) read = read && t < row_length[index];
             if (RESETS) read = read && p.resets[i64(t) * p.batch + read_row[index]] == 0;
             read = read && (from_others || p.h0 != nullptr);
             source.rows[n] = from_others ? sent : initial;
@@ -106,18 +129,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     for (int s = 0; s < p.steps; ++s) {
         const int t = first + s * stride;
-
-        element input[STATES][GATES];
-#pragma unroll
-        for (int i = 0; i < STATES; ++i)
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) input[i][g] = ahead[i][g];
-        look_ahead(t + stride);
+        if (IN_REGISTERS) {
+            input.advance();
+            ask(s + 1, 0);
+        }
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             if (!AHEAD) product.begin(source = source_of(s, round), rank);
+            if (ROUNDS == 1 && s > 0) save(t - stride, 0);
+            if (!IN_REGISTERS) ask(s + 1, round);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
+            if (!IN_REGISTERS && !AHEAD) await_copies<ROUNDS>();  // those of this step and round
             // The next round's rows were published a round ago or earlier: they come while this one is finished.
             if (AHEAD && round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
             else if (AHEAD && s + 1 < p.steps) product.begin(source = source_of(s + 1, 0), rank);
@@ -128,29 +151,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
-                const Result r(i, first_unit, first_row, p.batch);
+                const Result r(i, first_unit, rows);
                 const bool active = !LENGTHS || t < length[i];
                 if (RESETS && active && p.resets[i64(t) * p.batch + r.row]) cell[i] = previous[i] = 0.0f;
-                float sum[GATES], saved[4], h, cell_after = 0.0f;
+                float sum[GATES], gate[4], h, cell_after = 0.0f;
                 product.total(buffer, r.element % UNITS, r.element / UNITS, sum);
                 if constexpr (CELL == 0) {
-                    h = tanh_(sum[0] + widen(input[i][0]));
+                    h = tanh_(sum[0] + input.get(s, i, 0));
                 } else if constexpr (CELL == 1) {
-                    h = sum[0] + widen(input[i][0]);
+                    h = sum[0] + input.get(s, i, 0);
                     h = h < 0.0f ? 0.0f : h;  // and NaN stays NaN
                 } else if constexpr (CELL == 2) {
-                    saved[0] = sigmoid(sum[0] + widen(input[i][0]));
-                    saved[1] = sigmoid(sum[1] + widen(input[i][1]));
-                    saved[2] = tanh_(sum[2] + widen(input[i][2]));
-                    saved[3] = sigmoid(sum[3] + widen(input[i][3]));
-                    cell_after = saved[1] * cell[i] + saved[0] * saved[2];
-                    h = saved[3] * tanh_(cell_after);
+                    gate[0] = sigmoid(sum[0] + input.get(s, i, 0));
+                    gate[1] = sigmoid(sum[1] + input.get(s, i, 1));
+                    gate[2] = tanh_(sum[2] + input.get(s, i, 2));
+                    gate[3] = sigmoid(sum[3] + input.get(s, i, 3));
+                    cell_after = gate[1] * cell[i] + gate[0] * gate[2];
+                    h = gate[3] * tanh_(cell_after);
                 } else {
-                    saved[0] = sigmoid(sum[0] + widen(input[i][0]));
-                    saved[1] = sigmoid(sum[1] + widen(input[i][1]));
-                    saved[3] = sum[2] + bias[i];
-                    saved[2] = tanh_(widen(input[i][2]) + saved[0] * saved[3]);
-                    h = saved[2] + saved[1] * (previous[i] - saved[2]);
+                    gate[0] = sigmoid(sum[0] + input.get(s, i, 0));
+                    gate[1] = sigmoid(sum[1] + input.get(s, i, 1));
+                    gate[3] = sum[2] + bias[i];
+                    gate[2] = tanh_(input.get(s, i, 2) + gate[0] * gate[3]);
+                    h = gate[2] + gate[1] * (previous[i] - gate[2]);
                 }
                 const element rounded = narrow(active ? h : 0.0f);
                 if (active) {
@@ -160,20 +183,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 const int place = r.row * p.directions + direction;
                 product.post(rounded, (s + 1) & 1, round * BATCH + r.element / UNITS, r.unit, r.mine);
                 publish(p.out + t * row_count * HIDDEN + (place * HIDDEN + r.unit), rounded, r.element, r.mine);
-                if (active && r.mine) {
-                    if (SAVED && p.gates) {
-                        element* gate = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
 #pragma unroll
-                        for (int g = 0; g < SAVED; ++g) gate[g * HIDDEN] = narrow(saved[g]);
-                    }
-                    if (CELL == 2 && p.cells) p.cells[t * row_count * HIDDEN + (place * HIDDEN + r.unit)] = cell_after;
-                }
+                for (int g = 0; g < SAVED; ++g) saved[i][g] = narrow(gate[g]);
             }
+            if (ROUNDS > 1) save(t, round);
         }
     }
+    if (ROUNDS == 1 && p.steps > 0) save(first + (p.steps - 1) * stride, 0);
 #pragma unroll
     for (int i = 0; i < STATES; ++i) {
-        const Result r(i, first_unit, first_row, p.batch);
+        const Result r(i, first_unit, rows);
         const int at = (direction * p.batch + r.row) * HIDDEN + r.unit;
         if (r.mine) {
             p.last_hidden[at] = narrow(previous[i]);

@@ -87,12 +87,13 @@ class Variant:
         mail: Whether the group is one cluster, whose blocks write into each other's shared memory.
         tiles: Tiles of 8 mini-batch rows in one round.
         rounds: Rounds in which a group works through its rows.
-        batch_groups: Groups that split the mini-batch.
+        batch_groups: Groups that split the mini-batch, each with as many rows, but for the last. More of them
+            than there are tiles of rows leave part of each tile empty, but each block reads less.
         warps: Warps of a block.
         held: Weight fragments (1 KiB a warp) in registers.
         window: 16-byte pieces each thread keeps in flight.
-        ahead: With several rounds: whether each asks for the first pieces of the next before it is finished,
-            which hides their latency and takes registers that could hold weights.
+        ahead: With several rounds: whether the next round's pieces are copied to shared memory while one is
+            finished, which hides their latency and takes room that could hold weights.
     """
 
     units: int
@@ -115,6 +116,10 @@ class Variant:
     def grid(self, problem: Problem) -> int:
         """Thread blocks of the launch."""
         return self.blocks * self.batch_groups * problem.directions
+
+    def rows(self, problem: Problem) -> int:
+        """Mini-batch rows of a group."""
+        return -(-problem.batch // self.batch_groups)
 
     def row_tiles(self, problem: Problem) -> int:
         """Tiles of 16 rows that a block multiplies."""
@@ -144,9 +149,29 @@ class Variant:
         stride = -(-problem.depth * problem.element_bytes // 128) * 128 + 64
         return self.rounds * self.tiles * 8 * stride if self.mail else 0
 
+    def copied_bytes(self, problem: Problem) -> int:
+        """Shared memory of the pieces that are copied ahead."""
+        return self.slabs(problem) * self.tiles * self.warps * 32 * 16 if self.ahead else 0
+
+    def finished(self, problem: Problem) -> int:
+        """Results of a round that one thread finishes."""
+        return -(-self.units * self.tiles * 8 // (self.warps * 32))
+
+    def needed_bytes(self, problem: Problem) -> int:
+        """Shared memory of what the results of one step need, where that is not in registers."""
+        if self.rounds == 1 and (problem.backward or not self.mail):
+            return 0
+        if problem.backward:
+            each = {"lstm": 5 * problem.element_bytes + 8, "gru": 6 * problem.element_bytes}
+            bytes_each = each.get(problem.cell.name, 2 * problem.element_bytes)
+        else:
+            bytes_each = problem.cell.gates * problem.element_bytes
+        return self.rounds * self.finished(problem) * self.warps * 32 * bytes_each
+
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of one block."""
-        return self.kept_bytes(problem) + 2 * (self.partial_bytes(problem) + self.mail_bytes(problem))
+        doubled = self.partial_bytes(problem) + self.mail_bytes(problem) + self.needed_bytes(problem)
+        return self.kept_bytes(problem) + 2 * doubled + self.copied_bytes(problem)
 
     def constants(self, problem: Problem, *, jitter: bool = False) -> dict[str, int]:
         """What the kernel's source is compiled with."""
@@ -195,7 +220,8 @@ class Capacity:
 
 def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
     """Every variant whose weights fit on the chip."""
-    for batch_groups, rounds, tiles in _splits(-(-problem.batch // 8)):
+    most_groups = capacity.multiprocessors // problem.directions
+    for batch_groups, rounds, tiles in _splits(problem.batch, most_groups):
         groups = batch_groups * problem.directions
         for units in UNITS:
             for split, mail in [(split, False) for split in SPLITS] + [(1, True)]:
@@ -209,7 +235,7 @@ def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
                 if mail and (not capacity.clusters or units % problem.piece or cluster > LARGEST_CLUSTER):
                     continue
                 for warps in (4, 8, 16):
-                    for ahead in (False, True)[: min(rounds, 2)]:
+                    for ahead in (False, True)[: 2 if rounds > 1 and not mail else 1]:
                         fitted = _fit(
                             problem,
                             Variant(
@@ -221,90 +247,86 @@ def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
                             yield fitted
 
 
-def _splits(batch_tiles: int) -> list[tuple[int, int, int]]:
-    """Groups, rounds and tiles of a round that cover so many tiles of 8 rows, none of them empty."""
-    found = set()
-    for tiles in range(1, min(batch_tiles, 8) + 1):
-        parts = -(-batch_tiles // tiles)
-        for rounds in range(1, min(parts, 8) + 1):
-            groups = -(-parts // rounds)
-            if (groups - 1) * rounds * tiles < batch_tiles and groups * (rounds - 1) * tiles < batch_tiles:
-                found.add((groups, rounds, tiles))
-    return sorted(found)
+def group_count(batch: int, groups: int) -> int:
+    """Groups that split so many rows evenly, none of them empty: at most ``groups``."""
+    return -(-batch // -(-batch // groups))
+
+
+def _splits(batch: int, most_groups: int) -> Iterator[tuple[int, int, int]]:
+    """Groups, rounds and tiles of a round that cover so many rows, none of them empty."""
+    for groups in range(1, min(batch, most_groups) + 1):
+        if groups != group_count(batch, groups):
+            continue
+        group_tiles = -(-batch // (groups * 8))
+        for tiles in range(1, min(group_tiles, 8) + 1):
+            rounds = -(-group_tiles // tiles)
+            if rounds <= 8:
+                yield groups, rounds, tiles
 
 
 def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | None:
     """The variant with as many weights in registers as there is surely room for; None if they do not fit."""
     row_tiles, slabs = variant.row_tiles(problem), variant.slabs(problem)
     budget = min(THREAD_REGISTERS, REGISTERS // (variant.warps * 32))
-    finished = -(-variant.units * variant.tiles * 8 // (variant.warps * 32)) * variant.rounds
+    finished = variant.finished(problem) * variant.rounds
     pieces = slabs * variant.tiles
-    window = min(pieces, 8 if variant.tiles * row_tiles <= 8 else 4)
+    # What is copied ahead comes from shared memory, whose latency few loads hide.
+    window = min(pieces, 8 if variant.tiles * row_tiles <= 8 and not variant.ahead else 4)
     flight = 8 * window if pieces > window else 4 * window
-    free = budget - OTHER_REGISTERS - 4 * row_tiles * variant.tiles - flight - 11 * finished
+    each = 11 if variant.rounds == 1 else 8
+    free = budget - OTHER_REGISTERS - 4 * row_tiles * variant.tiles - flight - each * finished
     if free < 0:
         return None
-    most = min(free // 8, variant.fragments(problem))
-    # Asked for ahead, the pieces of the next round come while the sums of one are still needed. Where shared
-    # memory has no room for more weights, some of these registers are spilled.
-    ahead = 4 * window if variant.ahead else 0
-    for held in range(min(max(free - ahead, 0) // 8, most), most + 1):
-        fitted = replace(variant, held=held, window=window)
-        if fitted.shared_bytes(problem) <= shared_bytes:
-            return fitted
-    return None
+    fitted = replace(variant, held=min(free // 8, variant.fragments(problem)), window=window)
+    return fitted if fitted.shared_bytes(problem) <= shared_bytes else None
 
 
 #: Microseconds for one of each of :func:`work`, fitted by benchmarks/tune_persistent.py to the variants it
 #: measured on an H200. Of hidden sizes left out of the fit, the variant predicted to be fastest took 4 %
-#: longer than the fastest one measured (geometric mean), 27 % at most.
+#: longer than the fastest one measured (geometric mean), 32 % at most.
 MICROSECONDS = {
-    "through_l2": 0.601,
-    "through_mail": 0.434,
-    "readers": 0.0081,
-    "l2_mb": 0.133,
-    "mail_kib": 0.0386,
-    "split": 0.302,
-    "further_split": 0.0062,
-    "split_ahead": 0.244,
-    "product_us": 1.49,
-    "kept": 0.0189,
-    "sums_read": 0.0144,
-    "published": 0.0882,
-    "posted": 0.0024,
+    "through_l2": 0.455,
+    "through_mail": 0.4,
+    "readers": 0.00969,
+    "read_kib": 0.0152,
+    "not_ahead": 0.266,
+    "mail_kib": 0.0507,
+    "split": 0.618,
+    "product_us": 1.35,
+    "kept": 0.0157,
+    "sums_read": 0.00718,
+    "published": 0.101,
 }
 
 
 def work(problem: Problem, variant: Variant) -> dict[str, float]:
     """What one step does: the exchanges, and for each round what it reads, multiplies, adds and publishes.
 
-    With several rounds an exchange goes on while the other rounds are worked on. ``product_us`` are
+    With several rounds an exchange goes on while the other rounds are worked on; what a round reads it waits
+    for, where it was not copied ahead. What one block reads counts, not what all read. ``product_us`` are
     microseconds at the rates of an H200 at 1.98 GHz: 8 clocks of a Tensor Core for each product of
     16 x 8 x 16, 33 until the next one may use its result. ``kept`` are the weight fragments that a warp reads
-    from shared memory. Asking ahead was not found to save time on average: it costs the fragments whose
-    registers it takes, and more where blocks split the depth.
+    from shared memory.
     """
     clocks = 1980.0
     slabs, row_tiles, rounds = variant.slabs(problem), variant.row_tiles(problem), variant.rounds
-    read_kib = rounds * variant.tiles * 8 * problem.depth * problem.element_bytes / variant.split / 1024
+    read_kib = variant.rows(problem) * problem.depth * problem.element_bytes / variant.split / 1024
     products = slabs * 2 * row_tiles * variant.tiles * (3 if problem.strict else 1)
     product = max(8.0 * products * variant.warps / 4, 33.0 * slabs * 2)
-    finished = -(-variant.units * variant.tiles * 8 // (variant.warps * 32))
+    finished = variant.finished(problem)
     published = problem.cell.gradients if problem.backward else 1
     return {
         "through_l2": 0.0 if variant.mail else 1 / rounds,
         "through_mail": float(variant.mail),
         "readers": 0.0 if variant.mail else variant.blocks / rounds,
-        "l2_mb": 0.0 if variant.mail else variant.grid(problem) * read_kib * 1024 / 1e6,
+        "read_kib": 0.0 if variant.mail else read_kib,
+        "not_ahead": rounds * (rounds > 1 and not variant.ahead),
         "mail_kib": read_kib if variant.mail else 0.0,
         "split": rounds * (variant.split > 1),
-        "further_split": rounds * (variant.split - 1),
-        "split_ahead": rounds * (variant.split > 1 and variant.ahead),
         "product_us": rounds * product / clocks,
         "kept": rounds * max(variant.fragments(problem) - variant.held, 0),
         "sums_read": rounds * finished * variant.split * variant.warps * problem.rows_per_unit,
         "published": rounds * finished * published,
-        "posted": rounds * finished * published * variant.blocks if variant.mail else 0.0,
     }
 
 
