@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     };
     // What the backward pass needs of a step. With one round this waits until the next step has asked for its states,
     // which stores would hold up.
-    element saved[STATES][SAVED + 1];
+    float saved[STATES][SAVED + 1];
     auto save = [&](int t, int round) {
 #pragma unroll
         for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             if (SAVED && p.gates) {
                 element* gate = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
 #pragma unroll
-                for (int g = 0; g < SAVED; ++g) gate[g * HIDDEN] = saved[i][g];
+                for (int g = 0; g < SAVED; ++g) gate[g * HIDDEN] = narrow(saved[i][g]);
             }
             if (CELL == 2 && p.cells) p.cells[t * row_count * HIDDEN + (place * HIDDEN + r.unit)] = cell[i];
         }
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 product.post(rounded, (s + 1) & 1, round * BATCH + r.element / UNITS, r.unit, r.mine);
                 publish(p.out + t * row_count * HIDDEN + (place * HIDDEN + r.unit), rounded, r.element, r.mine);
 #pragma unroll
-                for (int g = 0; g < SAVED; ++g) saved[i][g] = narrow(gate[g]);
+                for (int g = 0; g < SAVED; ++g) saved[i][g] = gate[g];
             }
             if (ROUNDS > 1) save(t, round);
         }
