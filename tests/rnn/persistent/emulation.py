@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         gave_up: Whether a thread reached the spin limit.
-        overran: Thread blocks that wrote past their shared memory.
+        overran: Thread blocks that wrote past their shared memory; -1: an address was misaligned.
     """
 
     gave_up: bool

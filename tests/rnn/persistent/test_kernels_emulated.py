@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,8 @@ CASES = [
     Case("lstm", BF16, 40, 18, 4, 1, "LR", 1, 4, 2, True),
     Case("lstm", FP32, 24, 5, 4, 1, "LR", 1, 4, 1, False, groups=3),
     Case("rnn_tanh", BF16, 40, 7, 4, 2, "LR", 0, 4, 1, False, groups=2),
+    Case("rnn_relu", FP16, 8, 257, 2, 1, "", 1, 4, 5, False),
+    Case("lstm", BF16, 24, 26, 4, 1, "LR", 1, 4, 2, True, groups=3, ahead=True),
 ]
 
 
@@ -227,6 +230,30 @@ def test_a_whole_module_under_autocast(
     assert {variant.rounds for variant in ran} == {2}
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=4e-3 * max(1.0, float(other.abs().max())))
+
+
+def test_views_that_begin_at_any_element(emulated: Callable[[Case], list[Variant]]) -> None:
+    """As of a flat vector, in which gradients of concatenated tensors lie too."""
+    case = CASES[6]
+    emulated(case)
+    generator = torch.Generator().manual_seed(0)
+    shape = (case.directions, case.batch, case.hidden)
+
+    def view(*shape: int) -> torch.Tensor:
+        return torch.rand(math.prod(shape) + 1, generator=generator).to(case.dtype)[1:].view(shape)
+
+    xg, w_hh = view(4, case.batch, 2, 120), view(2, 120, case.hidden) / 40
+    given = (w_hh, view(2, case.hidden), view(*shape))
+    grads = view(4, case.batch, 2, case.hidden), view(*shape)
+    results = []
+    for w_hh, bias_n, h0 in (given, [t.clone() for t in given]):
+        out = layer.forward(CELLS["gru"], xg, w_hh, bias_n, h0, None, None, None, save=True)
+        found = layer.backward(
+            CELLS["gru"], *grads, None, (out.out, out.gates, out.c), w_hh, h0, None, None, None
+        )
+        results.append((out.out, found.dg, found.grad_h0))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_block_that_never_comes_ends_in_an_error(pytestconfig: pytest.Config) -> None:

@@ -42,11 +42,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     product.load(p.weights + i64(direction) * WIDTH * HIDDEN, first_unit, rank, shared);
 
     int read_row[ROUNDS * TILES], row_length[ROUNDS * TILES];  // of the rows whose gradients this thread reads
-    u32 present = 0;
+    tile_bits present = 0;
 #pragma unroll
     for (int n = 0; n < ROUNDS * TILES; ++n) {
         int b = rows.first + n * 8 + lane / 4;
-        present |= u32(b < rows.end) << n;
+        present |= tile_bits(b < rows.end) << n;
         read_row[n] = b < rows.end ? b : rows.end - 1;
         row_length[n] = LENGTHS ? p.lengths[read_row[n]] : p.steps;
     }

@@ -46,6 +46,9 @@ constexpr int SLAB = 4 * LANES_K;              // depth that one weight fragment
 constexpr u32 UNWRITTEN = 0xFFFFFFFFu;
 constexpr bool CLUSTERED = SPLIT > 1 || MAIL;
 
+typedef u64 tile_bits;  // one for each tile of a group
+static_assert(ROUNDS * TILES <= 8 * sizeof(tile_bits), "every tile has a bit");
+
 #if ELEMENT == 2
 typedef float element;
 #else
@@ -117,8 +120,8 @@ __device__ __forceinline__ void load_shared_device(piece& p, const void* address
         : "memory");
 }
 
-// Copies 16 bytes that other multiprocessors may be writing to shared memory, which await_copies() waits for: no
-// register is taken meanwhile. Zeros where `wanted` is false.
+// Copies to shared memory 16 bytes that other multiprocessors may be writing; zeros where `wanted` is false.
+// await_copies() waits for them: no register is taken meanwhile.
 __device__ __forceinline__ void copy_early(u32 to, const void* address, bool wanted) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(address), "r"(wanted ? 16u : 0u) : "memory");
 }
@@ -344,8 +347,8 @@ struct Product {
     piece* kept;  // shared memory of this warp's other fragments
     float* partial;
     u32 mail;   // address of the first mailbox in this block's shared memory; AHEAD: of this thread's first copy
-    u32 end;    // where the product's shared memory ends
-    u32 peers[(BLOCKS + LANES_K - 1) / LANES_K];  // and in that of the blocks this thread writes to
+    u32 peers[(BLOCKS + LANES_K - 1) / LANES_K];  // MAIL: of the mailboxes in the blocks this thread writes to
+    u32 end;  // where the product's shared memory ends
 
     // Bytes between the rows of a mailbox: 64 modulo 128, so that two rows never meet in a bank.
     static constexpr int MAIL_STRIDE = (DEPTH * int(sizeof(element)) + 127) / 128 * 128 + 64;
@@ -403,7 +406,7 @@ struct Product {
         u32 mailbox = 0;             // MAIL: this thread's row of the first tile, in this round's mailbox
     };
 
-    // Asks for the first pieces of the vector, or for all; multiply() with the same source comes next.
+    // Asks for the first pieces of the vector, AHEAD for all; multiply() with the same source comes next.
     __device__ __forceinline__ void begin(const Source& source, u32 rank) {
 #if AHEAD
 #pragma unroll
@@ -654,16 +657,16 @@ struct Result {
 
 // What the results of a step need beside the product, asked for a step before.
 //   ELEMENTS, FLOATS  numbers of either type for each result
-//   KEPT              they come into registers, which is the faster way where a round is all of a step; else into
+//   REGISTERS         they come into registers, which is the faster way where a round is all of a step; else into
 //                     shared memory: the places of one step are written while those of the step before are read. With
 //                     several rounds registers have weights to hold, and loads into them would share the wait for the
 //                     other blocks' results
-template <int ELEMENTS, int FLOATS, bool KEPT>
+template <int ELEMENTS, int FLOATS, bool REGISTERS>
 struct Needed {
     static constexpr int STEP_BYTES = STATES * THREADS * (ELEMENTS * int(sizeof(element)) + FLOATS * 4);
 
-    element coming[KEPT ? STATES : 1][ELEMENTS], now[KEPT ? STATES : 1][ELEMENTS];
-    float coming_floats[KEPT ? STATES : 1][FLOATS + 1], now_floats[KEPT ? STATES : 1][FLOATS + 1];
+    element coming[REGISTERS ? STATES : 1][ELEMENTS], now[REGISTERS ? STATES : 1][ELEMENTS];
+    float coming_floats[REGISTERS ? STATES : 1][FLOATS + 1], now_floats[REGISTERS ? STATES : 1][FLOATS + 1];
     u32 place;  // address of this thread's first element
 
     __device__ __forceinline__ Needed(u32 memory) : place(memory + threadIdx.x * int(sizeof(element))) {}
@@ -671,7 +674,7 @@ struct Needed {
     // Ends a step: what was asked for is now there.
     __device__ __forceinline__ void advance() {
 #pragma unroll
-        for (int state = 0; state < STATES && KEPT; ++state) {
+        for (int state = 0; state < STATES && REGISTERS; ++state) {
 #pragma unroll
             for (int i = 0; i < ELEMENTS; ++i) now[state][i] = coming[state][i];
 #pragma unroll
@@ -679,25 +682,24 @@ struct Needed {
         }
     }
 
-    // All threads of a warp take part; into shared memory those with an even number copy for the next one too. The
-    // thread that waits for the copies is in the same warp as the one that reads them, and a barrier comes in between.
-    // Only what is `mine` may be read.
+    // Words of two 16-bit elements are copied by the threads of an even number, for the next one too: a barrier must
+    // come between their wait and the next one's reading. What is not `mine` is not copied: it reads as anything.
     __device__ __forceinline__ void ask(int step, int state, int index, const element* from, bool mine) {
-        if (KEPT) coming[state][index] = load_early(from);
+        if (REGISTERS) coming[state][index] = load_early(from);
         else if (mine && (sizeof(element) == 4 || threadIdx.x % 2 == 0)) copy_word(address(step, state, index), from);
     }
 
     __device__ __forceinline__ void ask_float(int step, int state, int index, const float* from, bool mine) {
-        if (KEPT) coming_floats[state][index] = load_early_float(from);
+        if (REGISTERS) coming_floats[state][index] = load_early_float(from);
         else if (mine) copy_word(float_address(step, state, index), from);
     }
 
     __device__ __forceinline__ float get(int step, int state, int index) const {
-        return widen(KEPT ? now[state][index] : load_element(address(step, state, index)));
+        return widen(REGISTERS ? now[state][index] : load_element(address(step, state, index)));
     }
 
     __device__ __forceinline__ float get_float(int step, int state, int index) const {
-        return KEPT ? now_floats[state][index] : load_float(float_address(step, state, index));
+        return REGISTERS ? now_floats[state][index] : load_float(float_address(step, state, index));
     }
 
   private:

@@ -36,11 +36,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     // The rows whose hidden state this thread reads.
     int read_row[ROUNDS * TILES], row_length[ROUNDS * TILES];
-    u32 present = 0;
+    tile_bits present = 0;
 #pragma unroll
     for (int n = 0; n < ROUNDS * TILES; ++n) {
         int b = rows.first + n * 8 + lane / 4;
-        present |= u32(b < rows.end) << n;
+        present |= tile_bits(b < rows.end) << n;
         read_row[n] = b < rows.end ? b : rows.end - 1;
         row_length[n] = LENGTHS ? p.lengths[read_row[n]] : p.steps;
     }

@@ -222,7 +222,13 @@ def _kernel(
 
 
 def _launch(kernel: Kernel, tensors: dict[str, Tensor | None], steps: int) -> None:
-    kernel.launch({name: None if t is None else t.contiguous() for name, t in tensors.items()}, steps)
+    kernel.launch({name: None if t is None else _dense(t) for name, t in tensors.items()}, steps)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Contiguous, from where pieces of 16 bytes can be loaded: a view may begin at any element."""
+    dense = tensor.contiguous()
+    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
 
 
 def _padded(hidden: int, dtype: torch.dtype) -> int:
