@@ -44,7 +44,8 @@ def cells(row: Row) -> str:
     if {"cuda-graph", "compile"} & {*fixes(row)}:
         memory = f"{row['step_gib'][0]:.2f} → kept by graphs"
     faster = f"{wall[0] / wall[-1]:.2f}" if row["fixes"] else "measured against itself"
-    return " | ".join([row["model"], pair(wall), faster, pair(row["gpu_ms"]), memory])
+    name = row["model"] + " \\*" * row.get("earlier_plan", False)
+    return " | ".join([name, pair(wall), faster, pair(row["gpu_ms"]), memory])
 
 
 def eager(rows: list[Row]) -> Iterator[str]:
@@ -99,8 +100,8 @@ _COMPILED = """\
 Before: `torch.compile(model)` alone, which pads misaligned products by itself. After: with the plan made
 for a model that is to be compiled; in it, `compile` is the mode `reduce-overhead` (CUDA graphs). The
 last column has the fixes of the eager plan that the compiled one does without: there the compiler does
-the job, or leaves too little to gain. These are the plans as they were measured: since then, fixes look
-at such a model as it is written, and pad vocabularies and features there too."""
+the job, or leaves too little to gain. A model with a * was measured with an earlier plan: since then, fixes
+look at such a model as it is written, make its masks contiguous, and pad vocabularies and features there."""
 
 
 def page() -> str:

@@ -124,7 +124,13 @@ def build():
 def test_a_finding_that_its_fix_does_not_reach_is_left_to_the_user(tilefit, script: Path) -> None:
     script.write_text(_FLAT)
     arguments = ("--gpu", "h200", "--amp", "bf16", "--select", "NTC005", "--no-verify")
-    assert "Left to you, see tilefit check: NTC005" in tilefit("fix", "train.py:build", *arguments).out
+    line = "Left to you, see tilefit check: NTC005"
+    assert line in tilefit("fix", "train.py:build", *arguments).out
+    assert line in tilefit("fix", "train.py:build", *arguments, "--diff").err
+    data = json.loads(tilefit("fix", "train.py:build", *arguments, "--output-format", "json").out)
+    assert data["left_to_you"] == ["NTC005"]
+    text = tilefit("fix", "train.py:build", *arguments, "--output-format", "markdown").out
+    assert text.endswith("## Left to you\n\nSee `tilefit check`: NTC005\n")
 
 
 def test_a_healthy_model_has_nothing_to_fix(tilefit, script: Path) -> None:

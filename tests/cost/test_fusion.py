@@ -12,7 +12,9 @@ from tilefit.capture.targets import InputOptions, load
 from tilefit.cost import estimate_step, fuse
 from tilefit.ops import (
     FORWARD,
+    Attention,
     Conv,
+    Fallback,
     Gemm,
     Memory,
     Op,
@@ -23,6 +25,7 @@ from tilefit.ops import (
     Streaming,
     TensorRef,
 )
+from tilefit.ops.step import MASK
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "inductor_kernels.json"
 ROWS, WIDTH = 8192, 1024
@@ -213,6 +216,41 @@ def test_only_what_is_written_takes_memory() -> None:
     memory = fuse(Step((*ops, *backward), memory=before)).memory
     assert memory.saved_bytes == 2 * BYTES  # 4 and 5
     assert memory.peak_bytes == 100 + 3 * BYTES
+
+
+def test_what_pads_a_product_takes_memory_from_when_its_operand_is_made() -> None:
+    def peak_bytes(width: int) -> int:
+        """Of logits and the gradient made of them, which two products read."""
+        shapes = {1: (ROWS, 768), 2: (width, 768), 5: (width, 768), 6: (ROWS, 768)}
+        tensors = {n: TensorRef(n, shapes.get(n, (ROWS, width)), "bf16") for n in range(1, 7)}
+        made = (
+            (Gemm(ROWS, width, 768, layout="TN"), [1, 2], [3], FORWARD),
+            (stream([3], [4]).op, [3], [4], "backward-data"),
+            (Gemm(width, 768, ROWS, layout="NT"), [4, 1], [5], "backward-weight"),
+            (Gemm(ROWS, 768, width), [4, 2], [6], "backward-data"),
+        )
+        ops = [
+            StepOp(op, phase, Site(), "", tuple(tensors[n] for n in reads), tuple(tensors[n] for n in writes))
+            for op, reads, writes, phase in made
+        ]
+        return fuse(Step(tuple(ops))).memory.peak_bytes
+
+    logits_bytes = ROWS * 50264 * 2
+    assert peak_bytes(50264) == pytest.approx(2 * logits_bytes, rel=0.05)
+    # Both products read one copy of the gradient, beside the gradient and what it was made of.
+    assert peak_bytes(50257) == pytest.approx(3 * logits_bytes, rel=0.05)
+
+
+def test_what_attention_makes_and_does_not_return_is_not_kept() -> None:
+    def saved_bytes(number: int) -> int:
+        call = Fallback(0, Attention(8, 16, 512, 64), MASK)
+        site = Site("attention", fallback=call)
+        ops = (stream([1], [2]), stream([2], [3], "copy"), product([2, 9], [4]), stream([4], [5]))
+        inside = [replace(op, site=site) if i < number else op for i, op in enumerate(ops)]
+        return fuse(Step(tuple(inside))).memory.saved_bytes
+
+    assert saved_bytes(0) == saved_bytes(2) == 2 * BYTES  # 3 and 5
+    assert saved_bytes(3) == saved_bytes(4) == BYTES
 
 
 def test_arithmetic_comes_on_top_of_the_traffic() -> None:

@@ -49,6 +49,14 @@ def test_small_operations_wait_for_the_host() -> None:
     assert predicted.bound_time_s[LAUNCH] > predicted.gpu_time_s
 
 
+def test_a_forward_pass_alone_costs_the_host_its_launches() -> None:
+    alone = Settings(training=False)
+    predicted = estimate_step(step(SMALL, settings=alone), H200)
+    launches_s = sum(around_s(step(SMALL))) + launch_s(SMALL, FORWARD, H200, alone)
+    assert predicted.host_time_s == pytest.approx(launches_s)
+    assert estimate_step(step(SMALL), H200).host_time_s == pytest.approx(FIXED_S["forward"] + launches_s)
+
+
 def test_the_host_runs_ahead_during_a_long_kernel() -> None:
     behind = estimate_step(step(LARGE, *[SMALL] * 100), H200)
     first = estimate_step(step(*[SMALL] * 100, LARGE), H200)

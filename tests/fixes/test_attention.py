@@ -429,9 +429,10 @@ def test_a_replaced_forward_is_refused() -> None:
     assert any("forward" in refused.reason for refused in found.refused)
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_returned_weights_leave_no_gain(train: bool) -> None:
-    assert plan(Returning(), torch.empty(64, 512, 8), train=train).speedup < 1.05
+def test_returned_weights_leave_little_gain() -> None:
+    assert not plan(Returning(), torch.empty(512, 512, 8)).fixes
+    # Without gradients the weights are made once, and only their product with the values is saved.
+    assert plan(Returning(), torch.empty(512, 512, 8), train=False).speedup < 1.2
 
 
 def test_a_compiled_model_is_left_to_the_compiler() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import tilefit
+from encoders import Encoder
 from tilefit.fixes.attention import Fusion
 from tilefit.fixes.compiled import DEFAULT, REDUCE_OVERHEAD, Compilation
 from tilefit.fixes.run import Run
@@ -45,6 +47,35 @@ def test_chains_of_streaming_operations_are_compiled() -> None:
     found.undo()
     assert not found.run.compiled
     assert model._compiled_call_impl is None
+
+
+def test_a_model_of_pytorchs_own_modules_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend=backend))
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8)))
+    undo = Compilation((), DEFAULT).apply(Run(model, (torch.randn(2, 8),)))
+    model(torch.randn(2, 8))
+    assert graphs == [3]
+    undo()
+
+
+def test_hooks_that_come_later_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend="eager"))
+    torch._dynamo.reset()
+    model, x, seen = Gated(), torch.randn(2, 512), []
+    Compilation((), DEFAULT).apply(Run(model, (x,)))
+    model(x)
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model(x)
+    assert len(seen) == 1
 
 
 def test_a_step_that_waits_for_the_host_gets_graphs() -> None:
@@ -148,3 +179,38 @@ def test_graphs_that_the_compiler_makes_are_not_missed() -> None:
     assert not found.refused
     alone = tilefit.optimize(Gated(), torch.empty(64, 512), gpu="h200", amp="bf16", select=["cuda-graph"])
     assert "Python" in alone.refused[0].reason
+
+
+def test_compilation_is_priced_with_the_masks_that_only_it_makes() -> None:
+    def planned(*select: str, **options: object) -> tilefit.Plan:
+        x = torch.empty(16, 1024, 512, device="meta")
+        with torch.device("meta"):
+            model = Encoder("compiling")
+        return tilefit.optimize(model, x, gpu="h200", amp="bf16", select=select, **options)  # type: ignore[arg-type]
+
+    # Attention that compilation keeps from the fused kernels costs more than it saves.
+    assert not planned("compile").fixes
+    assert not planned("contiguous-masks").fixes
+    plan = planned("compile", "contiguous-masks", "merge-projections")
+    assert [fix.name for fix in plan.fixes] == ["merge-projections", "compile"]
+    (_, fix) = plan.fixes
+    assert fix.modules == ("layers.0", "layers.1")
+    assert "mask" in fix.summary
+    assert "torch.compile(model" in fix.summary
+    assert fix.verification is not None
+    assert fix.verification.ok
+    assert plan.after_s < planned("merge-projections", verify=False).after_s
+
+
+def test_what_is_changed_with_compilation_is_taken_back_with_it() -> None:
+    model = Encoder("compiling")
+    kept = [type(layer) for layer in model.layers]
+    x = torch.empty(16, 1024, 512, device="meta")
+    plan = tilefit.optimize(model, x, gpu="h200", amp="bf16", select=["compile", "contiguous-masks"])
+    assert plan.run.compiled
+    assert model._compiled_call_impl is not None
+    assert [type(layer) for layer in model.layers] != kept
+    plan.undo()
+    assert not plan.run.compiled
+    assert model._compiled_call_impl is None
+    assert [type(layer) for layer in model.layers] == kept

@@ -14,6 +14,7 @@ import tilefit
 from encoders import Encoder, SelfAttention
 from tilefit.capture import capture
 from tilefit.fixes import Plan
+from tilefit.fixes.masks import with_contiguous_masks
 from tilefit.ops import Attention, Step
 
 
@@ -110,17 +111,34 @@ def test_a_mask_that_the_module_makes_itself_is_out_of_reach() -> None:
     assert attentions(capture(model, torch.empty(32, 512, 512, device="meta"), amp="bf16")) == 2
 
 
-def test_bools_are_masks_without_dimensions_for_batch_and_heads() -> None:
-    class Square(Encoder):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            length = x.shape[1]
-            mask = torch.ones(length, 1, dtype=torch.bool, device=x.device).expand(length, length)
-            for layer in self.layers:
-                x = x + layer(x, mask=mask)
-            return x
+class Given(Encoder):
+    """Its layers are given a mask of one column that is repeated."""
 
-    (fix,) = fixed(Square()).fixes
+    def __init__(self, dtype: torch.dtype, dimensions: int) -> None:
+        super().__init__()
+        self.dtype, self.dimensions = dtype, dimensions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        sizes = (1,) * (self.dimensions - 2)
+        column = torch.ones(*sizes, length, 1, dtype=self.dtype, device=x.device)
+        for layer in self.layers:
+            x = x + layer(x, mask=column.expand(*sizes, length, length))
+        return x
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])  # autocast copies others
+def test_masks_without_dimensions_for_batch_or_heads(dtype: torch.dtype, dimensions: int) -> None:
+    (fix,) = fixed(Given(dtype, dimensions)).fixes
     assert fix.modules == ("layers.0", "layers.1")
+    assert fix.verification is not None
+    assert fix.verification.ok
+
+
+def test_numbers_that_attention_is_computed_of_are_no_mask() -> None:
+    x = torch.randn(2, 5, 3).transpose(1, 2)
+    assert with_contiguous_masks(torch.nn.Identity(), lambda given: given, x) is x
 
 
 def test_a_forward_that_was_replaced_is_refused() -> None:

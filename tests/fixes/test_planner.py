@@ -229,3 +229,12 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was(only, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         optimize(model, select=[])
     assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.Linear]
+
+
+def test_where_new_tensors_go_by_default_does_not_matter() -> None:
+    expected = optimize(odd(), select=[])
+    with torch.device("meta"):
+        plan = optimize(odd(), select=[])
+    assert [fix.name for fix in plan.fixes] == [fix.name for fix in expected.fixes]
+    assert plan.verification is not None
+    assert plan.verification.ok

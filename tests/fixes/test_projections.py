@@ -18,6 +18,7 @@ import tilefit
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.projections import Merging
 from tilefit.fixes.run import Run
+from tilefit.ops import OPTIMIZER
 
 
 class Attention(nn.Module):
@@ -181,6 +182,19 @@ def test_the_plan_merges_what_pays() -> None:
     assert fix.gain_s > 0
     assert found.verification is not None
     assert found.verification.ok
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizer_sees_the_parameters_that_are_there(fused: bool) -> None:
+    run = Run(made(), torch.empty(2, 5, 16, dtype=torch.float64), fused_optimizer=fused).on_meta()
+
+    def work() -> list[Any]:
+        return [(entry.name, entry.op) for entry in run.capture().ops if entry.phase == OPTIMIZER]
+
+    before = work()
+    Merging(("q", "k", "v"), (("q", "k", "v"),), 1).apply(run)
+    assert any(entry.name == "aten.cat" for entry in run.capture().ops)
+    assert work() == before != []
 
 
 def test_stacking_weights_needs_rows_to_pay() -> None:

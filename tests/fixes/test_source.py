@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -38,15 +39,19 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
     def captured(
         target: str, options: Sequence[CaptureOptions], timeout_s: float
     ) -> Iterator[Step | TilefitError]:
-        for each in options:
-            with patch.dict(sys.modules):  # a child has imported nothing yet
-                for name, module in list(sys.modules.items()):
-                    if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
-                        del sys.modules[name]
-                try:
-                    yield capture_target(target, each)
-                except TilefitError as error:
-                    yield error
+        precision = torch.get_float32_matmul_precision()
+        try:
+            for each in options:
+                with patch.dict(sys.modules):  # a child has imported nothing yet
+                    for name, module in list(sys.modules.items()):
+                        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+                            del sys.modules[name]
+                    try:
+                        yield capture_target(target, each)
+                    except TilefitError as error:
+                        yield error
+        finally:
+            torch.set_float32_matmul_precision(precision)  # what a program sets dies with the child
 
     monkeypatch.setattr(patches_module, "captures_in_child", captured)
 
@@ -532,11 +537,8 @@ def test_the_optimizer_is_fused_where_it_is_made(proposed: Proposed) -> None:
     ]
 
 
-def test_tf32_is_allowed_behind_the_imports(proposed: Proposed, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
+def test_tf32_is_allowed_behind_the_imports(proposed: Proposed) -> None:
     patches = proposed(_HEAD + _LOOP, select=["PRC001"], amp="")
-    torch.set_float32_matmul_precision("highest")  # trying it in this process set it
     assert _changed(patches) == ["+", '+torch.set_float32_matmul_precision("high")']
     assert patches.diff().index(b"from torch import nn") < patches.diff().index(b"+torch.set_float32")
 
@@ -578,6 +580,26 @@ def test_a_loop_that_the_target_does_not_run_is_found_by_what_holds_the_model(pr
         "-    train(model, torch.optim.AdamW(model.parameters()))",
         "+    train(model, torch.optim.AdamW(model.parameters(), fused=True))",
     ]
+
+
+def test_what_changes_in_such_a_loop_save_is_on_top_of_each_other(proposed: Proposed, tmp_path: Path) -> None:
+    patches = proposed(_SCRIPT, select=["PRC001", "PRC002", "NTC003"], amp="")
+    # Under autocast no product is left to TF32.
+    assert [patch.code for patch in patches.made] == ["PRC002", "NTC003"]
+    gpu, target = gpus.get("h200"), f"{tmp_path / 'script.py'}:build"
+    before = capture_target(target, CaptureOptions())
+    after = capture_target(target, CaptureOptions(amp="bf16", fused_optimizer=True))
+    saved_s = estimate_step(before, gpu).time_s - estimate_step(after, gpu).time_s
+    assert sum(patch.gain_s for patch in patches.made) == pytest.approx(saved_s)
+
+
+def test_what_saves_nothing_at_first_is_tried_again_on_top_of_the_others(proposed: Proposed) -> None:
+    # Products of this odd size are faster in TF32 than in bf16, those of an even one are not.
+    text = _SCRIPT.replace("nn.Linear(8192, 2048)", "nn.Linear(8192, 50257)")
+    patches = proposed(text, select=["ALN", "PRC001", "PRC002"], amp="")
+    assert [patch.code for patch in patches.made] == ["PRC001", "ALN001", "PRC002"]
+    assert all(patch.gain_s > 0 for patch in patches.made)
+    assert not patches.by_hand
 
 
 def test_what_the_script_does_already_is_not_done_again(proposed: Proposed) -> None:

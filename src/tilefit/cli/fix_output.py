@@ -96,8 +96,8 @@ def beside_diff(outcome: Outcome) -> RenderableType:
     parts: list[RenderableType] = []
     if outcome.plan and outcome.plan.fixes:
         parts.append(Group(Text(_speed(outcome.plan), style="bold"), *_how(outcome, outcome.plan)))
-    by_hand = _by_hand(outcome)
-    return _apart([*parts, *([by_hand] if by_hand else [])])
+    left = (_by_hand(outcome), _others(outcome))
+    return _apart([*parts, *(part for part in left if part is not None)])
 
 
 def _apart(parts: Sequence[RenderableType]) -> RenderableType:
@@ -232,16 +232,28 @@ def _proof(fix: AppliedFix) -> str:
 
 def _how(outcome: Outcome, plan: Plan) -> Iterator[RenderableType]:
     """What the proof compared, and how the user gets the plan."""
-    if (proof := plan.verification) is not None:
-        agree = f"{proof.compared} outputs, gradients and updated parameters agree in {proof.dtype}"
-        error = f"largest relative error {proof.worst:.1e}, allowed {proof.tolerance:.0e}"
-        yield _note(f"Proof: {agree}, {error}.")
-    place = f" ({outcome.place})" if outcome.place else ""
-    also = " and the optimizer" if outcome.fuses else ""
+    if proof := _compared(plan):
+        yield _note(proof)
     yield Text()
-    yield Text(f"After the model{place}{also} {'are' if also else 'is'} made:", style="dim")
+    yield Text(_when(outcome), style="dim")
     for line in outcome.call.splitlines():  # lines to be copied are not wrapped
         yield Text(f"  {line}", no_wrap=True, overflow="ignore")
+
+
+def _compared(plan: Plan) -> str:
+    """What the proof compared; empty where nothing was."""
+    proof = plan.verification
+    if proof is None:
+        return ""
+    agree = f"{proof.compared} outputs, gradients and updated parameters agree in {proof.dtype}"
+    return f"Proof: {agree}, largest relative error {proof.worst:.1e}, allowed {proof.tolerance:.0e}."
+
+
+def _when(outcome: Outcome) -> str:
+    """Where the line that applies the plan goes."""
+    place = f" ({outcome.place})" if outcome.place else ""
+    also = " and the optimizer" if outcome.fuses else ""
+    return f"After the model{place}{also} {'are' if also else 'is'} made:"
 
 
 # ---- for programs ------------------------------------------------------------------------------
@@ -269,6 +281,7 @@ def as_json(outcome: Outcome) -> str:
             for patch in patches.made
         ],
         "by_hand": [asdict(each) for each in outcome.by_hand],
+        "left_to_you": list(outcome.others),
         "diff": patches.diff().decode(errors="replace"),
         "written": list(outcome.written),
     }
@@ -287,7 +300,9 @@ def as_markdown(outcome: Outcome) -> str:
     if plan and plan.fixes:
         lines += ["", f"## {_speed(plan)}", ""]
         lines += _markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(plan))
-        lines += ["", "```python", outcome.call, "```"]
+        if proof := _compared(plan):
+            lines += ["", escape(proof)]
+        lines += ["", escape(_when(outcome)), "", "```python", outcome.call, "```"]
     if plan and plan.refused:
         lines += ["", "## Left alone", ""]
         lines += [
@@ -303,6 +318,8 @@ def as_markdown(outcome: Outcome) -> str:
         lines += [
             f"- {b.code} {escape(b.where)}: {escape(b.reason)}: {escape(b.advice)}" for b in outcome.by_hand
         ]
+    if outcome.others:
+        lines += ["", "## Left to you", "", f"See `tilefit check`: {', '.join(outcome.others)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -114,6 +114,11 @@ class StepEstimate:
     bound_time_s: Mapping[str, float]
 
     @property
+    def launch_share(self) -> float:
+        """The share of the step that the GPU waits for the host."""
+        return self.bound_time_s.get(LAUNCH, 0.0) / self.time_s if self.time_s else 0.0
+
+    @property
     def provenance(self) -> str:
         """What most of the GPU time rests on; empty for a step without operations."""
         time_s: dict[str, float] = {}

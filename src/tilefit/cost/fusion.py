@@ -18,7 +18,8 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
   forward pass's autocast (``torch._functorch.config.backward_pass_autocast``).
 - Convolutions run in NHWC where Inductor's layout optimization says so (``GraphLowering.decide_layout_opt``).
 - A misaligned product is padded to whole 16-byte accesses (Inductor's ``pad_mm``), which costs a copy of
-  each operand that grows. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
+  each operand that grows, and its memory: from when the operand is made, where that is in the same graph and
+  in generated code. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
   product of enough arithmetic intensity is padded.
 """
 
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from tilefit.cost.tiles import round_up
-from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 
 #: ``Streaming.function`` of a kernel that the compiler wrote.
@@ -155,13 +156,20 @@ class _Fusion:
             for ref in entry.outputs:
                 producer[ref.id] = index
                 self.refs[index, ref.id] = ref
-        self.written.update(value for value in self.refs if value not in read)
+        self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         for index, entry in enumerate(ops):
             if _is_generated(entry):
                 self._add(index, entry)
                 continue
             for ref, writer in self.sources[index]:
                 self._escapes((writer, ref.id), index)
+
+    def _is_dead(self, value: _Value) -> bool:
+        """Whether a result that nobody reads is dropped: attention makes weights on its way and returns none.
+        Any other is a result of the step."""
+        after = value[0] + 1
+        call = self.ops[value[0]].site.fallback
+        return call is not None and after < len(self.ops) and self.ops[after].site.fallback == call
 
     def kernels(self) -> Iterator[StepOp]:
         """The step's operations, each chain as one."""
@@ -180,9 +188,13 @@ class _Fusion:
                 yield from _padded(entry, self.sources[index], copies)
 
     def memory(self, eager: Memory) -> Memory:
-        """What the step needs where only what is written takes memory, until it is read for the last time."""
+        """What the step needs where only what is written takes memory, until it is read for the last time:
+        results, and the copies that pad products."""
         last: dict[_Value, int] = {}
+        sizes: dict[_Value, int] = {}
+        pads: dict[tuple[_Value | int, int, bool], _Value] = {}
         made: dict[int, list[_Value]] = {}
+        end = len(self.ops)
         for index, entry in enumerate(self.ops):
             chain = self.chains.get(index)
             reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
@@ -192,7 +204,18 @@ class _Fusion:
             for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
                 if value in self.refs and (chain is None or value in self.written):
                     made.setdefault(chain.position if chain else index, []).append(value)
-        end = len(self.ops)
+                    sizes[value] = _bytes(self.refs[value])
+            for pad in _padding(entry, self.sources[index])[1]:
+                # Each of the two graphs makes its own, where it can in the kernel that makes the operand.
+                graph = entry.phase == FORWARD
+                key = pad.operand or index, pad.after, graph
+                if key not in pads:
+                    pads[key] = index, -1 - end - len(pads)
+                    source = self.chains.get(pad.operand[0]) if pad.operand else None
+                    position = source.position if source and source.graph[0] == graph else index
+                    made.setdefault(position, []).append(pads[key])
+                    sizes[pads[key]] = pad.after * size_bytes(pad.dtype)
+                last[pads[key]] = index
         freed: dict[int, list[_Value]] = {}
         for values in made.values():
             for value in values:
@@ -201,9 +224,8 @@ class _Fusion:
         now = peak = saved = 0
         for index, entry in enumerate(self.ops):
             for value in made.get(index, ()):
-                size = _bytes(self.refs[value])
-                now += size - live.get(value[1], 0)  # in place: the same memory
-                live[value[1]] = size
+                now += sizes[value] - live.get(value[1], 0)  # in place: the same memory
+                live[value[1]] = sizes[value]
             peak = max(peak, now)
             for value in freed.get(index, ()):
                 now -= live.pop(value[1], 0)
@@ -458,14 +480,22 @@ def _channels_last(ops: list[StepOp]) -> bool:
     )
 
 
-def _padded(
-    entry: StepOp, sources: tuple[tuple[TensorRef, int], ...], copies: set[tuple[_Value, int]]
-) -> Iterator[StepOp]:
-    """A misaligned product as padding makes it: a copy of each operand that grows, and the larger product."""
+@dataclass(frozen=True, slots=True)
+class _Pad:
+    """A padded copy of an operand, in elements; the operand is None where it is not known."""
+
+    operand: _Value | None
+    before: int
+    after: int
+    dtype: str
+
+
+def _padding(entry: StepOp, sources: tuple[tuple[TensorRef, int], ...]) -> tuple[Op, list[_Pad]]:
+    """A misaligned product as padding makes it: the larger product, and a copy of each operand that grows.
+    Any other operation as it is."""
     gemm = entry.op
     if not isinstance(gemm, Gemm) or gemm.dtype in ("fp32", "fp64") or gemm.intensity < _PADDED_INTENSITY:
-        yield entry
-        return
+        return gemm, []
     access = elements_per_access(gemm.dtype)
     grown = {
         operand.contiguous: round_up(getattr(gemm, operand.contiguous), access)
@@ -473,26 +503,32 @@ def _padded(
         if operand.leading_dimension % access
     }
     if not grown:
-        yield entry
-        return
+        return gemm, []
     padded = replace(gemm, ld_a=0, ld_b=0, **grown)  # type: ignore[arg-type]
     operands = [(prod(ref.shape), (writer, ref.id)) for ref, writer in sources]
-    for sizes in _SIZES.values():
-        if grown.keys() & set(sizes):
-            first, second = sizes
+    pads = []
+    for first, second in _SIZES.values():
+        if grown.keys() & {first, second}:
             before = gemm.batch * getattr(gemm, first) * getattr(gemm, second)
             after = gemm.batch * getattr(padded, first) * getattr(padded, second)
-            # The two products of a gradient share its copy; the two operands of a product, if they are of
-            # one size, do not.
+            # The two operands of a product, if they are of one size, do not share a copy.
             found = next((each for each in operands if each[0] == before), None)
-            operand = None
             if found is not None:
                 operands.remove(found)
-                operand = found[1]
-            if operand is None or (operand, after) not in copies:
-                size = size_bytes(gemm.dtype)
-                copy = Streaming("copy", after, before * size, after * size, gemm.dtype)
-                yield replace(entry, op=copy, name=PAD, inputs=(), outputs=())
-            if operand is not None:
-                copies.add((operand, after))
-    yield replace(entry, op=padded)
+            pads.append(_Pad(found[1] if found else None, before, after, gemm.dtype))
+    return padded, pads
+
+
+def _padded(
+    entry: StepOp, sources: tuple[tuple[TensorRef, int], ...], copies: set[tuple[_Value, int]]
+) -> Iterator[StepOp]:
+    """An operation behind the copies that pad its operands; the two products of a gradient share its copy."""
+    op, pads = _padding(entry, sources)
+    for pad in pads:
+        if pad.operand is None or (pad.operand, pad.after) not in copies:
+            size = size_bytes(pad.dtype)
+            copy = Streaming("copy", pad.after, pad.before * size, pad.after * size, pad.dtype)
+            yield replace(entry, op=copy, name=PAD, inputs=(), outputs=())
+        if pad.operand is not None:
+            copies.add((pad.operand, pad.after))
+    yield replace(entry, op=op)

@@ -134,8 +134,8 @@ def function_of(module: nn.Module) -> str:
 
 def _sampled(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Values and derivatives, [2, numbers]."""
-    numbers = torch.linspace(-30, 30, 601, dtype=torch.float64).requires_grad_()
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), in_double():
+    with torch.enable_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]), in_double():
+        numbers = torch.linspace(-30, 30, 601).requires_grad_()
         values = function(numbers)
         (slopes,) = torch.autograd.grad(values.sum(), numbers)
     return torch.stack([values.detach(), slopes])

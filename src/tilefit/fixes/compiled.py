@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
+from tilefit.fixes.cuda_graph import WAITS
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
 from tilefit.fixes.run import Run
 from tilefit.ops import Recurrent, Step
@@ -27,7 +31,7 @@ class Compilation(Candidate):
 
     @property
     def summary(self) -> str:
-        call = "model.compile()" if self.mode == DEFAULT else f'model.compile(mode="{self.mode}")'
+        call = "torch.compile(model)" if self.mode == DEFAULT else f'torch.compile(model, mode="{self.mode}")'
         note = "" if self.mode == DEFAULT else "; clone outputs that are to outlive the next call"
         return f"Compile the model: {call}. The first steps wait for the compiler{note}."
 
@@ -35,7 +39,7 @@ class Compilation(Candidate):
         kept = run.compiled, run.cuda_graph, run.model._compiled_call_impl
         run.compiled, run.cuda_graph = True, self.mode == REDUCE_OVERHEAD
         if not any(parameter.is_meta for parameter in run.model.parameters()):
-            run.model.compile(mode=self.mode)
+            run.model._compiled_call_impl = torch.compile(_called(run.model), mode=self.mode)
 
         def undo() -> None:
             run.compiled, run.cuda_graph, run.model._compiled_call_impl = kept
@@ -43,11 +47,29 @@ class Compilation(Candidate):
         return undo
 
 
+def _called(model: nn.Module) -> Callable[..., Any]:
+    """What is compiled of a model: its call, as in ``model.compile()``.
+
+    That starts in PyTorch's own code, which the compiler leaves to Python, and so are the model's hooks. A
+    forward that is PyTorch's own as well would be left with it: of an ``nn.Sequential`` no more would be
+    compiled than what others wrote inside. There it starts in a function of ours, as ``torch.compile(model)``
+    does; hooks that the model gets after its first call are then left out.
+    """
+    if not str(getattr(model.forward, "__module__", "")).startswith("torch."):
+        return model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return call
+
+
 class Compile(Fix):
     """Compiles the model: ``torch.compile`` makes few kernels of its streaming operations.
 
     Taken up when the other fixes are made, where the step as the compiler would make it is predicted to be
-    faster; the others are then priced once more, on top of it. Its gain is the fusion of streaming operations
+    faster, with the changes that only a compiled model calls for (:class:`~tilefit.fixes.together.Together`);
+    the others are then priced once more, on top of it. Its gain is the fusion of streaming operations
     and the compiler's own padding of misaligned products; convolutions it does not pad. What runs as it was
     written under the compiler (``fuse-attention``, ``merge-projections``) is priced so.
 
@@ -56,7 +78,7 @@ class Compile(Fix):
     reading them is an error. A model that the compiler splits into parts does not get that mode.
 
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
-    is compiled in place (``model.compile()``), so that names and ``state_dict`` stay.
+    is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay.
     """
 
     name = "compile"
@@ -70,7 +92,7 @@ class Compile(Fix):
         if not run.compiled:
             yield Compilation((), DEFAULT)
         fused = estimate_step(fuse(step), context.gpu)
-        if not _in_parts(step) and fused.host_time_s > fused.gpu_time_s:
+        if not _in_parts(step) and fused.launch_share > WAITS:
             yield Compilation((), REDUCE_OVERHEAD)
 
 

@@ -25,6 +25,8 @@ _CALLS = 3
 #: each call keeps the memory of its activations.
 _MOST_GRAPHS = 4
 _MOST_STATES = 4
+#: Share of the step that the GPU waits for the host, from which on graphs are tried: they keep memory.
+WAITS = 0.1
 #: Runs before a capture, in which libraries choose their kernels (PyTorch, ``make_graphed_callables``).
 _WARM_UP = 3
 _PLAIN = (type(None), bool, int, float, str)
@@ -85,8 +87,7 @@ class CudaGraph(Fix):
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
         estimate, run = context.estimate, context.run
-        # Worth a word where the GPU waits for the host.
-        if run.compiled or run.cuda_graph or estimate.host_time_s < estimate.gpu_time_s:
+        if run.compiled or run.cuda_graph or estimate.launch_share <= WAITS:
             return
         try:
             require_capturable(run.model)

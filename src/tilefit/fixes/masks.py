@@ -27,8 +27,11 @@ def with_contiguous_masks(module: nn.Module, forward: Any, *args: Any, **kwargs:
 def _contiguous(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    is_mask = value.dim() == 4 or (value.dtype == torch.bool and value.dim() > 1)
-    return value.contiguous() if is_mask and value.stride(-1) != 1 else value
+    if value.dim() < 2 or value.stride(-1) == 1:
+        return value
+    # Numbers of two or three dimensions may be what attention is computed of, but then repeat no column.
+    is_mask = value.dim() == 4 or value.dtype == torch.bool or value.stride(-1) == 0
+    return value.contiguous() if is_mask else value
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ class MakeMasksContiguous(Fix):
 
     Masks that were expanded or permuted have a last dimension that is not contiguous. Where the module that
     calls ``scaled_dot_product_attention`` is given such a mask, it is called with a copy that is contiguous:
-    the same values. Bools, and all that has 4 dimensions, are taken for masks; a mask that is contiguous, or
-    none, is passed as it is. The copy is made for each of the modules; the compiler makes it once for all.
+    the same values. Bools, all that has 4 dimensions, and what repeats one column are taken for masks; a mask
+    that is contiguous, or none, is passed as it is. The copy is made for each of the modules; the compiler
+    makes it once for all.
 
     The encoders of transformers 5.17 make such a mask only when they are compiled: there the change is worth
     something under ``torch.compile`` alone. A mask that the module makes itself is out of reach.

@@ -88,7 +88,8 @@ class FuseNormalizations(Fix):
         found: dict[float, list[str]] = {}
         for path, kernels in names.items():
             if path in modules and len(kernels) > 1:  # one kernel a call cannot be bettered
-                epsilon = epsilon_of(modules[path])
+                with torch.device("cpu"):  # whatever device new tensors go to by default
+                    epsilon = epsilon_of(modules[path])
                 if epsilon is not None:
                     found.setdefault(epsilon, []).append(path)
         for epsilon, paths in found.items():

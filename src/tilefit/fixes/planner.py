@@ -28,7 +28,8 @@ from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.proof import prove, prove_in_place
 from tilefit.fixes.registry import select as select_fixes
 from tilefit.fixes.run import Run
-from tilefit.fixes.verification import Verification
+from tilefit.fixes.together import Together
+from tilefit.fixes.verification import Verification, join
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.rules.base import Change
@@ -216,6 +217,7 @@ class _Planner:
                     continue
                 priced[key] = after
                 self._gains[key] = self._gain(fix, candidate, after)[0]
+                waiting[:0] = self._called_for(fix, candidate, after)
                 if waiting and self._gains[key] < self._known_gain_s(waiting[0]):
                     waiting.append((fix, candidate))
                     waiting.sort(key=self._known_gain_s, reverse=True)
@@ -253,7 +255,7 @@ class _Planner:
         return self._gains.get((fix.name, candidate), float("inf"))
 
     def _candidates(self, fixes: Sequence[Fix]) -> list[tuple[Fix, Candidate]]:
-        context = self._context()
+        context = self._context(self.now)
         changed = {path for fix in self.applied for path in fix.modules}
         found = []
         for fix in fixes:
@@ -265,6 +267,23 @@ class _Planner:
                 elif (fix.name, candidate) not in self._unfit:
                     found.append((fix, candidate))
         return sorted(found, key=self._known_gain_s, reverse=True)
+
+    def _called_for(self, fix: Fix, candidate: Candidate, after: _Priced) -> list[tuple[Fix, Candidate]]:
+        """A way to run the whole program once more, with the changes of the model that only it calls for: it
+        is not to be judged without them."""
+        if not fix.is_last or isinstance(candidate, Together):
+            return []
+        context = self._context(after)
+        first = tuple(
+            found
+            for other in self.fixes
+            if other.is_priced and not other.is_last
+            for found in other.find(context)
+            # What the model calls for as it is run now was priced before.
+            if isinstance(found, Candidate) and (other.name, found) not in self._gains.keys() | self._unfit
+        )
+        together = Together.of(first, candidate)
+        return [(fix, together)] if first and (fix.name, together) not in self._unfit else []
 
     def _tried(self, fix: Fix, candidate: Candidate) -> _Priced | None:
         """The run with the candidate on top; None where that cannot be."""
@@ -281,11 +300,11 @@ class _Planner:
         step = fuse(written) if run.compiled else written
         return _Priced(run, written, step, estimate_step(step, self.gpu))
 
-    def _context(self) -> Context:
+    def _context(self, priced: _Priced) -> Context:
         """What fixes look at."""
-        now = self.now
-        estimate = now.estimate if now.step is now.written else estimate_step(now.written, self.gpu)
-        return Context(now.written, self.gpu, estimate, now.run)
+        is_written = priced.step is priced.written
+        estimate = priced.estimate if is_written else estimate_step(priced.written, self.gpu)
+        return Context(priced.written, self.gpu, estimate, priced.run)
 
     def _apply(self, fix: Fix, candidate: Candidate, after: _Priced) -> bool:
         proofs: list[Verification] = []
@@ -330,9 +349,11 @@ class _Planner:
     def _proofs(self, candidate: Candidate) -> Iterator[Verification]:
         """In fp64 on the CPU; and where the model is on a GPU, there."""
         if self.verify and candidate.modules:
-            yield prove(self.run, candidate)
+            # How the program is run is no part of the proof.
+            changes = candidate.first if isinstance(candidate, Together) else (candidate,)
+            yield join([prove(self.run, each) for each in changes])
             if all(parameter.is_cuda for parameter in self.run.model.parameters()):
-                yield prove_in_place(self.run, candidate)
+                yield join([prove_in_place(self.run, each) for each in changes])
 
     def _reject(self, fix: Fix, candidate: Candidate, reason: str) -> None:
         self._unfit.add((fix.name, candidate))
@@ -344,7 +365,7 @@ class _Planner:
     def measure(self) -> None:
         """Measure what the fixes gain; take back those that make the step slower, and all that make up a plan
         that is no gain."""
-        context = self._context()
+        context = self._context(self.now)
         for fix in self.fixes:
             for candidate in () if fix.is_priced else fix.find(context):
                 if isinstance(candidate, Candidate):

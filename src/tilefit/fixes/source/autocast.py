@@ -38,7 +38,7 @@ class Autocast(SourceFix):
             line,
             header,
             "products run in bf16: the same training but for rounding",
-            runs,
+            {} if runs else {"amp": "bf16"},
         )
 
 

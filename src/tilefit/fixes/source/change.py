@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import libcst as cst
 
@@ -26,14 +26,14 @@ class Change:
         line: The line of the first file that matters most.
         summary: What is written, as short as code: ``fused=True``.
         note: What the user must know before writing it; may be empty.
-        runs: The captured step runs the changed lines, so that capturing it again shows what they do.
+        told: Options of the capture that do the same, where the captured step does not run the changed lines.
     """
 
     edits: Mapping[Syntax, tuple[Edit, ...]]
     line: int
     summary: str
     note: str = ""
-    runs: bool = True
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def where(self) -> str:

@@ -35,7 +35,8 @@ class FusedOptimizer(SourceFix):
             raise RefusedError(f"{lines([(syntax, call)])} does it already: tell with --fused-optimizer")
         else:
             edit = syntax.replaced(fused.value, "True")
-        return Change({syntax: (edit,)}, syntax.line(call), "fused=True", runs=runs)
+        told = {} if runs else {"fused_optimizer": True}
+        return Change({syntax: (edit,)}, syntax.line(call), "fused=True", told=told)
 
 
 def _constructor(program: Program) -> tuple[Syntax, cst.Call, bool]:

@@ -31,7 +31,7 @@ class Patch:
         summary: What is written.
         note: What the user must know before writing it; may be empty.
         gain_s: Predicted saving per step, on top of the patches before it: the changed program was captured
-            again; where the captured step does not run the changed lines, the finding's.
+            again, told of what it does in lines that the captured step does not run.
         change: The edits.
     """
 
@@ -124,7 +124,7 @@ def propose(
     levels: Sequence[str],
     timeout_s: float,
 ) -> Patches:
-    """The patches that answer findings, each tried on top of those before it, until nothing new is found.
+    """The patches that answer findings, each tried on top of those before it, until nothing new is made.
 
     Args:
         context: The program's step as it is.
@@ -136,7 +136,6 @@ def propose(
     """
     fixes = source_fixes()
     made: dict[tuple[str, str], Patch] = {}
-    failed: dict[tuple[str, str], str] = {}
     while True:
         changes: list[tuple[Finding, Change]] = []
         by_hand: list[ByHand] = []
@@ -156,19 +155,16 @@ def propose(
             if fix.level not in levels:
                 reason = f"{change.summary} in {change.where} is {fix.level}: --level {fix.level}"
                 by_hand.append(_by_hand(finding, reason, fix.level))
-            elif key in failed:
-                by_hand.append(_by_hand(finding, failed[key]))
-            elif key not in made:
+            elif key not in made:  # nor what was left out: on top of other changes it may be worth it
                 changes.append((finding, change))
         count = len(made)
         kept = [patch.change for patch in made.values()]
         for (finding, change), outcome in _tried(changes, kept, context, program.target, options, timeout_s):
             key = finding.code, change.summary
             if isinstance(outcome, str):
-                failed[key] = outcome
                 by_hand.append(_by_hand(finding, outcome))
                 continue
-            gain_s = context.estimate.time_s - outcome.estimate.time_s if change.runs else finding.gain_s
+            gain_s = context.estimate.time_s - outcome.estimate.time_s
             level = fixes[finding.code].level
             made[key] = Patch(finding.code, level, change.where, change.summary, change.note, gain_s, change)
             context = outcome
@@ -210,7 +206,7 @@ def _tried(
                 if options.compiled:
                     step = fuse(step)
                 after = Context(step, context.gpu, estimate_step(step, context.gpu))
-                if entry[1].runs and after.estimate.time_s >= context.estimate.time_s:
+                if after.estimate.time_s >= context.estimate.time_s:
                     yield entry, "it saves nothing on top of the other changes"
                     break
                 context = after
@@ -219,7 +215,9 @@ def _tried(
 
 
 def _with(options: CaptureOptions, changes: Sequence[Change]) -> CaptureOptions:
-    return replace(options, sources={str(file.path): text for file, text in _texts(changes).items()})
+    told = {name: value for change in changes for name, value in change.told.items()}
+    sources = {str(file.path): text for file, text in _texts(changes).items()}
+    return replace(options, sources=sources, **told)
 
 
 def _texts(changes: Sequence[Change]) -> dict[SourceFile, str]:
