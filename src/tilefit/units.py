@@ -10,14 +10,14 @@ _BINARY = ((2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent: ``0.0123``, ``1.23``, ``123``, ``12300``."""
+    """Three significant digits, without an exponent: ``0.0123``, ``1.23``, ``123``, ``12,300``."""
     if not value:
         return "0"
     decimals = 2 - floor(log10(abs(value)))
     rounded = round(value, decimals)
     # Rounding may carry into another digit (9.996 -> 10.0), which then needs one decimal less.
     decimals = 2 - floor(log10(abs(rounded)))
-    return f"{rounded:.{max(0, decimals)}f}"
+    return f"{rounded:,.{max(0, decimals)}f}"
 
 
 def seconds(value: float) -> str:

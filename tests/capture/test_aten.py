@@ -275,6 +275,14 @@ def test_embedding_reads_rows_and_its_gradient_writes_the_table() -> None:
     assert gradient.write_bytes >= 1000 * 16 * 4
 
 
+@pytest.mark.parametrize("function", [lambda x: (x * 2).abs_(), lambda x: F.hardtanh(x * 2, 0, 6, True)])
+def test_functions_of_each_element_are_priced_in_place_too(function: Any) -> None:
+    step = captured(lambda self, x: function(x).sum(), rows(64, 64).requires_grad_())
+    assert "other" not in {
+        entry.op.role for entry in entries(step, Streaming) if isinstance(entry.op, Streaming)
+    }
+
+
 def test_normalisation_softmax_loss_and_pooling_have_their_roles() -> None:
     def roles(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = F.avg_pool2d(self.norm(x), 2).flatten(1)

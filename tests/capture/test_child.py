@@ -50,6 +50,7 @@ hangs = lambda: model(forever)
 waits = lambda: model(started)
 leaves = lambda: model(lambda: sys.exit(3))
 killed = lambda: model(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+out_of_memory = lambda: model(lambda: os.kill(os.getpid(), signal.SIGKILL))
 branches = lambda: model(lambda: bool(torch.rand(1, device="meta")))
 moves = lambda: model(lambda: os.chdir("/"))
 """
@@ -110,6 +111,12 @@ def test_what_the_model_prints_does_not_reach_standard_output(
 @pytest.mark.parametrize("name", ["asks", "moves"])
 def test_a_model_may_read_and_move_about(file: Path, name: str) -> None:
     assert capture_in_child(f"{file}:{name}", OPTIONS, timeout_s=60).ops
+
+
+def test_a_process_that_the_system_ends_has_probably_run_out_of_memory(file: Path) -> None:
+    with pytest.raises(CaptureError, match="was ended by SIGKILL") as caught:
+        capture_in_child(f"{file}:out_of_memory", OPTIONS)
+    assert "smaller batch" in caught.value.hint
 
 
 @pytest.mark.parametrize(

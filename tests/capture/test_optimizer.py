@@ -209,6 +209,13 @@ def test_logging_the_loss_needs_the_cpu(capsys: pytest.CaptureFixture[str]) -> N
     assert step.memory.optimizer_bytes == 2 * 4 * (64 * 10 + 10)
 
 
+def test_step_counts_are_the_host_s_in_a_capture_with_real_data_too() -> None:
+    on_shapes, real = (capture(nn.Linear(64, 10), rows(8, 64), on_cpu=on_cpu) for on_cpu in (False, True))
+    assert [e.name for e in real.ops if e.phase == OPTIMIZER] == [
+        e.name for e in on_shapes.ops if e.phase == OPTIMIZER
+    ]
+
+
 @pytest.mark.parametrize(("option", "word"), [({"optimizer": "adam2"}, "adamw"), ({"amp": "fp8"}, "bf16")])
 def test_an_unknown_option_is_told_with_the_known_ones(option: dict[str, str], word: str) -> None:
     with pytest.raises(UsageError) as caught:

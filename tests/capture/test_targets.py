@@ -127,6 +127,8 @@ def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
         ("hf:{folder}/config.json", TargetError, "no configuration file", ""),
         ("torchvision:resnet51", TargetError, "no model 'resnet51'", "resnet50"),
         ("timm:convnext_tinyy", TargetError, "no model 'convnext_tinyy'", "convnext_tiny"),
+        ("timm:maxvit_tiny", TargetError, "no model 'maxvit_tiny'", "maxvit_tiny_"),
+        ("hf:vjepa2", UsageError, "input is called pixel_values_videos", '--input "pixel_values_videos: '),
     ],
 )
 def test_a_wrong_target_is_told(
@@ -146,6 +148,20 @@ def test_a_wrong_target_is_told(
         ("{file}:model", {"batch": 4, "specs": ["x: fp32[2,8]"]}, "--batch has no effect: --input says"),
         ("hf:gpt2", {"seq": 4, "specs": ["input_ids: int64[2,8]"]}, "--seq has no effect: --input says"),
         ("torchvision:resnet18", {"seq": 4}, "--seq has no effect: images have no tokens"),
+        (
+            "{file}:convolution",
+            {"seq": 4, "image_size": 8},
+            "--seq has no effect: --image-size asks",
+        ),
+        ("{file}:convolution", {"seq": 4}, "--seq has no effect: the model has no nn.Embedding"),
+        ("{file}:words", {"image_size": 4}, "--image-size has no effect: the model has an nn.Embedding"),
+        ("hf:distilbert", {"image_size": 4}, "--image-size has no effect: the model takes no images"),
+        ("hf:vit", {"seq": 4}, "--seq has no effect: the model takes no tokens"),
+        (
+            "torchvision:ssd300_vgg16",
+            {"image_size": 64, "device": "cpu"},
+            "--image-size has no effect: the model resizes its images itself, to 300 pixels",
+        ),
     ],
 )
 def test_a_size_without_effect_is_refused(file: Path, target: str, sizes: dict[str, Any], why: str) -> None:
@@ -213,6 +229,26 @@ def test_a_configuration_gives_the_head_it_names(tmp_path: Path) -> None:
     assert other.inputs["labels"].shape == (2, 8)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "names"),
+    [
+        ("blip", "BlipForConditionalGeneration", ["pixel_values", "input_ids", "labels"]),
+        ("clip", "CLIPModel", ["pixel_values", "input_ids", "return_loss"]),
+        ("llava", "LlavaForConditionalGeneration", ["input_ids", "labels"]),
+        ("segformer", "SegformerForSemanticSegmentation", ["pixel_values", "labels"]),
+        ("gpt2", "GPT2LMHeadModel", ["input_ids", "labels"]),
+        ("whisper", "WhisperForConditionalGeneration", ["input_features", "labels"]),
+        ("bert", "BertForPreTraining", ["input_ids"]),
+    ],
+)
+def test_a_head_that_is_named_gets_its_inputs(
+    tmp_path: Path, model_type: str, architecture: str, names: list[str]
+) -> None:
+    target = _hf(tmp_path, model_type, {"architectures": [architecture]}, batch=2)
+    assert type(target.model).__name__ == architecture
+    assert [*target.inputs] == names
+
+
 def test_inputs_are_what_the_model_takes(tmp_path: Path) -> None:
     one = {"num_hidden_layers": 1}
     text = _hf(tmp_path, "gpt2", {"n_layer": 1}, batch=2, seq=8, train=False)
@@ -225,8 +261,29 @@ def test_inputs_are_what_the_model_takes(tmp_path: Path) -> None:
     speech = _hf(tmp_path, "whisper", {"encoder_layers": 1, "decoder_layers": 1}, batch=2, seq=8)
     assert speech.inputs["input_features"].shape == (2, 80, 3000)
     assert speech.inputs["labels"].shape == (2, 8)
+    seen = _load("hf:llava", batch=2, seq=8)
+    assert {name: tuple(t.shape) for name, t in seen.inputs.items()} == {
+        "input_ids": (2, 8),
+        "labels": (2, 8),
+    }
     both = _hf(tmp_path, "t5", {"num_layers": 1}, batch=2, seq=8, train=False)
     assert both.inputs["decoder_input_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes"),
+    [
+        ("torchvision:r3d_18", [(8, 3, 16, 112, 112)]),
+        ("torchvision:s3d", [(8, 3, 16, 224, 224)]),
+        ("hf:timesformer", [(8, 8, 3, 224, 224)]),
+        ("hf:audio-spectrogram-transformer", [(16, 1024, 128)]),
+        ("hf:blip", [(64, 3, 384, 384), (64, 512)]),
+    ],
+)
+def test_clips_spectrograms_and_described_images(target: str, shapes: list[tuple[int, ...]]) -> None:
+    inputs = _load(target, train=False).inputs
+    tensors = inputs.values() if isinstance(inputs, dict) else inputs
+    assert [tuple(t.shape) for t in tensors] == shapes
 
 
 def test_positions_never_exceed_what_the_model_has(tmp_path: Path) -> None:

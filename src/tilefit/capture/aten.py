@@ -555,7 +555,7 @@ _BY_ROLE = {
         silu silu_backward glu glu_backward where masked_fill masked_fill_ clamp _prelu_kernel
         _prelu_kernel_backward rrelu_with_noise hardswish hardswish_backward threshold_backward bitwise_and
         bitwise_or eq ne _amp_foreach_non_finite_check_and_unscale_ lerp addcmul addcdiv isin complex
-        view_as_real_copy polar real imag logspace heaviside
+        view_as_real_copy polar real imag logspace heaviside abs hardtanh hardtanh_backward
     """,
 }
 

@@ -167,9 +167,13 @@ def _read(process: subprocess.Popen[str], result: Path, target: str, timeout_s: 
         with suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
     if not result.exists():
+        killed = process.returncode == -signal.SIGKILL
         raise CaptureError(
             f"the process that ran {target} {_ending(process.returncode)}",
-            hint="Its last words are above; run the model alone to see more.",
+            hint="Most likely memory ran out: with --on-cpu weights and activations are real. Take a smaller "
+            "batch or model, or leave --on-cpu out."
+            if killed
+            else "Its last words are above; run the model alone to see more.",
         )
     text = result.read_text()
     if text.startswith('{"error"'):

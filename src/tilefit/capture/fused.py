@@ -1,7 +1,8 @@
 """Calls that CUDA runs as one fused kernel where a CPU build of PyTorch runs many.
 
 Each is an autograd function on shapes alone: it records what CUDA executes, forward and backward, and
-allocates what CUDA allocates.
+allocates what CUDA allocates. Where tensors have values, :class:`~tilefit.capture.semantic.SemanticMode` puts
+them into the results; the gradients are zeros.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class _FusedAttention(torch.autograd.Function):
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
         reads = [t for t in (query, key, value, mask) if t is not None]
         mode.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
+        mode.leave_empty()
         ctx.mode, ctx.op = mode, op
         ctx.save_for_backward(query, key, value, mask, out, logsumexp)
         return out
@@ -66,6 +68,7 @@ class _FusedAttention(torch.autograd.Function):
         grad_mask = torch.empty_like(mask) if mask is not None and mask.requires_grad else None
         writes = grads if grad_mask is None else [*grads, grad_mask]
         ctx.mode.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, writes)
+        ctx.mode.zero(writes)
         return (None, None, *grads, grad_mask)
 
 
@@ -180,6 +183,7 @@ class _Recurrence(torch.autograd.Function):
         per_step = (op.gates + (1 if op.mode == "LSTM" else 0)) * op.hidden_size
         reserve = x.new_empty(layers * op.seq_len * op.batch * per_step)
         mode.recorder.record(op, f"aten.{op.mode.lower()}", tensors, [output])
+        mode.leave_empty()
         ctx.mode, ctx.op = mode, op
         ctx.save_for_backward(*tensors, output, reserve)
         return (output, state, cell) if cell is not None else (output, state)
@@ -200,6 +204,7 @@ class _Recurrence(torch.autograd.Function):
                 [g for g in (grads[:1] if direction == BACKWARD_DATA else grads[1:]) if g is not None],
                 direction,
             )
+        ctx.mode.zero([g for g in grads if g is not None])
         return (None, None, None, *grads)
 
 
@@ -286,6 +291,7 @@ class _CellPointwise(torch.autograd.Function):
         hidden = rest[-1]
         outputs = tuple(torch.empty_like(hidden) for _ in range(states))
         _record_pointwise(mode, "aten._thnn_fused_cell", (gates, *rest), outputs)
+        mode.leave_empty()
         ctx.mode = mode
         ctx.save_for_backward(gates, *rest)
         return outputs
@@ -295,6 +301,7 @@ class _CellPointwise(torch.autograd.Function):
         saved = ctx.saved_tensors
         results = [torch.empty_like(t) for t in saved]
         _record_pointwise(ctx.mode, "aten._thnn_fused_cell_backward", (*grads, *saved), results)
+        ctx.mode.zero(results)
         return (None, None, *results)
 
 
@@ -340,6 +347,7 @@ class _RmsNorm(torch.autograd.Function):
         rstd = x.new_empty(rows, dtype=torch.float32)
         reads = [t for t in (x, weight) if t is not None]
         _record_normalization(mode, "aten._fused_rms_norm", x.numel() // max(1, rows), reads, [out])
+        mode.leave_empty()
         ctx.mode, ctx.rows = mode, rows
         ctx.save_for_backward(x, weight, rstd)
         return out
@@ -351,6 +359,7 @@ class _RmsNorm(torch.autograd.Function):
         writes = [torch.empty_like(t) for t in (x, weight) if t is not None]
         inner = x.numel() // max(1, ctx.rows)
         _record_normalization(ctx.mode, "aten._fused_rms_norm_backward", inner, reads, writes)
+        ctx.mode.zero(writes)
         return None, None, writes[0], writes[1] if weight is not None else None
 
 
@@ -394,6 +403,7 @@ class _GroupedProduct(torch.autograd.Function):
         layout = "NN" if b.stride(-1) == 1 else "TN"
         product = Gemm(rows, n, k, dtype, layout, batch=experts)
         mode.recorder.record(product, "aten._grouped_mm", (a, b), (out,))
+        mode.leave_empty()
         ctx.mode, ctx.product = mode, product
         ctx.save_for_backward(a, b)
         return out
@@ -409,6 +419,7 @@ class _GroupedProduct(torch.autograd.Function):
         of_weight = replace(ctx.product, m=k, n=n, k=m, layout="NT")
         record(of_data, "aten._grouped_mm_backward", (grad, b), (grad_a,), BACKWARD_DATA)
         record(of_weight, "aten._grouped_mm_backward", (grad, a), (grad_b,), BACKWARD_WEIGHT)
+        ctx.mode.zero([grad_a, grad_b])
         return None, grad_a, grad_b
 
 

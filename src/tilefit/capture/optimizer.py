@@ -35,9 +35,18 @@ def made_optimizer(make: str | MakeOptimizer, parameters: list[nn.Parameter]) ->
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's state on the device (step counts are kept on the host)."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    """The optimizer's state on the device."""
+    return [tensor for tensor in _state(optimizer) if tensor.dim() > 0]
+
+
+def _step_counts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer's state on the host."""
+    return [tensor for tensor in _state(optimizer) if tensor.dim() == 0]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -97,6 +106,7 @@ class OptimizerSteps:
         peak_bytes = self.recorder.peak_bytes + size
         for tensor in _state_tensors(optimizer):
             self.recorder.identify(tensor)
+        self.recorder.keep_on_host(_step_counts(optimizer))
         self.recorder.peak_bytes = peak_bytes
         self.optimizer_bytes += size
 

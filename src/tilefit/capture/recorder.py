@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ids: dict[int, int] = {}
         self._next_id = 0
         self._parameter_of: dict[int, str] = {}
+        self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
         # By the number of the autograd node of each product: None if no parameter is multiplied, else the
         # parameter that is its input rather than its weight (a learned query), mostly the empty name.
@@ -86,10 +87,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._ids.get(key) == number:
             del self._ids[key]
         self._parameter_of.pop(number, None)
+        self._on_host.discard(number)
 
     def name_parameter(self, tensor: torch.Tensor, name: str) -> None:
         """Make operations that read ``tensor``, a view or a cast copy of it say which parameter it is."""
         self._parameter_of[self.identify(tensor)] = name
+
+    def keep_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take what is done to these tensors for the host's work, though here they are on the same device."""
+        self._on_host.update(self.identify(t) for t in tensors if t.device.type == self.device)
 
     def reference(self, tensor: torch.Tensor) -> TensorRef:
         number = self.identify(tensor)
@@ -191,6 +197,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = (*call.inputs, *call.outputs)
         if not any(t.device.type == self.device and t.numel() for t in tensors):
             return out  # the host's work, or none
+        if self._on_host and call.inputs and self.identify(call.inputs[0]) in self._on_host:
+            return out
         for op, phase, inputs, outputs in describe(call, self):
             self.record(op, call.name, inputs, outputs, phase)
         if call.packet in ("_to_copy", "copy_", "constant_pad_nd"):

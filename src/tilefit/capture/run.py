@@ -6,8 +6,9 @@ import copy
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -220,7 +221,15 @@ class _Session:
                 where=where,
                 hint="Give the model as it was before.",
             )
+        if "couldn't load custom c++ ops" in lower:
+            return CaptureError(
+                f"the installed torchvision was not built for PyTorch {torch.__version__}: its compiled "
+                "operations (nms, roi_align) are missing",
+                where=where,
+                hint="Install the two from the same place, as pytorch.org says for your machine.",
+            )
         if self.device == "meta" and ("meta" in lower or "data-dependent" in lower or "no data" in lower):
+            text = text.partition(". ")[0]
             return CaptureError(
                 f"the step depends on values, and only shapes are known ({type(error).__name__}: {text})",
                 where=where,
@@ -355,13 +364,8 @@ def _step(
         optimizer = made_optimizer(make_optimizer, trainable)
         for group in optimizer.param_groups:
             group["fused"] = fused or None
-    grad = (
-        torch.enable_grad()
-        if train
-        else torch.inference_mode()
-        if session.device == "cpu"
-        else torch.no_grad()
-    )
+    # Not inference mode: in it a dispatch mode sees ``conv2d`` and its like before they are taken apart.
+    grad = torch.enable_grad() if train else torch.no_grad()
     autocast = torch.autocast("cuda", dtype=AMP_DTYPES[amp]) if amp else ExitStack()
     # The flag behind torch.compiler.is_compiling(), which libraries import by name.
     compiling = patch.object(torch.compiler, "_is_compiling_flag", True) if compiled else ExitStack()
@@ -398,7 +402,10 @@ def call(function: Callable[..., Any], inputs: Any) -> Any:
 def loss_of_output(
     output: Any, loss_of: Callable[[Any], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, str]:
-    """The loss to differentiate (``loss_of`` of the output, or its ``loss``, or its mean), and a note.
+    """The loss to differentiate, and a note.
+
+    It is ``loss_of`` of the output; or its ``loss``; or, where it is nothing but numbers, their sum; or its
+    mean.
 
     Raises:
         CaptureError: nothing in the output has a gradient.
@@ -414,8 +421,8 @@ def loss_of_output(
             "the model's output has no floating-point tensor with a gradient: there is nothing to train on",
             hint="Use --infer, or give a factory that returns a training-step callable.",
         )
-    if len(leaves) == 1 and leaves[0].dim() == 0:
-        return leaves[0], ""
+    if all(leaf.dim() == 0 for leaf in leaves):
+        return reduce(torch.add, leaves), ""
     means = [leaf.mean() for leaf in leaves]
     loss = torch.stack([m.float() for m in means]).sum() if len(means) > 1 else means[0]
     return loss, "No loss was given: the mean of the model's output stands for it."
@@ -510,13 +517,20 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
         else [(str(i), v) for i, v in enumerate(inputs or ())]
     )
     for name, value in named:
-        if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            yield f"{name}: {dtype}[{','.join(map(str, value.shape))}]"
+        tensor = next(tensors(value), None) if isinstance(value, (list, tuple)) else value
+        if isinstance(tensor, torch.Tensor):
+            several = f"{len(value)} x " if tensor is not value else ""
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield f"{name}: {several}{dtype}[{','.join(map(str, tensor.shape))}]"
 
 
 def _batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
-    """Samples: the first size of the first input, or what a recurrent layer that reads time first says."""
+    """Samples: the length of a list of images; or the first size of the first input, or what a recurrent
+    layer that reads time first says."""
+    arguments = inputs.values() if isinstance(inputs, Mapping) else inputs
+    images = next(iter(arguments), None) if isinstance(arguments, Iterable) else None
+    if isinstance(images, list) and images and all(map(_is_image, images)):
+        return len(images)
     first = next((t for t in tensors(inputs) if t.dim() > 0), None)
     if first is None:
         return 0
@@ -524,3 +538,7 @@ def _batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
     if recurrent is not None and tuple(first.shape[:2]) == (recurrent.seq_len, recurrent.batch):
         return recurrent.batch
     return int(first.shape[0])
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] in (1, 3)

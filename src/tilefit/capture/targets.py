@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,17 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilefit.capture import detection
 from tilefit.capture.autocast import constructible
 from tilefit.capture.inputs import make, parse_inputs
+from tilefit.capture.run import ON_CPU
 from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers, tolerated
-from tilefit.errors import TargetError, TilefitError, UsageError
+from tilefit.errors import CaptureError, TargetError, TilefitError, UsageError
 
 #: Sizes of synthesised inputs where the user gives none.
 DEFAULT_TEXT_BATCH = 16
 DEFAULT_IMAGE_BATCH = 64
 DEFAULT_SEQUENCE = 1024
 DEFAULT_IMAGE_SIZE = 224
+#: Clips, their frames, and the pixels of those of a 3D ResNet, as in torchvision's own training.
+DEFAULT_CLIP_BATCH = 8
+FRAMES = 16
+RESNET_CLIP_SIZE = 112
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,6 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
         near = get_close_matches(factory_name, names, 1)
         raise TargetError(
             f"{path} has no {factory_name!r}",
-            where=path,
             hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(sorted(names)[:12])}.",
         )
     arguments = _named(options.arguments, _parameters(factory), f"{path}:{factory_name}")
@@ -270,11 +275,18 @@ def _named(arguments: Mapping[str, int], known: Collection[str] | None, target: 
 def _inputs_by_signature(model: nn.Module, options: InputOptions, path: str) -> Any:
     """Inputs for a model that came without: images or tokens, if the user said which."""
     batch = options.batch
+    reads_tokens = any(isinstance(m, nn.Embedding) for m in model.modules())
     if options.image_size is not None:
+        options.refuse_sizes("--image-size asks for images, which have no tokens", ["seq"])
+        if reads_tokens and not any(isinstance(m, nn.Conv2d) for m in model.modules()):
+            why = "the model has an nn.Embedding and no nn.Conv2d: it takes tokens"
+            options.refuse_sizes(why, ["image_size"])
         size = options.image_size
         channels = _first_channels(model)
         return (make((batch or DEFAULT_IMAGE_BATCH, channels, size, size), torch.float32, options.device),)
-    if options.seq is not None and any(isinstance(m, nn.Embedding) for m in model.modules()):
+    if not reads_tokens:
+        options.refuse_sizes("the model has no nn.Embedding, which would read tokens", ["seq"])
+    elif options.seq is not None:
         return (make((batch or DEFAULT_TEXT_BATCH, options.seq), torch.int64, options.device),)
     raise UsageError(
         f"{path} returned a model without inputs",
@@ -299,10 +311,15 @@ def _need(module: str, extra: str) -> Any:
         ) from error
 
 
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    """Names like one that is not known: those that begin with it, else those spelled alike."""
+    return [each for each in known if each.startswith(name)][:3] or get_close_matches(name, known, 3)
+
+
 def _torchvision(name: str, options: InputOptions) -> Target:
     models = _need("torchvision", "vision").models
     if name not in models.list_models():
-        near = get_close_matches(name, models.list_models(), 3)
+        near = _near(name, models.list_models())
         raise TargetError(
             f"torchvision has no model {name!r}",
             hint=f"Did you mean {' or '.join(near)}?" if near else "See torchvision.models.list_models().",
@@ -310,15 +327,42 @@ def _torchvision(name: str, options: InputOptions) -> Target:
     weights = dict.fromkeys(
         {"weights", "weights_backbone"} & {*inspect.signature(models.get_model_builder(name)).parameters}
     )
+    detects = name in models.list_models(models.detection)
+    if detects and options.device == "meta":
+        raise CaptureError(
+            "what a detection model computes depends on the boxes that it finds, and only shapes are known",
+            where=f"torchvision:{name}",
+            hint=ON_CPU,
+        )
     model = _build(lambda: models.get_model(name, **weights, **options.arguments), name, options.device)
+    if detects:
+        return _detection_target(f"torchvision:{name}", model, options)
     default = 299 if name.startswith("inception") else DEFAULT_IMAGE_SIZE
-    return _image_target(f"torchvision:{name}", model, 3, options.image_size or default, options)
+    frames = FRAMES if name in models.list_models(models.video) else 0
+    if isinstance(model, models.video.VideoResNet):
+        default = RESNET_CLIP_SIZE
+    return _image_target(f"torchvision:{name}", model, 3, options.image_size or default, options, frames)
+
+
+def _detection_target(name: str, model: nn.Module, options: InputOptions) -> Target:
+    if options.specs:
+        raise UsageError(
+            "--input has no lists, and a detection model takes a list of images",
+            hint="Leave it out, or return (model, ([image, …],)) from a factory: file.py:factory.",
+        )
+    size = detection.image_size(model)
+    options.refuse_sizes(f"the model resizes its images itself, to {size} pixels", ["image_size"])
+    options.refuse_sizes("images have no tokens", ["seq"])
+    batch = options.batch or detection.DEFAULT_BATCH
+    inputs = detection.torchvision_inputs(model, batch, options.train, options.device)
+    boxes = "The weights are random: a trained model finds another number of boxes."
+    return Target(model, inputs, name, notes=(boxes,))
 
 
 def _timm(name: str, options: InputOptions) -> Target:
     timm = _need("timm", "vision")
     if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), 3)
+        near = _near(name, timm.list_models())
         raise TargetError(
             f"timm has no model {name!r}",
             hint=f"Did you mean {' or '.join(near)}?" if near else "See timm.list_models().",
@@ -328,13 +372,16 @@ def _timm(name: str, options: InputOptions) -> Target:
     return _image_target(f"timm:{name}", model, channels, options.image_size or height, options)
 
 
-def _image_target(name: str, model: nn.Module, channels: int, size: int, options: InputOptions) -> Target:
+def _image_target(
+    name: str, model: nn.Module, channels: int, size: int, options: InputOptions, frames: int = 0
+) -> Target:
+    """Images, or clips of so many frames."""
     if options.specs:
         return Target(model, parse_inputs(options.specs, options.device), name, _image_loss)
     options.refuse_sizes("images have no tokens", ["seq"])
-    batch = options.batch or DEFAULT_IMAGE_BATCH
-    image = make((batch, channels, size, size), torch.float32, options.device)
-    return Target(model, (image,), name, _image_loss)
+    batch = options.batch or (DEFAULT_CLIP_BATCH if frames else DEFAULT_IMAGE_BATCH)
+    shape = (batch, channels, *([frames] if frames else []), size, size)
+    return Target(model, (make(shape, torch.float32, options.device),), name, _image_loss)
 
 
 def _image_loss(output: Any) -> torch.Tensor:
@@ -357,12 +404,21 @@ _HEADS = (
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
+    "AutoModelForZeroShotImageClassification",
+    "AutoModelForZeroShotObjectDetection",
     "AutoModelForImageClassification",
+    "AutoModelForVideoClassification",
     "AutoModelForAudioClassification",
     "AutoModelForSequenceClassification",
     "AutoModelForSemanticSegmentation",
+    "AutoModelForObjectDetection",
     "AutoModel",
 )
+#: What a model may call its main input: tokens, images, a spectrogram, a waveform.
+_INPUTS = ("input_ids", "inputs", "pixel_values", "input_features", "input_values")
+#: Heads that are trained on tokens, and those that compare images with texts.
+_WRITING = _HEADS[:5]
+_COMPARING = ("AutoModelForZeroShotImageClassification", "AutoModelForZeroShotObjectDetection")
 
 
 def _transformers(name: str, options: InputOptions) -> Target:
@@ -394,6 +450,8 @@ def _transformers(name: str, options: InputOptions) -> Target:
     if options.specs:
         return Target(model, parse_inputs(options.specs, options.device), f"hf:{name}")
     inputs = _transformers_inputs(model, config, mapping, options)
+    if mapping == "AutoModelForImageTextToText" and "pixel_values" not in inputs:
+        notes.append("The inputs are text alone: what the model does with images is left out.")
     return Target(model, inputs, f"hf:{name}", notes=tuple(notes))
 
 
@@ -428,7 +486,7 @@ def _config(transformers: Any, name: str, arguments: Mapping[str, int]) -> Any:
 def _known_type(transformers: Any, model_type: str) -> str:
     known = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known:
-        near = get_close_matches(model_type, known, 3)
+        near = _near(model_type, known)
         raise TargetError(
             f"transformers has no model type {model_type!r}",
             hint=f"Did you mean {' or '.join(near)}?"
@@ -442,11 +500,9 @@ def _head(transformers: Any, config: Any) -> tuple[Any, str]:
     for architecture in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, architecture, None)
         if cls is not None:
-            return _FromClass(cls), _kind_of(architecture)
-    for name in _HEADS:
-        auto = getattr(transformers, name, None)
-        if auto is not None and type(config) in auto._model_mapping:
-            return auto, name
+            return _FromClass(cls), _kind_of(transformers, config, cls)
+    for name, auto in _heads_of(transformers, config):
+        return auto, name
     raise TargetError(f"transformers has no model for {type(config).__name__}")
 
 
@@ -460,21 +516,24 @@ class _FromClass:
         return self._cls(config)
 
 
-def _kind_of(architecture: str) -> str:
-    for suffix, head in (
-        ("ForImageClassification", "AutoModelForImageClassification"),
-        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-        ("ForMaskedLM", "AutoModelForMaskedLM"),
-        ("ForSequenceClassification", "AutoModelForSequenceClassification"),
-    ):
-        if architecture.endswith(suffix):
-            return head
-    return "AutoModelForCausalLM" if "LM" in architecture else "AutoModel"
+def _heads_of(transformers: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    """The heads that a configuration has models with, and the Auto class of each."""
+    for name in _HEADS:
+        auto = getattr(transformers, name, None)
+        if auto is not None and type(config) in auto._model_mapping:
+            yield name, auto
 
 
-def _transformers_inputs(
-    model: Any, config: Any, head: str, options: InputOptions
-) -> dict[str, torch.Tensor]:
+def _kind_of(transformers: Any, config: Any, cls: Any) -> str:
+    """The head of a model class; of one with none of those known here, a plain model's."""
+    for name, auto in _heads_of(transformers, config):
+        found = auto._model_mapping[type(config)]
+        if cls in (found if isinstance(found, tuple) else (found,)):
+            return name
+    return "AutoModel"
+
+
+def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptions) -> dict[str, Any]:
     """Inputs by the model's own main input name, and labels for its head."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = next(
@@ -489,38 +548,68 @@ def _transformers_inputs(
         longest -= 2  # positions start behind the padding index
     seq = options.seq or min(DEFAULT_SEQUENCE, longest)
     main = getattr(model, "main_input_name", "input_ids")
-    inputs: dict[str, torch.Tensor] = {}
-    if main == "pixel_values":
-        batch = options.batch or DEFAULT_IMAGE_BATCH
-        size = options.image_size or getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
-        height, width = (size, size) if isinstance(size, int) else tuple(size)
+    if main not in _INPUTS:
+        raise UsageError(
+            f"the model's input is called {main}, and what it holds is not known here",
+            hint=f'Say it: --input "{main}: float32[…]", and the labels in the same way, or --infer.',
+        )
+    arguments = inspect.signature(model.forward).parameters
+    compares = head in _COMPARING  # images with texts
+    describes = head == "AutoModelForImageTextToText" and main == "pixel_values" and "input_ids" in arguments
+    sees = compares or main == "pixel_values"
+    writes = options.train and head in _WRITING and "labels" in arguments
+    decodes = (
+        not options.train
+        and getattr(config, "is_encoder_decoder", False)
+        and "decoder_input_ids" in arguments
+    )
+    if not sees:
+        options.refuse_sizes("the model takes no images", ["image_size"])
+    if main in ("pixel_values", "input_features") and not (describes or writes or decodes):
+        options.refuse_sizes("the model takes no tokens", ["seq"])
+    video = head == "AutoModelForVideoClassification" and hasattr(config, "num_frames")
+    clip = [config.num_frames] if video else []
+    images = DEFAULT_CLIP_BATCH if clip else DEFAULT_IMAGE_BATCH
+    batch = options.batch or (images if sees else DEFAULT_TEXT_BATCH)
+    inputs: dict[str, Any] = {}
+    if sees:
         channels = getattr(config, "num_channels", 3)
-        inputs[main] = make((batch, channels, height, width), torch.float32, options.device)
-    elif main == "input_features":
-        batch = options.batch or DEFAULT_TEXT_BATCH
+        shape = (batch, *clip, channels, *_sides(config, options.image_size))
+        inputs["pixel_values"] = make(shape, torch.float32, options.device)
+    if main == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)
         inputs[main] = make(
             (batch, getattr(config, "num_mel_bins", 80), frames), torch.float32, options.device
         )
         seq = min(seq, longest)
     elif main == "input_values":
-        batch = options.batch or DEFAULT_TEXT_BATCH
-        inputs[main] = make((batch, options.seq or 16000 * 5), torch.float32, options.device)
-    else:
-        batch = options.batch or DEFAULT_TEXT_BATCH
-        inputs[main] = make((batch, seq), torch.int64, options.device)
-    if options.train:
-        if head in (
-            "AutoModelForCausalLM",
-            "AutoModelForMaskedLM",
-            "AutoModelForSeq2SeqLM",
-            "AutoModelForSpeechSeq2Seq",
-        ):
-            inputs["labels"] = make((batch, seq), torch.int64, options.device)
-        elif head.endswith("Classification"):
-            inputs["labels"] = make((batch,), torch.int64, options.device)
-        elif head == "AutoModelForSemanticSegmentation":
-            inputs["labels"] = make((batch, *inputs[main].shape[-2:]), torch.int64, options.device)
-    elif getattr(config, "is_encoder_decoder", False):
+        bins = getattr(config, "num_mel_bins", None)  # of a spectrogram; a waveform has none
+        length = options.seq or (config.max_length if bins else 16000 * 5)
+        sizes = (batch, length, bins) if bins else (batch, length)
+        inputs[main] = make(sizes, torch.float32, options.device)
+    elif main != "pixel_values" or describes:
+        inputs["input_ids" if describes else main] = make((batch, seq), torch.int64, options.device)
+    if writes:
+        inputs["labels"] = make((batch, seq), torch.int64, options.device)
+    elif decodes:
         inputs["decoder_input_ids"] = make((batch, seq), torch.int64, options.device)
+    elif options.train and head == "AutoModelForSemanticSegmentation":
+        inputs["labels"] = make((batch, *inputs[main].shape[-2:]), torch.int64, options.device)
+    elif options.train and head == "AutoModelForObjectDetection":
+        if options.device != "meta":  # which box is to be which object depends on values
+            inputs["labels"] = detection.transformers_labels(batch, options.device)
+    elif options.train and compares:
+        if "return_loss" in arguments:
+            inputs["return_loss"] = True
+    elif options.train and head.endswith("Classification"):
+        inputs["labels"] = make((batch,), torch.int64, options.device)
     return inputs
+
+
+def _sides(config: Any, asked: int | None) -> tuple[int, ...]:
+    """Height and width of the images a configuration is for."""
+    own = getattr(config, "image_size", None) or getattr(
+        getattr(config, "vision_config", None), "image_size", None
+    )
+    size = asked or own or DEFAULT_IMAGE_SIZE
+    return (size, size) if isinstance(size, int) else tuple(size)

@@ -134,7 +134,7 @@ def _facts(report: Report, row: Row) -> list[tuple[str, str]]:
     low_s, high_s = min(op.low_s for op in row.group.ops), max(op.high_s for op in row.group.ops)
     predicted_s = row.predicted_s
     bytes_per_s = op.moved_bytes / row.each_s if row.each_s else 0.0
-    count = f"{row.group.count} times" if row.group.count > 1 else "once"
+    count = f"{units.count(row.group.count)} times" if row.group.count > 1 else "once"
     facts = [
         (
             "runs",

@@ -184,6 +184,7 @@ def _environment() -> Environment:
         capacity=units.capacity,
         rate=units.rate,
         number=units.number,
+        grouped=units.count,
         marked=_marked,
     )
     return environment

@@ -100,7 +100,7 @@ def measured(run: MeasuredStep) -> list[tuple[str, str]]:
         (
             "GPU",
             f"busy {of_step(run.busy_s)}, waiting for the host's launches {of_step(run.launch_bound_s)}; "
-            f"{run.kernels} kernels of {units.seconds(run.kernel_s)}, predicted "
+            f"{units.count(run.kernels)} kernels of {units.seconds(run.kernel_s)}, predicted "
             f"{units.seconds(run.predicted_gpu_s)}",
         ),
         (
@@ -126,7 +126,7 @@ def measured(run: MeasuredStep) -> list[tuple[str, str]]:
         )
     for wait in run.waits[:_WAITS]:
         place = " ".join(filter(None, (wait.operation, wait.module, wait.source)))
-        times = f"{wait.count} times, " if wait.count > 1 else ""
+        times = f"{units.count(wait.count)} times, " if wait.count > 1 else ""
         lines.append(
             (
                 "Host waits",
@@ -198,7 +198,10 @@ COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("rate", lambda r: units.rate(r.step.flop_per_s)),
     ("share of peak", lambda r: units.share(r.step.peak_share)),
     ("memory used", lambda r: units.share(r.step.memory.share)),
-    ("largest batch", lambda r: "unknown" if r.step.largest_batch is None else str(r.step.largest_batch)),
+    (
+        "largest batch",
+        lambda r: "unknown" if r.step.largest_batch is None else units.count(r.step.largest_batch),
+    ),
     ("findings", lambda r: str(len(r.findings))),
 )
 

@@ -71,7 +71,7 @@ class ChannelsLast(Rule):
                     if followers
                     else ""
                 ),
-                *([f"{len(conversions)} copies between the two formats fall away"] if conversions else []),
+                *([f"{len(conversions):,} copies between the two formats fall away"] if conversions else []),
             ),
             sites=len(modules),
         )

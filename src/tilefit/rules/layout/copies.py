@@ -62,7 +62,7 @@ class LayoutCopies(Rule):
             yield Proposal(
                 module=pattern(modules),
                 source=source,
-                message=f"{len(indices)} copies only change the layout of tensors ({names})",
+                message=f"{len(indices):,} copies only change the layout of tensors ({names})",
                 fix="Keep one layout: write the tensor in the order it is read in, without contiguous().",
                 safety=ADVICE,
                 change=Change(dict.fromkeys(indices, ())),

@@ -57,7 +57,7 @@ class AttentionByHand(Rule):
             yield Proposal(
                 module=pattern(modules),
                 source=sites[0].source,
-                message=f"attention runs as {kernels} kernels that pass the scores "
+                message=f"attention runs as {kernels:,} kernels that pass the scores "
                 f"{'x'.join(map(str, scores.shape))} through memory",
                 fix="Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
                 safety=SAFE,

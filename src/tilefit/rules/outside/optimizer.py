@@ -67,7 +67,7 @@ class UnfusedOptimizer(Rule):
         yield Proposal(
             module="",
             source=entries[0].site.source,
-            message=f"{settings.optimizer} runs as {len(entries)} multi-tensor operations, not as one",
+            message=f"{settings.optimizer} runs as {len(entries):,} multi-tensor operations, not as one",
             fix="Pass fused=True to the optimizer.",
             safety=SAFE,
             change=Change(replaced),

@@ -86,8 +86,8 @@ class Unfused(Rule):
         yield Proposal(
             module="",
             source="",
-            message=f"{_count(step)} streaming operations take {share(outside_s / before.gpu_time_s)} of "
-            f"the GPU time, outside the Tensor Cores; compiled, {_count(fused)} are left",
+            message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
+            f"the GPU time, outside the Tensor Cores; compiled, {_count(fused):,} are left",
             fix="Compile the model: model = torch.compile(model).",
             safety=SAFE,
             change=Change(step=fused),

@@ -48,7 +48,7 @@ class Double(Rule):
         yield Proposal(
             module=pattern(modules),
             source=entries[0].site.source,
-            message=f"{len(entries)} operation{' runs' if len(entries) == 1 else 's run'} in float64",
+            message=f"{len(entries):,} operation{' runs' if len(entries) == 1 else 's run'} in float64",
             fix="Make the tensors float32 where they are created (dtype=torch.float32, or .float()).",
             safety=UNSAFE,
             change=Change(replaced),

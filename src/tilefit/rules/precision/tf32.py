@@ -52,7 +52,8 @@ class Tf32(Rule):
         yield Proposal(
             module=pattern(modules),
             source=products[0].site.source,
-            message=f"{len(products)} products run in fp32 on CUDA cores, not in TF32 on Tensor Cores",
+            message=f"{len(products):,} product{'s run' if len(products) > 1 else ' runs'} in fp32 on CUDA "
+            "cores, not in TF32 on Tensor Cores",
             fix='Call torch.set_float32_matmul_precision("high"), and leave '
             "torch.backends.cudnn.allow_tf32 on.",
             safety=UNSAFE,

@@ -190,7 +190,7 @@ def _wide_products(context: Context) -> Iterator[Proposal]:
         yield Proposal(
             module=pattern(modules),
             source=site.source,
-            message=f"{len(group)} products run in {group[0][1].dtype} inside a {half} step",
+            message=f"{len(group):,} products run in {group[0][1].dtype} inside a {half} step",
             fix=f"Remove the cast to fp32 (or the autocast(enabled=False) region) in front of them, so that "
             f"they run in {half}.",
             safety=UNSAFE,

@@ -57,9 +57,10 @@ class WeightCasts(Rule):
         yield Proposal(
             module=pattern(modules),
             source=entries[0].site.source,
-            message=f"{len(entries)} casts of weights to {half} repeat one that was already made in this step"
+            message=f"{len(entries):,} casts of weights to {half} repeat one that was already made in this "
+            "step"
             if training
-            else f"{len(entries)} weights are cast to {half} in every call",
+            else f"{len(entries):,} weights are cast to {half} in every call",
             fix="Open one torch.autocast region around all forward passes of the step, with its cache on."
             if training
             else f"Convert the model once: model.to({name}).",

@@ -58,7 +58,7 @@ class PythonLoop(Rule):
                 module=pattern(loop.recurrent.calls[0].layer.module for loop in loops),
                 source=recurrent.source,
                 message=f"a {layer.mode} cell runs {layer.seq_len} time steps in a Python loop, "
-                f"{kernels} kernels in all",
+                f"{kernels:,} kernels in all",
                 fix=f"Use nn.{name} over the whole sequence; the cell's weights fit it.",
                 safety=SAFE,
                 change=Change(replaced),
