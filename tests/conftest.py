@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE, os.environ.get
 os.environ["XDG_DATA_HOME"] = str(Path(__file__).parent / "no-such-folder")
 # As many processes test as there are cores; threads of theirs would only wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A job in the background ignores interrupts from its start, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
