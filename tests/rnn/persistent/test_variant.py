@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rnn.persistent.capacities import A100, H200
@@ -19,6 +19,10 @@ from tilefit.rnn.persistent.variant import (
     predicted_s,
     variants,
 )
+
+
+#: Thousands of variants take a busy machine longer than Hypothesis allows.
+patiently = settings(deadline=None)
 
 
 @st.composite
@@ -35,6 +39,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+@patiently
 @given(problems(), st.sampled_from([H200, A100]))
 def test_every_variant_fits_the_chip(problem: Problem, capacity: Capacity) -> None:
     for variant in variants(problem, capacity):
@@ -48,6 +53,7 @@ def test_every_variant_fits_the_chip(problem: Problem, capacity: Capacity) -> No
         assert variant.cluster == 1 or clusters <= capacity.clusters[variant.cluster - 2]
 
 
+@patiently
 @given(problems())
 def test_every_unit_row_and_slab_has_its_place(problem: Problem) -> None:
     for variant in variants(problem, H200):
@@ -65,6 +71,7 @@ def test_every_unit_row_and_slab_has_its_place(problem: Problem) -> None:
         assert 1 <= variant.window <= variant.slabs(problem) * variant.tiles
 
 
+@patiently
 @given(problems())
 def test_what_the_kernel_takes_for_granted(problem: Problem) -> None:
     for variant in variants(problem, H200):
@@ -80,6 +87,7 @@ def test_what_the_kernel_takes_for_granted(problem: Problem) -> None:
         assert predicted_s(problem, variant) > 0
 
 
+@patiently
 @given(problems())
 def test_only_several_rounds_copy_ahead(problem: Problem) -> None:
     for variant in variants(problem, H200):
@@ -91,6 +99,7 @@ def test_only_several_rounds_copy_ahead(problem: Problem) -> None:
             assert variant.shared_bytes(problem) - later.shared_bytes(problem) == pieces * 16
 
 
+@patiently
 @given(problems())
 def test_a_small_mini_batch_can_be_split_into_single_rows(problem: Problem) -> None:
     found = {(variant.batch_groups, variant.rows(problem)) for variant in variants(problem, H200)}
@@ -98,6 +107,7 @@ def test_a_small_mini_batch_can_be_split_into_single_rows(problem: Problem) -> N
         assert (problem.batch, 1) in found
 
 
+@patiently
 @given(problems())
 def test_without_clusters_blocks_exchange_through_the_l2_cache(problem: Problem) -> None:
     assert all((variant.split, variant.mail) == (1, False) for variant in variants(problem, A100))
