@@ -20,7 +20,6 @@ from tilefit.rnn.persistent.variant import (
     variants,
 )
 
-
 #: Thousands of variants take a busy machine longer than Hypothesis allows.
 patiently = settings(deadline=None)
 
