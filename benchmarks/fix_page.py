@@ -94,14 +94,14 @@ Training steps of real models under bf16 autocast with AdamW, before and after w
 [fix_gain_h200.json](../benchmarks/results/fix_gain_h200.json) and
 [fix_gain_compiled_h200.json](../benchmarks/results/fix_gain_compiled_h200.json), where the versions,
 dates and single rounds are. Where the GPU takes much less than the step, the host limits the step, and
-other work on the machine disturbed it."""
+other work on the machine disturbed it. Of a model with a * the plan had other fixes when it was measured
+than it has now."""
 
 _COMPILED = """\
 Before: `torch.compile(model)` alone, which pads misaligned products by itself. After: with the plan made
 for a model that is to be compiled; in it, `compile` is the mode `reduce-overhead` (CUDA graphs). The
 last column has the fixes of the eager plan that the compiled one does without: there the compiler does
-the job, or leaves too little to gain. A model with a * was measured with an earlier plan: since then, fixes
-look at such a model as it is written, make its masks contiguous, and pad vocabularies and features there."""
+the job, or leaves too little to gain."""
 
 
 def page() -> str:

@@ -101,7 +101,7 @@ def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> li
 
 def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Variant]:
     """Around the three fastest measured variants: themselves, those of one size of a block more or less, and
-    all these both with and without asking ahead, so that one run compares them. Of the three, also with more
+    all these both with and without copying ahead, so that one run compares them. Of the three, also with more
     weights in registers: the compiler often has room for them."""
     cuts: dict[Variant, Variant] = {}
     for row in sorted(rows, key=rank):

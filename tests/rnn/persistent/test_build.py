@@ -73,7 +73,7 @@ def test_every_exchange_compiles_for_hopper(cell: str, element: str, backward: b
 
 @needs_nvrtc
 @pytest.mark.parametrize("backward", [False, True])
-def test_asking_for_the_next_round_ahead_compiles(backward: bool) -> None:
+def test_copying_the_next_round_ahead_compiles(backward: bool) -> None:
     problem = Problem(CELLS["lstm"], "bfloat16", 128, 16, 1, backward, lengths=True, resets=True)
     plain, ahead = (
         compiled(
