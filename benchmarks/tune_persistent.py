@@ -9,8 +9,9 @@ with RESULTS = benchmarks/results/tune_persistent_h200.json.
 
 For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest are
 checked against the plain PyTorch reference in float32 and timed: median of several launches of all time
-steps, between CUDA events, on random data; a forward kernel both as in training and as in inference. Each is
-timed as soon as it is compiled, while all processors compile the next. Problems of `--focus` come first, then
+steps, between CUDA events, on random data; a forward kernel both as in training and as in inference. Where a
+variant may pause, it is timed with several pauses, and the best one stands for it. Each is timed as soon as it
+is compiled, while all processors compile the next. Problems of `--focus` come first, then
 those that take several rounds, so that a budget of seconds leaves out what matters least. `--around FILE`
 measures again the fastest of an earlier result with what is near them, and of the others only those not
 measured there. `--install` writes the winners into the package.
@@ -42,7 +43,7 @@ import torch
 from tilefit.rnn import reference
 from tilefit.rnn.cells import CELLS
 from tilefit.rnn.persistent import build, launch
-from tilefit.rnn.persistent.choice import _cut, key
+from tilefit.rnn.persistent.choice import entry, key
 from tilefit.rnn.persistent.launch import Kernel, LaunchError, failure
 from tilefit.rnn.persistent.layer import _unwritten
 from tilefit.rnn.persistent.variant import UNITS, Capacity, Problem, Variant, predicted_s, variants, work
@@ -52,6 +53,9 @@ Row = dict[str, Any]
 
 #: Relative error of a right variant at most: some roundings to bfloat16.
 TOLERANCE = 0.02
+
+#: Clocks to try.
+PAUSES = (0, 150, 300, 450, 600, 800)
 
 PACKAGE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "persistent" / "h200.json"
 
@@ -71,12 +75,12 @@ def planned(
         in_focus = re.search(pattern, key(problem)) is not None
         top = int(focus_top) if in_focus else options.top
         rows = [row for row in earlier if row["problem"] == key(problem)]
-        measured = {Variant(*row["variant"]) for row in rows}
+        measured = {cut(Variant(*row["variant"])) for row in rows}
         chosen = neighbours(problem, capacity, rows) if rows else []
         chosen += [
             variant
             for variant in candidates(problem, capacity, top, options.alike)
-            if variant not in measured and variant not in chosen
+            if cut(variant) not in measured and variant not in chosen
         ]
         several = bool(chosen) and chosen[0].rounds > 1
         plan.append(((not in_focus, not several), problem, chosen))
@@ -100,15 +104,11 @@ def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> li
 
 
 def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Variant]:
-    """Around the three fastest measured variants: themselves, those of one size of a block more or less, and
-    all these both with and without copying ahead, so that one run compares them. Of the three, also with more
-    weights in registers: the compiler often has room for them."""
-    cuts: dict[Variant, Variant] = {}
-    for row in sorted(rows, key=rank):
-        variant = Variant(*row["variant"])
-        cuts.setdefault(replace(variant, held=0, ahead=False), variant)
-    fastest = list(cuts.values())[:3]
-    near = dict.fromkeys(fastest)
+    """Around the two fastest measured cuts: themselves, those of one size of a block more or less, and all these
+    both with and without copying ahead, so that one run compares them. Of the two, also copying a little earlier,
+    and with more weights in registers: the compiler often has room for them."""
+    fastest = list(dict.fromkeys(cut(Variant(*row["variant"])) for row in sorted(rows, key=rank)))[:2]
+    near: dict[Variant, None] = {}
     for variant in variants(problem, capacity):
         steps = [
             abs(UNITS.index(variant.units) - UNITS.index(fast.units))
@@ -117,10 +117,16 @@ def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Va
         ]
         if steps and min(steps) <= 1:
             near[variant] = None
-        if steps and min(steps) == 0:
-            held = (variant.held + more for more in (1, 3))
-            near |= dict.fromkeys(replace(variant, held=h) for h in held if h <= variant.fragments(problem))
+        if cut(variant) in fastest:
+            modes = (variant.ahead, variant.ahead - 1) if variant.ahead else (0,)
+            held = [h for more in (0, 2, 4) if (h := variant.held + more) <= variant.fragments(problem)]
+            near |= dict.fromkeys(replace(variant, held=h, ahead=ahead) for ahead in modes for h in held)
     return list(near)
+
+
+def cut(variant: Variant) -> Variant:
+    """A variant without what is tuned for it."""
+    return replace(variant, held=0, window=0, ahead=0, pause=0)
 
 
 def _kind(variant: Variant) -> tuple[object, ...]:
@@ -142,13 +148,11 @@ def merged(files: list[Path]) -> dict[str, Any]:
             rows[row["problem"], Variant(*row["variant"])] = row
     capacity = Capacity(newest["multiprocessors"], tuple(newest["clusters"]))
     problems = {row["problem"]: _problem_of(row)[0] for row in rows.values()}
-    cuts = {
-        name: {_cut(v): v.held for v in variants(problem, capacity)} for name, problem in problems.items()
-    }
+    cuts = {name: {cut(v) for v in variants(problem, capacity)} for name, problem in problems.items()}
     kept = [
         row
         for (name, variant), row in rows.items()
-        if variant.held >= cuts[name].get(_cut(variant), float("inf"))
+        if cut(variant) in cuts[name] and variant.shared_bytes(problems[name]) <= capacity.shared_bytes
     ]
     print(f"{len(kept)} variants of {len(problems)} problems; {len(rows) - len(kept)} can no longer be cut")
     return {**newest, "rows": sorted(kept, key=lambda row: list(problems).index(row["problem"]))}
@@ -180,8 +184,7 @@ def store(document: dict[str, Any], options: argparse.Namespace) -> None:
         winners = json.loads(PACKAGE.read_text("utf-8"))["variants"]
         right = [row for row in document["rows"] if "us" in row and row["error"] < TOLERANCE]
         for row in sorted(right, key=rank, reverse=True):
-            variant = Variant(*row["variant"])
-            winners[row["problem"]] = (*_cut(variant), variant.held)
+            winners[row["problem"]] = entry(Variant(*row["variant"]))
         head = {name: head[name] for name in ("gpu", "torch", "cuda", "date")}
         entries = (f"{json.dumps(name)}: {json.dumps(cut)}" for name, cut in winners.items())
         PACKAGE.write_text(_json(head, "variants", "{}", entries), "utf-8")
@@ -364,15 +367,21 @@ class Data:
 
 
 def measure(problem: Problem, variant: Variant, data: Data, steps: int, repeats: int) -> Row:
-    """Microseconds a step; of a forward kernel that saves something for the backward pass, also without."""
+    """Microseconds a step; of a forward kernel that saves something for the backward pass, also without. Of
+    several pauses the best one, or one that gave wrong results."""
+    rows = []
     kernel = Kernel(problem, variant, torch.cuda.current_device())
-    us, result = timed(kernel, data, data.tensors, steps, repeats)
     registers, spilled = kernel.registers()
-    row: Row = {"us": us, "error": data.error(result, problem), "registers": registers, "spilled": spilled}
-    if not problem.backward and problem.cell.saved:
-        unsaved = {**data.tensors, "gates": None, "cells": None}
-        row["inference_us"], _ = timed(kernel, data, unsaved, steps, repeats)
-    return row
+    for pause in PAUSES if variant.pause else (0,):
+        kernel.variant = replace(variant, pause=pause)
+        us, result = timed(kernel, data, data.tensors, steps, repeats)
+        row: Row = {"variant": list(vars(kernel.variant).values()), "us": us}
+        row |= {"error": data.error(result, problem), "registers": registers, "spilled": spilled}
+        if not problem.backward and problem.cell.saved:
+            unsaved = {**data.tensors, "gates": None, "cells": None}
+            row["inference_us"], _ = timed(kernel, data, unsaved, steps, repeats)
+        rows.append(row)
+    return min(rows, key=lambda row: (row["error"] < TOLERANCE, *rank(row)))
 
 
 def timed(
@@ -454,7 +463,7 @@ def main() -> None:
                 row["refused"] = str(error)[:200]
             rows.append(row)
             if "us" in row and row["error"] < TOLERANCE:
-                found.append((variant, row))
+                found.append((Variant(*row["variant"]), row))
             elif "us" in row:
                 print(f"WRONG {key(problem)} {variant} error {row['error']}")
         if not found:
@@ -468,7 +477,7 @@ def main() -> None:
             f"{key(problem):32} {row['us']:6.2f} us{inference} "
             f"(predicted {row['predicted_us']:.2f}; error {row['error']:.1e}) "
             f"U{variant.units} P{variant.blocks} {exchange} T{variant.tiles} R{variant.rounds} "
-            f"G{variant.batch_groups} W{variant.warps} h{variant.held}{' ahead' if variant.ahead else ''} "
+            f"G{variant.batch_groups} W{variant.warps} h{variant.held} A{variant.ahead} p{variant.pause} "
             f"regs {row['registers']}/{row['spilled']} ; others",
             *(f"{other['us']:.2f}" for _, other in found[1:5]),
             flush=True,

@@ -77,8 +77,9 @@ class EmulatedKernel:
     ) -> Outcome:
         """Run all steps; the last ``missing_blocks`` of the grid never start."""
         error = torch.zeros(1, dtype=torch.int32)
-        counts = self.problem.batch, self.problem.directions, self.variant.batch_groups, spin_limit
-        packed = launch.parameter(self.name, tensors, error.data_ptr(), steps, *counts)
+        problem, variant = self.problem, self.variant
+        counts = steps, problem.batch, problem.directions, variant.batch_groups, spin_limit, variant.pause
+        packed = launch.parameter(self.name, tensors, error.data_ptr(), *counts)
         overran = self._run(
             ctypes.c_char_p(packed),
             self.variant.grid(self.problem),

@@ -129,6 +129,10 @@ float load_float(u32 address) {
 
 int afresh(int v) { return v; }
 
+const element* as_given(const element* address) { return address; }
+
+u32 clocks() { return u32(std::chrono::steady_clock::now().time_since_epoch().count()); }
+
 u32 remote_address(u32 mine, u32 owner) { return owner << 24 | mine; }
 
 void store_remote(u32 address, float v) { store_word(in_cluster(address), __float_as_uint(v)); }
@@ -149,9 +153,9 @@ void cluster_barrier() { cluster->barrier.arrive_and_wait(); }
 
 // d += a b, with the fragments where the PTX ISA has them for mma.m16n8k16 (m16n8k8 for TF32): rows of a and columns
 // of b are 8 words deep; lane 4 r + q has words q and q + 4 of a's rows r and r + 8 and of b's column r.
-void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+void mma(float (&d)[4], const piece& a, u32 b0, u32 b1) {
     auto& all = warp().registers;
-    const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
+    const u32 mine[6] = {a.x, a.y, a.z, a.w, b0, b1};
     std::copy(mine, mine + 6, all[lane()]);
     warp().barrier.arrive_and_wait();
     constexpr int in_word = 4 / sizeof(element);

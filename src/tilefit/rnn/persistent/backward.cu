@@ -18,7 +18,7 @@ struct Backward {
     element* grad_c0;            // [D, B, H], LSTM
     int* error;
     int steps, batch, directions, batch_groups;
-    u32 spin_limit;
+    u32 spin_limit, pause;
 };
 
 constexpr int PUBLISHED = CELL == 3 ? 4 : GATES;  // GRU: (dn r, dr, dz, dn); others: torch's order
@@ -61,7 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
         carry_h[i] = p.grad_last_h ? widen(p.grad_last_h[at]) : 0.0f;
         carry_c[i] = CELL == 2 && p.grad_last_c ? widen(p.grad_last_c[at]) : 0.0f;
     }
-    const i64 row_count = i64(p.batch) * p.directions;  // rows of one step in the [T, B, D, ...] tensors
+    // Which row of a tensor [T, B, D, ...] is that of a step and a mini-batch row.
+    const int step_rows = p.batch * p.directions;
+    auto place = [&](int t, int row) { return i64(t * step_rows + row * p.directions + direction); };
     const int last = direction == 0 ? p.steps - 1 : 0, stride = direction == 0 ? 1 : -1;
     Kept kept(product.end);
     auto ask = [&](int s, int round) {  // for what step s needs
@@ -70,22 +72,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
                 const Result r(i, first_unit, rows);
-                const int place = r.row * p.directions + direction, at = place * HIDDEN + r.unit;
                 const int initial = (direction * p.batch + r.row) * HIDDEN + r.unit;
                 const bool inside = before >= 0 && before < length[i];
-                if (p.grad_out) kept.ask(s, i, GRAD, p.grad_out + t * row_count * HIDDEN + at, r.mine);
-                const element* gates = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
+                const i64 at = place(t, r.row) * HIDDEN + r.unit, at_before = place(before, r.row) * HIDDEN + r.unit;
+                if (p.grad_out) kept.ask(s, i, GRAD, p.grad_out + at, r.mine);
+                const element* gates = p.gates + place(t, r.row) * (SAVED * HIDDEN) + r.unit;
 #pragma unroll
                 for (int g = 0; g < SAVED; ++g) kept.ask(s, i, g, gates + g * HIDDEN, r.mine);
 #if CELL == 2
-                const float* cell = inside ? p.cells + before * row_count * HIDDEN + at : p.first_cell + initial;
+                const float* cell = inside ? p.cells + at_before : p.first_cell + initial;
                 if (inside || p.first_cell) kept.ask_float(s, i, BEFORE, cell, r.mine);
-                kept.ask_float(s, i, AFTER, p.cells + t * row_count * HIDDEN + at, r.mine);
+                kept.ask_float(s, i, AFTER, p.cells + at, r.mine);
 #elif CELL == 3
-                const element* state = inside ? p.out + before * row_count * HIDDEN + at : p.h0 + initial;
+                const element* state = inside ? p.out + at_before : p.h0 + initial;
                 if (inside || p.h0) kept.ask(s, i, STATE, state, r.mine);
 #else
-                kept.ask(s, i, STATE, p.out + t * row_count * HIDDEN + at, r.mine);
+                kept.ask(s, i, STATE, p.out + at, r.mine);
 #endif
             }
         }
@@ -97,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     bool dead = false;
     u32 delays = blockIdx.x * 7919u + 17u;
 
-    // Whose gradients of the gates a round of a step multiplies.
+    // Whose gradients of the gates a round of a step multiplies: nobody's after the last step.
     auto source_of = [&](int s, int round) {
         const int after = last - (s - 1) * stride;  // the step whose gradients were published last
         Recurrent::Source source;
@@ -105,11 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             const int index = round * TILES + n;
-            bool read = s > 0 && (present >> index & 1);
+            bool read = s > 0 && s <= p.steps && (present >> index & 1);
             if (LENGTHS) read = read && after < row_length[index];
             if (RESETS) read = read && p.resets[i64(after) * p.batch + read_row[index]] == 0;
-            source.rows[n] = p.grad_gates + after * row_count * (PUBLISHED * HIDDEN) +
-                             (read_row[index] * p.directions + direction) * (PUBLISHED * HIDDEN);
+            source.rows[n] = p.grad_gates + place(after, read_row[index]) * (PUBLISHED * HIDDEN);
             if (MAIL) {
                 source.waits |= u32(s > 0 && (present >> index & 1)) << n;
                 source.uses |= u32(read) << n;
@@ -122,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     };
     Recurrent::Source source;
     if (AHEAD) product.begin(source = source_of(0, 0), rank);
+    u32 published = clocks();
 
     // One turn more than there are steps: the last one only finds the gradient of the initial state.
     for (int s = 0; s <= p.steps; ++s) {
@@ -135,17 +137,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
+            if (ROUNDS == 1 && s > 0) pause(published, p.pause);
             if (!AHEAD) product.begin(source = source_of(s, round), rank);
             if (!IN_REGISTERS) ask(s + 1, round);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
             if (!IN_REGISTERS && !AHEAD) await_copies<ROUNDS>();  // those of this step and round
             // The next round's rows were published a round ago or earlier: they come while this one is finished.
-            if (AHEAD && round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
-            else if (AHEAD && s < p.steps) product.begin(source = source_of(s + 1, 0), rank);
+            auto begin_next = [&] {
+                source = round + 1 < ROUNDS ? source_of(s, round + 1) : source_of(s + 1, 0);
+                product.begin(source, rank);
+            };
+            if (AHEAD == 1) begin_next();
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
+            if (AHEAD == 2) begin_next();
             stagger(delays);
             reduction_barrier();
+            if (AHEAD == 3) begin_next();
 
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
@@ -189,8 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
                         carry_h[i] = reset ? 0.0f : dh * z;
                     }
                 }
-                element* to = p.grad_gates + t * row_count * (PUBLISHED * HIDDEN) +
-                              ((r.row * p.directions + direction) * (PUBLISHED * HIDDEN) + r.unit);
+                element* to = p.grad_gates + place(t, r.row) * (PUBLISHED * HIDDEN) + r.unit;
 #pragma unroll
                 for (int g = 0; g < PUBLISHED; ++g) {
                     const element rounded = narrow(result[g]);
@@ -200,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
                 }
             }
         }
+        published = clocks();
     }
 #pragma unroll
     for (int i = 0; i < STATES; ++i) {

@@ -24,11 +24,13 @@ def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
         return None
     measured = _measured().get(key(problem))
     if measured is not None:
-        groups, *cut, held = measured
+        groups, *cut, ahead, held, pause = measured
         cut = [group_count(problem.batch, groups), *cut]
         for candidate in candidates:
-            if _cut(candidate) == tuple(cut):
-                return candidate if problem.lengths or problem.resets else replace(candidate, held=held)
+            if _cut(candidate) == tuple(cut) and bool(candidate.ahead) == bool(ahead):
+                if not problem.lengths and not problem.resets:
+                    candidate = replace(candidate, held=held)
+                return replace(candidate, ahead=ahead, pause=pause)
     return min(candidates, key=lambda variant: predicted_s(problem, variant))
 
 
@@ -41,9 +43,13 @@ def key(problem: Problem) -> str:
     return f"{cell}/{kernel}/{width}/{problem.hidden}/{tiles}/{problem.directions}"
 
 
+def entry(variant: Variant) -> tuple[int, ...]:
+    """What the table keeps of a variant; the rest follows from it."""
+    return (*_cut(variant), variant.ahead, variant.held, variant.pause)
+
+
 def _cut(variant: Variant) -> tuple[int, ...]:
-    """What the table keeps of a variant besides the fragments held; the rest follows from it."""
-    names = ("batch_groups", "units", "split", "mail", "tiles", "rounds", "warps", "ahead")
+    names = ("batch_groups", "units", "split", "mail", "tiles", "rounds", "warps")
     return tuple(int(getattr(variant, name)) for name in names)
 
 

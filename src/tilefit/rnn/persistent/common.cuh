@@ -15,6 +15,9 @@
 // are two mailboxes, for even and odd steps. The thread that has read a piece puts the pattern back; the piece is
 // written again two steps later, by a block that has by then received what this block published after reading.
 //
+// A block that asks again and again for what is not there yet keeps the L2 cache busy and with it what it waits for.
+// Where a round is all of a step, it asks no sooner than some clocks after it has published its own results.
+//
 // SPLIT > 1 (with MAIL 0): the blocks of a cluster share the rows of the product and split its depth among them, and
 // add their partial sums through distributed shared memory: each then reads only 1/SPLIT of the exchange buffer.
 // (Here a barrier of the cluster was measured to be faster than waiting for the words themselves.)
@@ -27,7 +30,9 @@
 //              of the others are exchanged meanwhile   WARPS     warps of one block, which split the depth
 //   HELD       weight fragments each warp keeps in registers; the rest stay in shared memory
 //   WINDOW     16-byte pieces of the exchanged vector each thread keeps in flight
-//   AHEAD      0 or 1 (ROUNDS > 1, no MAIL): the next round's pieces come into shared memory while one is finished
+//   AHEAD      1 to 3 (ROUNDS > 1, no MAIL): the next round's pieces come into shared memory while one is finished,
+//              asked for before its partial sums are handed over (1), after (2), or when all have been (3): the later,
+//              the more will have been published by then; 0: they are read when the round begins
 //   STRICT     0 or 1: float32 is multiplied as three TF32 products, which keep its precision
 //   LENGTHS, RESETS, JITTER                             0 or 1: ragged rows, mid-sequence resets, random delays
 
@@ -199,7 +204,18 @@ __device__ __forceinline__ u32 remainder(u32 v, u32 rounded) {
     return to_tf32(__float_as_uint(__uint_as_float(v) - __uint_as_float(rounded)));
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// A warp's tile of 16 rows of weights, SLAB deep, as two products take it: their left operands, of which a thread has
+// rows r and r + 8 in turn, with r = lane / 4. In this order each is one load from shared memory.
+struct Fragment {
+    piece first, second;
+
+    __device__ __forceinline__ void set(const piece& low, const piece& high) {
+        first = {low.x, high.x, low.y, high.y};
+        second = {low.z, high.z, low.w, high.w};
+    }
+};
+
+__device__ __forceinline__ void mma(float (&d)[4], const piece& a, u32 b0, u32 b1) {
 #if ELEMENT == 0
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #elif ELEMENT == 1
@@ -208,27 +224,30 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// The product of one fragment of weights (rows `low`, and `high` 8 below) with one piece of the exchanged vector.
-__device__ __forceinline__ void multiply_add(float (&d)[4], const piece& low, const piece& high, const piece& b) {
 #if ELEMENT == 2 && STRICT
+__device__ __forceinline__ void strict_mma(float (&d)[4], const piece& a, u32 b0, u32 b1) {
+    const piece rounded = {to_tf32(a.x), to_tf32(a.y), to_tf32(a.z), to_tf32(a.w)};
+    const piece rest = {remainder(a.x, rounded.x), remainder(a.y, rounded.y), remainder(a.z, rounded.z),
+                        remainder(a.w, rounded.w)};
+    const u32 v0 = to_tf32(b0), v1 = to_tf32(b1);
     // The product of both remainders is below float32's precision.
-    const piece l = {to_tf32(low.x), to_tf32(low.y), to_tf32(low.z), to_tf32(low.w)};
-    const piece h = {to_tf32(high.x), to_tf32(high.y), to_tf32(high.z), to_tf32(high.w)};
-    const piece v = {to_tf32(b.x), to_tf32(b.y), to_tf32(b.z), to_tf32(b.w)};
-    const u32 rest_x = remainder(b.x, v.x), rest_y = remainder(b.y, v.y);
-    const u32 rest_z = remainder(b.z, v.z), rest_w = remainder(b.w, v.w);
-    mma(d, remainder(low.x, l.x), remainder(high.x, h.x), remainder(low.y, l.y), remainder(high.y, h.y), v.x, v.y);
-    mma(d, l.x, h.x, l.y, h.y, rest_x, rest_y);
-    mma(d, l.x, h.x, l.y, h.y, v.x, v.y);
-    mma(d, remainder(low.z, l.z), remainder(high.z, h.z), remainder(low.w, l.w), remainder(high.w, h.w), v.z, v.w);
-    mma(d, l.z, h.z, l.w, h.w, rest_z, rest_w);
-    mma(d, l.z, h.z, l.w, h.w, v.z, v.w);
+    mma(d, rest, v0, v1);
+    mma(d, rounded, remainder(b0, v0), remainder(b1, v1));
+    mma(d, rounded, v0, v1);
+}
+#endif
+
+// The product of one fragment of weights with one piece of the exchanged vector, added to two sums, or twice to one.
+__device__ __forceinline__ void multiply_add(float (&even)[4], float (&odd)[4], const Fragment& weights, const piece& b) {
+#if ELEMENT == 2 && STRICT
+    strict_mma(even, weights.first, b.x, b.y);
+    strict_mma(odd, weights.second, b.z, b.w);
 #else
-    mma(d, low.x, high.x, low.y, high.y, b.x, b.y);
-    mma(d, low.z, high.z, low.w, high.w, b.z, b.w);
+    mma(even, weights.first, b.x, b.y);
+    mma(odd, weights.second, b.z, b.w);
 #endif
 }
 
@@ -237,6 +256,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const piece& low, co
 __device__ __forceinline__ int afresh(int v) {
     asm volatile("" : "+r"(v));
     return v;
+}
+
+// The same address. What is added to it stays an addition, which costs nothing in a load or store: the compiler would
+// compute each address anew where it finds bits that it knows.
+__device__ __forceinline__ const element* as_given(const element* address) {
+    asm volatile("" : "+l"(address));
+    return address;
 }
 
 // The address, in the whole cluster's shared memory, of the place in block `owner` that `mine` is in this block.
@@ -320,6 +346,18 @@ __device__ __forceinline__ void stagger(u32& state) {
 #endif
 }
 
+__device__ __forceinline__ u32 clocks() {
+    u32 now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+    return now;
+}
+
+// Waits until so many clocks after a time.
+__device__ __forceinline__ void pause(u32 since, u32 length) {
+    while (clocks() - since < length) {
+    }
+}
+
 // The product of this block's rows with an exchanged vector.
 //   ROWS_PER_UNIT  rows of the product that belong to one hidden unit (its gates, or 1)
 //   DEPTH          elements of the exchanged vector
@@ -341,9 +379,11 @@ struct Product {
     static constexpr int SUMS = SPLIT * WARPS * BATCH * STRIDE;  // floats of one of the two buffers
     static_assert(SPLIT == 1 || OWN_ROWS % 8 == 0, "rows of one owner must fill half-tiles");
 
-    piece held[IN_REGISTERS > 0 ? IN_REGISTERS : 1][2];
+    Fragment held[IN_REGISTERS > 0 ? IN_REGISTERS : 1];
     piece flight[2][CHUNK];  // of the exchanged vector: what is multiplied, and what is on its way
-    float sums[ROW_TILES][TILES][4];
+    // Few sums would have each product wait for the one before: then even and odd products have sums of their own.
+    static constexpr int CHAINS = ROW_TILES * TILES < 4 ? 2 : 1;
+    float sums[CHAINS][ROW_TILES][TILES][4];
     piece* kept;  // shared memory of this warp's other fragments
     float* partial;
     u32 mail;   // address of the first mailbox in this block's shared memory; AHEAD: of this thread's first copy
@@ -364,8 +404,8 @@ struct Product {
         kept = reinterpret_cast<piece*>(shared) + warp * IN_SHARED * 64;
         partial = reinterpret_cast<float*>(shared + WARPS * IN_SHARED * 1024);
         mail = local_address(partial + 2 * SUMS);
-        end = mail + (MAIL ? 2 * MAIL_BYTES : AHEAD * PIECES * THREADS * 16);
-        mail += AHEAD * threadIdx.x * 16;
+        end = mail + (MAIL ? 2 * MAIL_BYTES : AHEAD ? PIECES * THREADS * 16 : 0);
+        if (AHEAD) mail += threadIdx.x * 16;
 #if MAIL
         for (int i = threadIdx.x; i < 2 * MAIL_BYTES / 16; i += THREADS) clear_mail(mail + i * 16, true);
 #pragma unroll
@@ -379,19 +419,26 @@ struct Product {
         for (int s = 0; s < SLABS_PER_WARP; ++s) {
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
+                piece rows[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     int row = tile * 16 + half * 8 + lane / 4;
                     int unit = base_unit + row / ROWS_PER_UNIT, gate = row % ROWS_PER_UNIT;
                     int depth = (first_slab(warp, rank) + s) * SLAB + (lane % 4) * LANES_K;
-                    piece p = {0, 0, 0, 0};
+                    piece& p = rows[half] = {0, 0, 0, 0};
                     if (row < ROWS && unit < HIDDEN && depth < DEPTH) {
                         p = *reinterpret_cast<const piece*>(weights + i64(gate * HIDDEN + unit) * DEPTH + depth);
                         round_piece(p);
                     }
-                    int f = s * ROW_TILES + tile;
-                    if (f < IN_REGISTERS) held[f < IN_REGISTERS ? f : 0][half] = p;
-                    else kept[((f - IN_REGISTERS) * 2 + half) * 32 + lane] = p;
+                }
+                const int f = s * ROW_TILES + tile;
+                Fragment fragment;
+                fragment.set(rows[0], rows[1]);
+                if (f < IN_REGISTERS) {
+                    held[f < IN_REGISTERS ? f : 0] = fragment;
+                } else {
+                    kept[(f - IN_REGISTERS) * 64 + lane] = fragment.first;
+                    kept[(f - IN_REGISTERS) * 64 + 32 + lane] = fragment.second;
                 }
             }
         }
@@ -406,13 +453,17 @@ struct Product {
         u32 mailbox = 0;             // MAIL: this thread's row of the first tile, in this round's mailbox
     };
 
-    // Asks for the first pieces of the vector, AHEAD for all; multiply() with the same source comes next.
+    // Asks for the first pieces of the vector, with AHEAD for all; multiply() with the same source comes next.
     __device__ __forceinline__ void begin(const Source& source, u32 rank) {
 #if AHEAD
 #pragma unroll
-        for (int index = 0; index < PIECES; ++index) {
-            const int n = index % TILES, depth = start(rank) + index / TILES * SLAB;
-            copy_early(copied(index), source.rows[n] + depth, inside(depth) && (source.reads >> n & 1));
+        for (int n = 0; n < TILES; ++n) {
+            const element* first = as_given(source.rows[n] + start(rank));
+#pragma unroll
+            for (int slab = 0; slab < SLABS_PER_WARP; ++slab) {
+                const bool wanted = inside(start(rank) + slab * SLAB) && (source.reads >> n & 1);
+                copy_early(copied(slab * TILES + n), first + slab * SLAB, wanted);
+            }
         }
         group_copies();
 #else
@@ -423,11 +474,7 @@ struct Product {
     // Leaves the product in `sums`.
     __device__ __forceinline__ void multiply(const Source& source, u32 rank, u32 spin_limit, bool& dead, int* error) {
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-            for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+        for (int i = 0; i < CHAINS * ROW_TILES * TILES * 4; ++i) (&sums[0][0][0][0])[i] = 0.0f;
 #if AHEAD
         await_copies<1>();  // all but the last group, which is of the next step's needs
         fetch<0>(source, start(rank));
@@ -474,15 +521,19 @@ struct Product {
         if constexpr (C < CHUNKS) {
             piece(&now)[CHUNK] = flight[C % 2];
             if constexpr (C + 1 < CHUNKS) fetch<C + 1>(source, start);
-            u32 spins = 0;
-            for (;;) {
-                bool missing = false;
+            // Whether a piece of this chunk has not arrived. First asked ahead of the loop, where the compiler does it
+            // while it waits for the products of the chunk before.
+            auto missing = [&] {
+                bool any = false;
 #pragma unroll
                 for (int i = 0; i < CHUNK; ++i) {
-                    int index = C * CHUNK + i;
-                    if (index < PIECES) missing |= (source.waits >> (index % TILES) & 1) && unwritten(now[i]);
+                    const int index = C * CHUNK + i;
+                    if (index < PIECES) any |= (source.waits >> (index % TILES) & 1) && unwritten(now[i]);
                 }
-                if (!__any_sync(0xFFFFFFFFu, missing && !dead)) break;
+                return __any_sync(0xFFFFFFFFu, any && !dead);
+            };
+            u32 spins = 0;
+            for (bool waiting = missing(); waiting; waiting = missing()) {
                 if (++spins > spin_limit) {
                     dead = true;
                     *error = 1;
@@ -517,15 +568,14 @@ struct Product {
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; ++m) {
                         int f = slab * ROW_TILES + m;
-                        piece low, high;
+                        Fragment weights;
                         if (f < IN_REGISTERS) {
-                            low = held[f < IN_REGISTERS ? f : 0][0];
-                            high = held[f < IN_REGISTERS ? f : 0][1];
+                            weights = held[f < IN_REGISTERS ? f : 0];
                         } else {
-                            low = kept[(f - IN_REGISTERS) * 64 + lane];
-                            high = kept[(f - IN_REGISTERS) * 64 + 32 + lane];
+                            weights.first = kept[(f - IN_REGISTERS) * 64 + lane];
+                            weights.second = kept[(f - IN_REGISTERS) * 64 + 32 + lane];
                         }
-                        multiply_add(sums[m][n], low, high, now[i]);
+                        multiply_add(sums[0][m][n], sums[CHAINS - 1][m][n], weights, now[i]);
                     }
                 }
             }
@@ -560,7 +610,8 @@ struct Product {
                 for (int n = 0; n < TILES; ++n)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        const float v = sums[m][n][half * 2 + j];
+                        float v = sums[0][m][n][half * 2 + j];
+                        if (CHAINS > 1) v += sums[CHAINS - 1][m][n][half * 2 + j];
 #if SPLIT > 1
                         store_remote(to + (n * 8 + j) * STRIDE * 4, v);
 #else

@@ -15,7 +15,7 @@ struct Forward {
     element* last_cell;        // [D, B, H], LSTM
     int* error;
     int steps, batch, directions, batch_groups;
-    u32 spin_limit;
+    u32 spin_limit, pause;
 };
 
 typedef Product<GATES, HIDDEN> Recurrent;
@@ -57,7 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         cell[i] = CELL == 2 && p.c0 ? widen(p.c0[at]) : 0.0f;
         bias[i] = CELL == 3 && p.bias_n ? widen(p.bias_n[direction * HIDDEN + r.unit]) : 0.0f;
     }
-    const i64 row_count = i64(p.batch) * p.directions;  // rows of one step in the [T, B, D, ...] tensors
+    // Which row of a tensor [T, B, D, ...] is that of a step and a mini-batch row.
+    const int step_rows = p.batch * p.directions;
+    auto place = [&](int t, int row) { return i64(t * step_rows + row * p.directions + direction); };
     const int first = direction == 0 ? 0 : p.steps - 1, stride = direction == 0 ? 1 : -1;
     Input input(product.end);
     auto ask = [&](int s, int round) {  // for the input of step s
@@ -66,29 +68,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
                 const Result r(i, first_unit, rows);
-                const element* x = p.projected + t * row_count * (GATES * HIDDEN) +
-                                   ((r.row * p.directions + direction) * (GATES * HIDDEN) + r.unit);
+                const element* x = p.projected + place(t, r.row) * (GATES * HIDDEN) + r.unit;
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) input.ask(s, i, g, x + g * HIDDEN, r.mine);
             }
         }
         if (!IN_REGISTERS) group_copies();
     };
-    // What the backward pass needs of a step. With one round this waits until the next step has asked for its states,
-    // which stores would hold up.
+    // What the backward pass needs of a step. With one round it is stored in the pause before the next step asks for its
+    // states, which stores would hold up.
     float saved[STATES][SAVED + 1];
     auto save = [&](int t, int round) {
 #pragma unroll
         for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
             const Result r(i, first_unit, rows);
-            const int place = r.row * p.directions + direction;
             if ((LENGTHS && t >= length[i]) || !r.mine) continue;
             if (SAVED && p.gates) {
-                element* gate = p.gates + t * row_count * (SAVED * HIDDEN) + (place * (SAVED * HIDDEN) + r.unit);
+                element* gate = p.gates + place(t, r.row) * (SAVED * HIDDEN) + r.unit;
 #pragma unroll
                 for (int g = 0; g < SAVED; ++g) gate[g * HIDDEN] = narrow(saved[i][g]);
             }
-            if (CELL == 2 && p.cells) p.cells[t * row_count * HIDDEN + (place * HIDDEN + r.unit)] = cell[i];
+            if (CELL == 2 && p.cells) p.cells[place(t, r.row) * HIDDEN + r.unit] = cell[i];
         }
     };
 #pragma unroll
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     bool dead = false;
     u32 delays = blockIdx.x * 7919u + 17u;
 
-    // Whose hidden states a round of a step multiplies.
+    // Whose hidden states a round of a step multiplies: nobody's after the last step.
     auto source_of = [&](int s, int round) {
         const int t = first + s * stride, before = t - stride;
         Recurrent::Source source;
@@ -105,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             const int index = round * TILES + n;
-            const element* sent = p.out + before * row_count * HIDDEN + (read_row[index] * p.directions + direction) * HIDDEN;
+            const element* sent = p.out + place(before, read_row[index]) * HIDDEN;
             const element* initial = p.h0 + (direction * p.batch + read_row[index]) * HIDDEN;
-            bool from_others = s > 0, read = present >> index & 1;
+            bool from_others = s > 0, read = s < p.steps && (present >> index & 1);
             if (LENGTHS) from_others = before >= 0 && before < row_length[index];
             if (LENGTHS) read = read && t < row_length[index];
             if (RESETS) read = read && p.resets[i64(t) * p.batch + read_row[index]] == 0;
@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     };
     Recurrent::Source source;
     if (AHEAD) product.begin(source = source_of(0, 0), rank);
+    u32 published = clocks();
 
     for (int s = 0; s < p.steps; ++s) {
         const int t = first + s * stride;
@@ -136,18 +137,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
+            if (ROUNDS == 1 && s > 0) {
+                save(t - stride, 0);
+                pause(published, p.pause);
+            }
             if (!AHEAD) product.begin(source = source_of(s, round), rank);
-            if (ROUNDS == 1 && s > 0) save(t - stride, 0);
             if (!IN_REGISTERS) ask(s + 1, round);
             product.multiply(source, rank, p.spin_limit, dead, p.error);
             if (!IN_REGISTERS && !AHEAD) await_copies<ROUNDS>();  // those of this step and round
             // The next round's rows were published a round ago or earlier: they come while this one is finished.
-            if (AHEAD && round + 1 < ROUNDS) product.begin(source = source_of(s, round + 1), rank);
-            else if (AHEAD && s + 1 < p.steps) product.begin(source = source_of(s + 1, 0), rank);
+            auto begin_next = [&] {
+                source = round + 1 < ROUNDS ? source_of(s, round + 1) : source_of(s + 1, 0);
+                product.begin(source, rank);
+            };
+            if (AHEAD == 1) begin_next();
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
+            if (AHEAD == 2) begin_next();
             stagger(delays);
             reduction_barrier();
+            if (AHEAD == 3) begin_next();
 
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
@@ -180,14 +189,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                     previous[i] = widen(rounded);
                     cell[i] = cell_after;
                 }
-                const int place = r.row * p.directions + direction;
                 product.post(rounded, (s + 1) & 1, round * BATCH + r.element / UNITS, r.unit, r.mine);
-                publish(p.out + t * row_count * HIDDEN + (place * HIDDEN + r.unit), rounded, r.element, r.mine);
+                publish(p.out + place(t, r.row) * HIDDEN + r.unit, rounded, r.element, r.mine);
 #pragma unroll
                 for (int g = 0; g < SAVED; ++g) saved[i][g] = gate[g];
             }
             if (ROUNDS > 1) save(t, round);
         }
+        published = clocks();
     }
     if (ROUNDS == 1 && p.steps > 0) save(first + (p.steps - 1) * stride, 0);
 #pragma unroll

@@ -34,9 +34,9 @@ SPIN_LIMIT = 1 << 23
 #: then integers of 32 bits.
 FIELDS = {
     "forward": "projected weights bias_n h0 c0 lengths resets out gates cells last_hidden last_cell error "
-    "steps batch directions batch_groups spin_limit",
+    "steps batch directions batch_groups spin_limit pause",
     "backward": "grad_out grad_last_h grad_last_c weights out gates cells h0 first_cell lengths resets "
-    "grad_gates grad_h0 grad_c0 error steps batch directions batch_groups spin_limit",
+    "grad_gates grad_h0 grad_c0 error steps batch directions batch_groups spin_limit pause",
 }
 
 
@@ -129,8 +129,9 @@ class Kernel:
                 "results of that call are not valid",
                 hint="Set TILEFIT_RNN=cudnn to go on without these kernels, and report this.",
             )
-        batch, directions, groups = self.problem.batch, self.problem.directions, self.variant.batch_groups
-        packed = parameter(self.name, tensors, self._error, steps, batch, directions, groups, SPIN_LIMIT)
+        batch, directions, variant = self.problem.batch, self.problem.directions, self.variant
+        counts = steps, batch, directions, variant.batch_groups, SPIN_LIMIT, variant.pause
+        packed = parameter(self.name, tensors, self._error, *counts)
         parameters = _Parameters(packed)
         if torch._C._cuda_getDevice() == self.device:
             status = self._queue(parameters)

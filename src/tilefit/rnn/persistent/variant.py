@@ -21,9 +21,12 @@ SHARED_BYTES = 227 * 1024
 REGISTERS = 65536
 THREAD_REGISTERS = 255
 
-#: Registers a thread needs besides weights, sums and pieces in flight: addresses, gates, loop state. Read off
-#: the compiler's resource reports of this kernel's variants.
-OTHER_REGISTERS = 60
+#: Registers a thread needs besides weights, sums and pieces in flight: addresses, gates, loop state; more for
+#: each further tile of a round that is not copied ahead, and for ragged rows or resets. Read off the compiler's
+#: resource reports of this kernel's variants.
+OTHER_REGISTERS = 44
+TILE_REGISTERS = 32
+RAGGED_REGISTERS = 16
 
 #: The kernel's own numbers for cells and element types.
 CELLS = {"rnn_tanh": 0, "rnn_relu": 1, "lstm": 2, "gru": 3}
@@ -31,6 +34,9 @@ ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}
 
 #: Hidden units a block may own. Even, as two 16-bit results are published in one word.
 UNITS = (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+
+#: The default of :attr:`Variant.ahead`: when all partial sums have been handed over.
+LATE = 3
 
 #: Blocks that may split the depth of the product, and the largest cluster that exchanges through mailboxes.
 SPLITS = (1, 2, 4, 8)
@@ -92,8 +98,10 @@ class Variant:
         warps: Warps of a block.
         held: Weight fragments (1 KiB a warp) in registers.
         window: 16-byte pieces each thread keeps in flight.
-        ahead: With several rounds: whether the next round's pieces are copied to shared memory while one is
-            finished, which hides their latency and takes room that could hold weights.
+        ahead: With several rounds: when the next round's pieces are copied to shared memory while one is
+            finished (``AHEAD`` in ``common.cuh``), which hides their latency and takes room that could hold
+            weights; 0: they are not.
+        pause: With one round: clocks between publishing and asking for what the other blocks publish.
     """
 
     units: int
@@ -106,7 +114,8 @@ class Variant:
     warps: int
     held: int
     window: int
-    ahead: bool
+    ahead: int
+    pause: int
 
     @property
     def cluster(self) -> int:
@@ -188,7 +197,7 @@ class Variant:
             "WARPS": self.warps,
             "HELD": self.held,
             "WINDOW": self.window,
-            "AHEAD": int(self.ahead),
+            "AHEAD": self.ahead,
             "STRICT": int(problem.strict),
             "LENGTHS": int(problem.lengths),
             "RESETS": int(problem.resets),
@@ -235,11 +244,12 @@ def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
                 if mail and (not capacity.clusters or units % problem.piece or cluster > LARGEST_CLUSTER):
                     continue
                 for warps in (4, 8, 16):
-                    for ahead in (False, True)[: 2 if rounds > 1 and not mail else 1]:
+                    for ahead in (0, LATE)[: 2 if rounds > 1 and not mail else 1]:
+                        pause = 0 if rounds > 1 or mail else problem.hidden * 3 // 8
                         fitted = _fit(
                             problem,
                             Variant(
-                                units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0, ahead
+                                units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0, ahead, pause
                             ),
                             capacity.shared_bytes,
                         )
@@ -270,15 +280,22 @@ def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | Non
     budget = min(THREAD_REGISTERS, REGISTERS // (variant.warps * 32))
     finished = variant.finished(problem) * variant.rounds
     pieces = slabs * variant.tiles
-    # What is copied ahead comes from shared memory, whose latency few loads hide.
-    window = min(pieces, 8 if variant.tiles * row_tiles <= 8 and not variant.ahead else 4)
-    flight = 8 * window if pieces > window else 4 * window
+    sums = 4 * row_tiles * variant.tiles * (2 if row_tiles * variant.tiles < 4 else 1)
     each = 11 if variant.rounds == 1 else 8
-    free = budget - OTHER_REGISTERS - 4 * row_tiles * variant.tiles - flight - each * finished
-    if free < 0:
-        return None
-    fitted = replace(variant, held=min(free // 8, variant.fragments(problem)), window=window)
-    return fitted if fitted.shared_bytes(problem) <= shared_bytes else None
+    others = OTHER_REGISTERS + each * finished
+    if not variant.ahead:
+        others += TILE_REGISTERS * (variant.tiles - 1)
+    if problem.lengths or problem.resets:
+        others += RAGGED_REGISTERS
+    # What is copied ahead comes from shared memory, whose latency few loads hide.
+    for window in (8, 4) if variant.tiles * row_tiles <= 8 and not variant.ahead else (4,):
+        window = min(pieces, window)
+        flight = 8 * window if pieces > window else 4 * window
+        free = budget - others - sums - flight
+        fitted = replace(variant, held=min(max(free, 0) // 8, variant.fragments(problem)), window=window)
+        if free >= 0 and fitted.shared_bytes(problem) <= shared_bytes:
+            return fitted
+    return None
 
 
 #: Microseconds for one of each of :func:`work`, fitted by benchmarks/tune_persistent.py to the variants it
