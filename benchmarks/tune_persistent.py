@@ -10,11 +10,11 @@ with RESULTS = benchmarks/results/tune_persistent_h200.json.
 For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest are
 checked against the plain PyTorch reference in float32 and timed: median of several launches of all time
 steps, between CUDA events, on random data; a forward kernel both as in training and as in inference. Where a
-variant may pause, it is timed with several pauses, and the best one stands for it. Each is timed as soon as it
-is compiled, while all processors compile the next. Problems of `--focus` come first, then
-those that take several rounds, so that a budget of seconds leaves out what matters least. `--around FILE`
-measures again the fastest of an earlier result with what is near them, and of the others only those not
-measured there. `--install` writes the winners into the package.
+variant may pause, it is timed with several pauses, and the best one stands for it. Each is timed as soon as
+it is compiled, while all processors compile the next. Problems of `--focus` come first, then those that take
+several rounds, so that a budget of seconds leaves out what matters least. `--around FILE` measures again the
+fastest of an earlier result with what is near them, and of the others only those not measured there.
+`--install` writes the winners into the package.
 
 `--merge FILE...` measures nothing: it makes one result of several, in which a later file's row replaces an
 earlier one's of the same variant. `--fit FILE` neither: it fits what a step's work costs to the rows of a
@@ -104,9 +104,9 @@ def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> li
 
 
 def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Variant]:
-    """Around the two fastest measured cuts: themselves, those of one size of a block more or less, and all these
-    both with and without copying ahead, so that one run compares them. Of the two, also copying a little earlier,
-    and with more weights in registers: the compiler often has room for them."""
+    """Around the two fastest measured cuts: themselves, those of one size of a block more or less, and all
+    these both with and without copying ahead, so that one run compares them. Of the two, also their tunings:
+    the compiler often has more room in registers than is surely there."""
     fastest = list(dict.fromkeys(cut(Variant(*row["variant"])) for row in sorted(rows, key=rank)))[:2]
     near: dict[Variant, None] = {}
     for variant in variants(problem, capacity):
@@ -118,10 +118,19 @@ def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Va
         if steps and min(steps) <= 1:
             near[variant] = None
         if cut(variant) in fastest:
-            modes = (variant.ahead, variant.ahead - 1) if variant.ahead else (0,)
-            held = [h for more in (0, 2, 4) if (h := variant.held + more) <= variant.fragments(problem)]
-            near |= dict.fromkeys(replace(variant, held=h, ahead=ahead) for ahead in modes for h in held)
+            near |= dict.fromkeys(tunings(problem, capacity, variant))
     return list(near)
+
+
+def tunings(problem: Problem, capacity: Capacity, variant: Variant) -> Iterator[Variant]:
+    """What may be faster: to copy a little earlier, more weights or more pieces in registers."""
+    pieces = variant.slabs(problem) * variant.tiles
+    modes = (variant.ahead, variant.ahead - 1) if variant.ahead else (0,)
+    windows = {variant.window} if variant.ahead else {min(window, pieces) for window in (4, 8)}
+    for ahead, window, more in itertools.product(modes, windows, (0, 2, 4)):
+        tuned = replace(variant, ahead=ahead, window=window, held=variant.held + more)
+        if tuned.held <= tuned.fragments(problem) and tuned.shared_bytes(problem) <= capacity.shared_bytes:
+            yield tuned
 
 
 def cut(variant: Variant) -> Variant:

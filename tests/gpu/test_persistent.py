@@ -129,7 +129,7 @@ def test_several_rounds(cell: str, ahead: bool, monkeypatch: pytest.MonkeyPatch)
     ran = []
 
     def cut(problem: Problem, capacity: Capacity) -> Variant:
-        alike = (v for v in variants(problem, capacity) if v.rounds == 2 and v.ahead == ahead)
+        alike = (v for v in variants(problem, capacity) if v.rounds == 2 and bool(v.ahead) == ahead)
         ran.append(min(alike, key=lambda variant: predicted_s(problem, variant)))
         return ran[-1]
 

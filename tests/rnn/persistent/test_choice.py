@@ -62,7 +62,7 @@ def test_as_many_weights_are_held_as_measured_but_where_rows_are_ragged(
     plain = next(
         v for v in variants(measured(name), H200) if v.rounds == 2 and v.held < v.fragments(measured(name))
     )
-    table = {name: (*choice._cut(plain), plain.ahead, plain.held + 1, plain.pause)}
+    table = {name: choice.entry(replace(plain, held=plain.held + 1))}
     monkeypatch.setattr(choice, "_measured", lambda: table)
     choose = chosen.__wrapped__
     assert choose(measured(name), H200) == replace(plain, held=plain.held + 1)

@@ -16,20 +16,20 @@ def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
 
     The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the
     same number of tiles (in no more groups than they have rows), ragged rows and resets run the same variant.
-    Ragged rows and resets take registers too: for them the weights held in registers are as many as there is
-    surely room for.
+    Ragged rows and resets take registers too: for them as many weights are held there, and pieces in flight,
+    as there is surely room for.
     """
     candidates = list(variants(problem, capacity))
     if not candidates:
         return None
     measured = _measured().get(key(problem))
     if measured is not None:
-        groups, *cut, ahead, held, pause = measured
+        groups, *cut, ahead, held, window, pause = measured
         cut = [group_count(problem.batch, groups), *cut]
         for candidate in candidates:
             if _cut(candidate) == tuple(cut) and bool(candidate.ahead) == bool(ahead):
                 if not problem.lengths and not problem.resets:
-                    candidate = replace(candidate, held=held)
+                    candidate = replace(candidate, held=held, window=window)
                 return replace(candidate, ahead=ahead, pause=pause)
     return min(candidates, key=lambda variant: predicted_s(problem, variant))
 
@@ -45,7 +45,7 @@ def key(problem: Problem) -> str:
 
 def entry(variant: Variant) -> tuple[int, ...]:
     """What the table keeps of a variant; the rest follows from it."""
-    return (*_cut(variant), variant.ahead, variant.held, variant.pause)
+    return (*_cut(variant), variant.ahead, variant.held, variant.window, variant.pause)
 
 
 def _cut(variant: Variant) -> tuple[int, ...]:

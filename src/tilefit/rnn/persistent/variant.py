@@ -22,8 +22,8 @@ REGISTERS = 65536
 THREAD_REGISTERS = 255
 
 #: Registers a thread needs besides weights, sums and pieces in flight: addresses, gates, loop state; more for
-#: each further tile of a round that is not copied ahead, and for ragged rows or resets. Read off the compiler's
-#: resource reports of this kernel's variants.
+#: each further tile of a round that is not copied ahead, and for ragged rows or resets. Read off the
+#: compiler's resource reports of this kernel's variants.
 OTHER_REGISTERS = 44
 TILE_REGISTERS = 32
 RAGGED_REGISTERS = 16
@@ -143,6 +143,10 @@ class Variant:
         """Weight fragments of one warp."""
         return self.row_tiles(problem) * self.slabs(problem)
 
+    def chains(self, problem: Problem) -> int:
+        """Sums that the products of one result are added to in turn; two where few would have to wait."""
+        return 2 if self.row_tiles(problem) * self.tiles < 4 else 1
+
     def kept_bytes(self, problem: Problem) -> int:
         """Shared memory of a block's weights."""
         return self.warps * max(self.fragments(problem) - self.held, 0) * 1024
@@ -246,13 +250,8 @@ def variants(problem: Problem, capacity: Capacity) -> Iterator[Variant]:
                 for warps in (4, 8, 16):
                     for ahead in (0, LATE)[: 2 if rounds > 1 and not mail else 1]:
                         pause = 0 if rounds > 1 or mail else problem.hidden * 3 // 8
-                        fitted = _fit(
-                            problem,
-                            Variant(
-                                units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0, ahead, pause
-                            ),
-                            capacity.shared_bytes,
-                        )
+                        numbers = units, blocks, split, mail, tiles, rounds, batch_groups, warps, 0, 0, ahead
+                        fitted = _fit(problem, Variant(*numbers, pause), capacity.shared_bytes)
                         if fitted is not None:
                             yield fitted
 
@@ -280,7 +279,7 @@ def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | Non
     budget = min(THREAD_REGISTERS, REGISTERS // (variant.warps * 32))
     finished = variant.finished(problem) * variant.rounds
     pieces = slabs * variant.tiles
-    sums = 4 * row_tiles * variant.tiles * (2 if row_tiles * variant.tiles < 4 else 1)
+    sums = 4 * row_tiles * variant.tiles * variant.chains(problem)
     each = 11 if variant.rounds == 1 else 8
     others = OTHER_REGISTERS + each * finished
     if not variant.ahead:
@@ -329,7 +328,7 @@ def work(problem: Problem, variant: Variant) -> dict[str, float]:
     slabs, row_tiles, rounds = variant.slabs(problem), variant.row_tiles(problem), variant.rounds
     read_kib = variant.rows(problem) * problem.depth * problem.element_bytes / variant.split / 1024
     products = slabs * 2 * row_tiles * variant.tiles * (3 if problem.strict else 1)
-    product = max(8.0 * products * variant.warps / 4, 33.0 * slabs * 2)
+    product = max(8.0 * products * variant.warps / 4, 33.0 * slabs * 2 / variant.chains(problem))
     finished = variant.finished(problem)
     published = problem.cell.gradients if problem.backward else 1
     return {
