@@ -15,9 +15,9 @@ Parts:
   convergence   a small character model trained with each backend
   rest          all of them but the grid
 
-A round times every contender once, so that a drift of the clocks hits all of them; figures are lower quartiles
-over the rounds, in microseconds a step (the layer's whole time, input product included, over its steps).
-Inputs and weights are random. "captured" is the replay of a CUDA graph, which takes the host's launches out.
+A round times every contender once, so that a drift of the clocks hits all of them; figures are the lower
+quartiles over the rounds, in microseconds a step (the layer's whole time, input product included, over its
+steps). Inputs and weights are random. "captured" is the replay of a CUDA graph, without the host's launches.
 
 A part past its budget of seconds starts nothing new and says what it left out. With `--device cpu --tiny`
 everything runs at sizes that say nothing about speed, ours on the plain PyTorch reference.

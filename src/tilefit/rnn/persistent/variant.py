@@ -22,10 +22,10 @@ REGISTERS = 65536
 THREAD_REGISTERS = 255
 
 #: Registers a thread needs besides weights, sums and pieces in flight: addresses, gates, loop state; more for
-#: each further tile of a round that is not copied ahead, and for ragged rows or resets. Read off the
-#: compiler's resource reports of this kernel's variants.
+#: several tiles of a round that is not copied ahead, and for ragged rows or resets. Read off the compiler's
+#: resource reports of this kernel's variants.
 OTHER_REGISTERS = 44
-TILE_REGISTERS = 32
+TILES_REGISTERS = 32
 RAGGED_REGISTERS = 16
 
 #: The kernel's own numbers for cells and element types.
@@ -282,8 +282,8 @@ def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | Non
     sums = 4 * row_tiles * variant.tiles * variant.chains(problem)
     each = 11 if variant.rounds == 1 else 8
     others = OTHER_REGISTERS + each * finished
-    if not variant.ahead:
-        others += TILE_REGISTERS * (variant.tiles - 1)
+    if variant.tiles > 1 and not variant.ahead:
+        others += TILES_REGISTERS
     if problem.lengths or problem.resets:
         others += RAGGED_REGISTERS
     # What is copied ahead comes from shared memory, whose latency few loads hide.
