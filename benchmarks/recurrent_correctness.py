@@ -7,8 +7,9 @@ a quarter of the type's epsilon: what rounding an exact result to it costs.
 
 Norms are of the tensors of several draws of weights and inputs together, how many is fixed by the shape. A
 few elements' rounding errors are chance: so is, in one draw, how near to zero a tensor of one element is, by
-which its error is divided. Chance are those of a ReLU RNN's gradients, whatever its size: they come from the
-few states that round to the other side of zero, where the gradient jumps.
+which its error is divided. A ReLU RNN's gradient jumps where a state rounds to the other side of zero: a
+handful of such states, one's or the other's, make nearly all of the pooled error. Of ReLU RNNs the error is
+therefore the median of the draws' errors; the pooled ones are recorded too.
 
 Launches: kernels run again and again on a few sets of random inputs in random order, so that the memory they
 get holds what other launches left, and must repeat each set's first result bit for bit; also when compiled
@@ -144,7 +145,7 @@ def compared(setting: Setting, case: Case) -> Row:
         draws = max(16 * DRAWS, math.ceil(16 * UNITS / case.hidden))
     if setting.tiny:
         draws = 2
-    squares: dict[str, tuple[float, ...]] = {}
+    squares: dict[str, list[list[float]]] = {}
     for _ in range(draws):
         try:
             drawn = draw(setting, case)
@@ -153,14 +154,27 @@ def compared(setting: Setting, case: Case) -> Row:
         except TilefitError as refusal:
             return {**asdict(case), "refused": str(refusal)}
         for name, found in drawn.items():
-            squares[name] = tuple(map(sum, zip(squares.get(name, (0.0, 0.0, 0.0)), found, strict=True)))
+            squares.setdefault(name, []).append(found)
     floor = torch.finfo(dtype).eps / 4
-    errors = {
-        name: [(square / (exact or 1.0)) ** 0.5 for square in (own, other)]
-        for name, (own, other, exact) in squares.items()
-    }
-    ratios = {name: own / max(other, floor) for name, (own, other) in errors.items()}
-    return {**asdict(case), "draws": draws, "ratios": ratios, "errors": errors}
+    row: Row = {**asdict(case), "draws": draws}
+    errors = {name: pooled(found) for name, found in squares.items()}
+    if case.cell == "relu":
+        row["pooled_errors"] = errors
+        errors = {name: medians(found) for name, found in squares.items()}
+    row["errors"] = errors
+    return row | {"ratios": {name: own / max(other, floor) for name, (own, other) in errors.items()}}
+
+
+def pooled(squares: list[list[float]]) -> list[float]:
+    """Our error and torch.nn's, of all draws together; ``squares`` are those of :func:`draw`."""
+    own, other, exact = map(sum, zip(*squares, strict=True))
+    return [(square / (exact or 1.0)) ** 0.5 for square in (own, other)]
+
+
+def medians(squares: list[list[float]]) -> list[float]:
+    """The medians of both errors, of the draws in which the right tensor is not zero."""
+    each = [pooled([square]) for square in squares if square[2]]
+    return [statistics.median(errors) for errors in zip(*each, strict=True)] if each else [0.0, 0.0]
 
 
 def draw(setting: Setting, case: Case) -> dict[str, list[float]]:

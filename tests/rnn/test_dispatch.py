@@ -73,6 +73,13 @@ def test_the_faster_one_runs(measured: Measure) -> None:
     assert choose(call(training=True)).backend == "persistent"
 
 
+def test_a_time_that_the_host_limits_must_be_clearly_shorter(measured: Measure) -> None:
+    measured(row(4.0, 4.2, persistent_captured_us=4.0, cudnn_captured_us=4.2))
+    assert choose(call()).backend == "cudnn"
+    assert choose(call()).reason.endswith("persistent 4.00, which is too close")
+    assert choose(call(captured=True)).backend == "persistent"
+
+
 def test_a_captured_call_runs_what_is_faster_in_a_graph(measured: Measure) -> None:
     measured(
         row(1.5, 10.0, persistent_captured_us=1.4, cudnn_captured_us=1.2),
