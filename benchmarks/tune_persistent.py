@@ -17,7 +17,7 @@ fastest of an earlier result with what is near them, and of the others only thos
 `--install` writes the winners into the package.
 
 `--merge FILE...` measures nothing: it makes one result of several, in which a later file's row replaces an
-earlier one's of the same variant. `--fit FILE` neither: it fits what a step's work costs to the rows of a
+earlier one's of the same variant, whatever their pauses. `--fit FILE` neither: it fits what a step's work costs to the rows of a
 result, for sizes that were not measured, and says how much slower than the fastest measured variant the one
 so predicted is, of hidden sizes that were left out of the fit.
 """
@@ -154,7 +154,7 @@ def merged(files: list[Path]) -> dict[str, Any]:
                     f"{file}: its {name} are not those of {files[-1]}: results of one kind can be merged"
                 )
         for row in document["rows"]:
-            rows[row["problem"], Variant(*row["variant"])] = row
+            rows[row["problem"], replace(Variant(*row["variant"]), pause=0)] = row
     capacity = Capacity(newest["multiprocessors"], tuple(newest["clusters"]))
     problems = {row["problem"]: _problem_of(row)[0] for row in rows.values()}
     cuts = {name: {cut(v) for v in variants(problem, capacity)} for name, problem in problems.items()}

@@ -69,7 +69,7 @@ def operations(run: Callable[[], object]) -> Counter[str]:
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize(("inputs", "hidden"), [(4, 6), (5, 3), (5, 4), (4, 5)])
+@pytest.mark.parametrize(("inputs", "hidden"), [(4, 6), (5, 3), (5, 4), (4, 5), (1, 3)])
 def test_padded_sizes_compute_the_same(
     cell: str, bias: bool, bidirectional: bool, inputs: int, hidden: int, kernels: list[str]
 ) -> None:
@@ -86,6 +86,19 @@ def test_padded_sizes_compute_the_same(
         gradients(expected, [*given, *original.parameters()]),
     )
     assert kernels == ["forward, saves"] * 2 + ["backward"] * 2
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("hidden", [3, 8])
+def test_one_feature_takes_no_product_of_matrices(hidden: int) -> None:
+    """On a GPU these may round to TF32, where cuDNN does not."""
+    module = convert(torch.nn.RNN(1, hidden), backend="persistent")
+    x = torch.randn(4, 2, 1, requires_grad=True)
+    forward = operations(lambda: module(x))
+    assert (forward["linear"], forward["addcmul"]) == (0, 1)
+    out = module(x)[0].sum()
+    backward = operations(lambda: torch.autograd.grad(out, [x, *module.parameters()], retain_graph=True))
+    assert (backward["mv"], backward["mm"]) == (2, 1)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -109,13 +109,15 @@ class Packing:
     Args:
         layers: What the stack is made of.
         inputs, hidden: Columns of the first w_ih and of w_hh.
-        piece: Elements of which rows are padded to whole multiples, with zeros.
+        piece: Elements of which rows are padded to whole multiples, with zeros; but not a single column.
     """
 
     def __init__(self, layers: Layers, inputs: int, hidden: int, piece: int) -> None:
         cell, depth, directions, self._kinds = layers
         is_gru, gates, sums = cell.is_gru, cell.gates, cell.gradients
         self.inputs, self.hidden = (-(-width // piece) * piece for width in (inputs, hidden))
+        if inputs == 1:
+            self.inputs = 1  # which takes no product of matrices
         self._is_padded = (self.inputs, self.hidden) != (inputs, hidden)
         # Of each layer's w_ih: parts of its columns, and how wide they are without and with padding.
         columns = [(1, inputs, self.inputs), *[(directions, hidden, self.hidden)] * (depth - 1)]

@@ -150,11 +150,18 @@ def _to_input(cell: Cell, dg: Tensor) -> list[Tensor]:
     return [_matrix(dg, d, range(steps), hidden, columns - hidden) for d in range(directions)]
 
 
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """``one @ other``; with a vector not in TF32, as cuDNN's."""
+    if other.shape[1] == 1 and other.dtype is torch.float32:
+        return torch.mv(one, other.squeeze(1)).unsqueeze(1)
+    return torch.mm(one, other)
+
+
 def input_gradient(cell: Cell, dg: Tensor, w_ih: Tensor) -> Tensor:
     """Gradient of x, [T, B, I]; ``dg`` is that of :class:`~tilefit.rnn.cells.Backward`."""
     first, *rest = _to_input(cell, dg)
     if not rest:
-        grad = torch.mm(first, w_ih)
+        grad = _product(first, w_ih)
     else:
         first_weight, weight = w_ih.chunk(2)
         grad = torch.mm(first, first_weight).addmm_(rest[0], weight)
@@ -166,7 +173,7 @@ def input_weight_gradient(cell: Cell, dg: Tensor, x: Tensor) -> Tensor:
     first, *rest = _to_input(cell, dg)
     rows = x.flatten(0, 1)
     if not rest:
-        return torch.mm(first.t(), rows)
+        return _product(first.t(), rows)
     grad = rows.new_empty((2 * first.shape[1], rows.shape[1]))
     for part, result in zip((first, *rest), grad.chunk(2), strict=True):
         torch.mm(part.t(), rows, out=result)
