@@ -17,9 +17,9 @@ fastest of an earlier result with what is near them, and of the others only thos
 `--install` writes the winners into the package.
 
 `--merge FILE...` measures nothing: it makes one result of several, in which a later file's row replaces an
-earlier one's of the same variant, whatever their pauses. `--fit FILE` neither: it fits what a step's work costs to the rows of a
-result, for sizes that were not measured, and says how much slower than the fastest measured variant the one
-so predicted is, of hidden sizes that were left out of the fit.
+earlier one's of the same variant, whatever their pauses. `--fit FILE` neither: it fits what a step's work
+costs to the rows of a result, for sizes that were not measured, and says how much slower than the fastest
+measured variant the one so predicted is, of hidden sizes that were left out of the fit.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def candidates(problem: Problem, capacity: Capacity, top: int, alike: int) -> li
 def neighbours(problem: Problem, capacity: Capacity, rows: list[Row]) -> list[Variant]:
     """Around the two fastest measured cuts: themselves, those of one size of a block more or less, and all
     these both with and without copying ahead, so that one run compares them. Of the two, also their tunings:
-    the compiler often has more room in registers than is surely there."""
+    the compiler often has room for more in registers than was reckoned with."""
     fastest = list(dict.fromkeys(cut(Variant(*row["variant"])) for row in sorted(rows, key=rank)))[:2]
     near: dict[Variant, None] = {}
     for variant in variants(problem, capacity):

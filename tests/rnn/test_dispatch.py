@@ -47,7 +47,7 @@ Measure = Callable[..., None]
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
     """Says what was measured on an H200, on which the persistent kernels run all but hidden size 4096."""
 
-    def refusal(device: Any, cell: Any, dtype: Any, hidden: int, *sizes: int, training: bool) -> str | None:
+    def refusal(device: Any, cell: Any, dtype: Any, hidden: int, *sizes: int, **call: Any) -> str | None:
         return "the weights do not fit" if hidden == 4096 else None
 
     def measure(*rows: list[Any], gpu: str = "h200", on: str = "h200") -> None:
@@ -139,7 +139,7 @@ def test_the_shipped_measurements_know_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: gpus.get("h200"))
     monkeypatch.delenv("TILEFIT_RNN", raising=False)
     dispatch._choose.cache_clear()
-    wide = call(hidden=1536, input=1536, batch=64, training=True)
+    wide = call(dtype=torch.float16, hidden=2048, input=2048, batch=64)
     small = call("rnn_tanh", dtype=torch.float16, hidden=256, input=256, training=True)
     found = [choose(each._replace(captured=c)).backend for each in (wide, small) for c in (False, True)]
     dispatch._choose.cache_clear()
@@ -193,6 +193,22 @@ def test_cudnn_is_taken_where_it_runs_the_same_algorithm(measured: Measure) -> N
     assert choose(call(layers=2, **half)).backend == "persistent"
     # Autocast to bf16: torch.nn runs fp16, and persists.
     assert choose(call(cudnn_dtype=torch.float16)).backend == "cudnn"
+
+
+def test_the_kernels_are_asked_about_the_whole_call(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths and resets need room on the chip too."""
+
+    def refusal(*sizes: Any, steps: int, training: bool, lengths: bool, resets: bool) -> str | None:
+        return f"{steps} steps" if steps > 999 else "no room" if lengths or resets else None
+
+    measured(row(1.5, 10.0))
+    monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=refusal))
+    assert choose(call()).backend == "persistent"
+    assert choose(call(steps=1000)) == ("cudnn", "1000 steps")
+    assert choose(call(ragged=True)) == ("cudnn", "no room")
+    assert choose(call(reset=True)).backend == "reference"
 
 
 @pytest.mark.parametrize(("on", "backend"), [("h100-sxm", "persistent"), ("a100-sxm-80gb", "cudnn")])

@@ -4,13 +4,13 @@
 - ``cudnn``: what ``torch.nn`` runs: cuDNN on CUDA, PyTorch's own code elsewhere.
 - ``reference``: plain PyTorch, step by step: right everywhere, fast nowhere.
 
-The persistent kernels run where they can and were measured to be no slower than cuDNN. The measurements are
-in ``data/``, one file per GPU: microseconds per time step of both, by cell, element type, hidden size,
-mini-batch, steps, directions and whether backward is included; of eager calls and of those in a CUDA graph,
-which leaves out what the host does for a call. A size that was not measured takes each backend's time from
-the nearest one that was, by the logarithms of hidden size, mini-batch and steps; cuDNN's from those at which
-cuDNN runs the same algorithm. Beyond the largest hidden size or mini-batch measured, and on a GPU that no
-measurements hold for, cuDNN runs.
+The persistent kernels run where they can and were measured to be faster than cuDNN, outside CUDA graphs
+clearly faster (:data:`EAGER_MARGIN`). The measurements are in ``data/``, one file per GPU: microseconds per
+time step of both, by cell, element type, hidden size, mini-batch, steps, directions and whether backward is
+included; of eager calls and of those in a CUDA graph, which leaves out what the host does for a call. A size
+that was not measured takes each backend's time from the nearest one that was, by the logarithms of hidden
+size, mini-batch and steps; cuDNN's from those at which cuDNN runs the same algorithm. Beyond the largest
+hidden size or mini-batch measured, and on a GPU that no measurements hold for, cuDNN runs.
 """
 
 from __future__ import annotations
@@ -202,7 +202,10 @@ def refusal(call: Call) -> str | None:
         call.hidden,
         call.batch,
         call.directions,
+        steps=call.steps,
         training=call.training,
+        lengths=call.ragged,
+        resets=call.reset,
     )
 
 
@@ -403,8 +406,8 @@ def backend_of_layer(
     steps, batch, inputs = x.shape
     device = cuda_device(x)
     call = Call(
-        cell.name, x.dtype, device, x.is_meta, inputs, hidden, batch, steps, 1, directions, 0, False,
-        reset is not None, training, x.dtype, allows_tf32(x.dtype, device),
+        cell.name, x.dtype, device, x.is_meta, inputs, hidden, batch, steps, 1, directions, 0,
+        lengths is not None, reset is not None, training, x.dtype, allows_tf32(x.dtype, device),
     )  # fmt: skip
     chosen, reason = choose(call, backend)
     if chosen != CUDNN or (device is not None and lengths is None):

@@ -64,19 +64,20 @@ CASES = [
     Case("lstm", FP32, 20, 11, 5, 2, "LR", 1, 8, 1, False, groups=2),
     Case("gru", FP16, 40, 18, 4, 2, "L", 1, 4, 2, True, ahead=1),
     Case("gru", FP16, 61, 10, 5, 1, "LR", 0, 4, 2, True),
-    Case("gru", BF16, 64, 33, 4, 1, "R", 4, 4, 2, False, ahead=3),
+    Case("gru", BF16, 64, 33, 4, 1, "R", 4, 4, 2, False, ahead=2),
     Case("gru", FP32, 30, 17, 3, 1, "L", 2, 4, 1, True),
     Case("rnn_tanh", FP32, 36, 9, 5, 1, "R", 1, 4, 1, True),
     Case("rnn_tanh", FP32, 64, 10, 5, 2, "LR", 0, 4, 2, False),
     Case("rnn_tanh", BF16, 70, 20, 4, 2, "L", 0, 4, 3, False),
-    Case("rnn_relu", FP16, 96, 30, 3, 1, "LR", 2, 4, 2, False, groups=2, ahead=2),
+    Case("rnn_relu", FP16, 96, 30, 3, 1, "LR", 2, 4, 2, False, groups=2, ahead=1),
     Case("rnn_relu", BF16, 17, 1, 6, 1, "", 1, 8, 1, False),
     Case("rnn_tanh", FP32, 128, 8, 3, 1, "", 1, 4, 1, False),
     Case("lstm", BF16, 40, 18, 4, 1, "LR", 1, 4, 2, True),
     Case("lstm", FP32, 24, 5, 4, 1, "LR", 1, 4, 1, False, groups=3),
     Case("rnn_tanh", BF16, 40, 7, 4, 2, "LR", 0, 4, 1, False, groups=2),
     Case("rnn_relu", FP16, 8, 257, 2, 1, "", 1, 4, 5, False),
-    Case("lstm", BF16, 24, 26, 4, 1, "LR", 1, 4, 2, True, groups=3, ahead=3),
+    Case("lstm", BF16, 24, 26, 4, 1, "LR", 1, 4, 2, True, groups=3, ahead=2),
+    Case("gru", BF16, 24, 21, 1, 2, "LR", 1, 4, 2, False, ahead=2),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,14 @@ def test_merged_rows_are_the_newest_of_each_variant(tuner: ModuleType, tmp_path:
     assert installed["gpu"] == "NVIDIA H200"
 
 
+def test_a_later_row_replaces_one_of_another_pause(tuner: ModuleType, tmp_path: Path) -> None:
+    """The best pause stands for a variant; an old one may be of kernels that were faster, or of luck."""
+    variant = cuts(tuner)[0]
+    old = result(tmp_path / "old.json", [row(dataclasses.replace(variant, pause=300), 3.0)])
+    new = result(tmp_path / "new.json", [row(dataclasses.replace(variant, pause=450), 4.0)])
+    assert [each["us"] for each in tuner.merged([old, new])["rows"]] == [4.0]
+
+
 def test_a_variant_is_as_fast_as_in_training_and_inference_together(tuner: ModuleType) -> None:
     one, other, early = (row(variant, us) for variant, us in zip(cuts(tuner), (3.0, 3.2, 1.0), strict=False))
     one["inference_us"], other["inference_us"] = 2.9, 2.5
@@ -99,7 +108,7 @@ def test_around_the_fastest_both_ways_and_more_held_are_tried(tuner: ModuleType)
     assert key(problem) == NAME
     assert len(set(tried)) == len(tried) > 15
     alike = [v for v in tried if tuner.cut(v) == tuner.cut(fast)]
-    assert {v.ahead for v in alike} == {0, 2, 3}
+    assert {v.ahead for v in alike} == {0, 1, 2}
     assert {v.held - fast.held for v in alike if not v.ahead} == {0, 2, 4}
 
 

@@ -93,7 +93,7 @@ def test_only_several_rounds_copy_ahead(problem: Problem) -> None:
         if variant.ahead:
             assert variant.rounds > 1
             assert not variant.mail
-            later = dataclasses.replace(variant, ahead=False)
+            later = dataclasses.replace(variant, ahead=0)
             pieces = variant.slabs(problem) * variant.tiles * variant.warps * 32
             assert variant.shared_bytes(problem) - later.shared_bytes(problem) == pieces * 16
 

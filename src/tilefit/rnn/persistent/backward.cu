@@ -61,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
         carry_h[i] = p.grad_last_h ? widen(p.grad_last_h[at]) : 0.0f;
         carry_c[i] = CELL == 2 && p.grad_last_c ? widen(p.grad_last_c[at]) : 0.0f;
     }
-    // Which row of a tensor [T, B, D, ...] is that of a step and a mini-batch row.
+    // Which row of a tensor [T, B, D, ...] is that of a step and a mini-batch row: 32 bits can number them, or the
+    // layer is refused.
     const int step_rows = p.batch * p.directions;
     auto place = [&](int t, int row) { return i64(t * step_rows + row * p.directions + direction); };
     const int last = direction == 0 ? p.steps - 1 : 0, stride = direction == 0 ? 1 : -1;
@@ -147,13 +148,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
                 source = round + 1 < ROUNDS ? source_of(s, round + 1) : source_of(s + 1, 0);
                 product.begin(source, rank);
             };
-            if (AHEAD == 1) begin_next();
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
-            if (AHEAD == 2) begin_next();
+            if (AHEAD == 1) begin_next();
             stagger(delays);
             reduction_barrier();
-            if (AHEAD == 3) begin_next();
+            if (AHEAD == 2) begin_next();
 
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
                 }
             }
         }
-        published = clocks();
+        if (ROUNDS == 1) published = clocks();
     }
 #pragma unroll
     for (int i = 0; i < STATES; ++i) {

@@ -17,7 +17,7 @@ def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
     The table was measured for bfloat16 and full mini-batch tiles; other 16-bit types, mini-batches of the
     same number of tiles (in no more groups than they have rows), ragged rows and resets run the same variant.
     Ragged rows and resets take registers too: for them as many weights are held there, and pieces in flight,
-    as there is surely room for.
+    as there should be room for.
     """
     candidates = list(variants(problem, capacity))
     if not candidates:

@@ -30,9 +30,9 @@
 //              of the others are exchanged meanwhile   WARPS     warps of one block, which split the depth
 //   HELD       weight fragments each warp keeps in registers; the rest stay in shared memory
 //   WINDOW     16-byte pieces of the exchanged vector each thread keeps in flight
-//   AHEAD      1 to 3 (ROUNDS > 1, no MAIL): the next round's pieces come into shared memory while one is finished,
-//              asked for before its partial sums are handed over (1), after (2), or when all have been (3): the later,
-//              the more will have been published by then; 0: they are read when the round begins
+//   AHEAD      1 or 2 (ROUNDS > 1, no MAIL): the next round's pieces come into shared memory while one is finished,
+//              asked for when this warp's partial sums have been handed over (1) or when all have been (2): later, more
+//              will have been published; 0: they are read when the round begins
 //   STRICT     0 or 1: float32 is multiplied as three TF32 products, which keep its precision
 //   LENGTHS, RESETS, JITTER                             0 or 1: ragged rows, mid-sequence resets, random delays
 

@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         cell[i] = CELL == 2 && p.c0 ? widen(p.c0[at]) : 0.0f;
         bias[i] = CELL == 3 && p.bias_n ? widen(p.bias_n[direction * HIDDEN + r.unit]) : 0.0f;
     }
-    // Which row of a tensor [T, B, D, ...] is that of a step and a mini-batch row.
+    // Which row of a tensor [T, B, D, ...] is that of a step and a mini-batch row: 32 bits can number them, or the
+    // layer is refused.
     const int step_rows = p.batch * p.directions;
     auto place = [&](int t, int row) { return i64(t * step_rows + row * p.directions + direction); };
     const int first = direction == 0 ? 0 : p.steps - 1, stride = direction == 0 ? 1 : -1;
@@ -150,13 +151,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 source = round + 1 < ROUNDS ? source_of(s, round + 1) : source_of(s + 1, 0);
                 product.begin(source, rank);
             };
-            if (AHEAD == 1) begin_next();
             const int buffer = (s * ROUNDS + round) & 1;
             product.share(buffer, rank);
-            if (AHEAD == 2) begin_next();
+            if (AHEAD == 1) begin_next();
             stagger(delays);
             reduction_barrier();
-            if (AHEAD == 3) begin_next();
+            if (AHEAD == 2) begin_next();
 
 #pragma unroll
             for (int i = round * FINISHED; i < (round + 1) * FINISHED; ++i) {
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             }
             if (ROUNDS > 1) save(t, round);
         }
-        published = clocks();
+        if (ROUNDS == 1) published = clocks();
     }
     if (ROUNDS == 1 && p.steps > 0) save(first + (p.steps - 1) * stride, 0);
 #pragma unroll

@@ -18,6 +18,9 @@ from tilefit.rnn.persistent.variant import Problem
 #: Element types of the kernels.
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
+#: The kernels number the rows of a sequence, [T, B, D], in 32 bits; backward they name one step more.
+MOST_ROWS = 2**31 - 1
+
 #: Hidden size and mini-batch from which float32 is multiplied as TF32, where PyTorch's setting allows it.
 #: Below, cuDNN was measured to make smaller errors than TF32 has: it multiplies so few rows in float32.
 TF32_HIDDEN, TF32_BATCH = 128, 4
@@ -31,7 +34,10 @@ def refusal(
     batch: int,
     directions: int,
     *,
+    steps: int,
     training: bool,
+    lengths: bool,
+    resets: bool,
 ) -> str | None:
     """Why the persistent kernels cannot run this layer, or None where they can."""
     if device.type != "cuda":
@@ -44,15 +50,22 @@ def refusal(
     capability = torch.cuda.get_device_capability(index)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} lacks the instructions; 8.0 has them"
+    if (steps + 1) * batch * directions > MOST_ROWS:
+        return (
+            f"{steps} steps of {batch} rows in {directions} directions are more than the kernels can number"
+        )
     padded = _padded(hidden, dtype)
     strict = _strict(dtype, padded, batch, device)
     kinds = (False, True) if training else (False,)
     for backward_pass in kinds:
-        problem = Problem(cell, ELEMENTS[dtype], padded, batch, directions, backward_pass, strict=strict)
+        problem = Problem(
+            cell, ELEMENTS[dtype], padded, batch, directions, backward_pass, lengths, resets, strict
+        )
         if chosen(problem, capacity(index)) is None:
+            ragged = ", with lengths or resets" if lengths or resets else ""
             return (
                 f"the recurrent weights of hidden size {hidden} with mini-batch {batch} do not fit on the "
-                f"chip ({'backward' if backward_pass else 'forward'})"
+                f"chip ({'backward' if backward_pass else 'forward'}{ragged})"
             )
     return None
 
