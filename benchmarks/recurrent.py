@@ -26,6 +26,7 @@ everything runs at sizes that say nothing about speed, ours on the plain PyTorch
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import sys
@@ -69,18 +70,13 @@ def persists(cell: str, dtype: torch.dtype, hidden: int, batch: int) -> bool:
 
 def grid(setting: Setting, options: argparse.Namespace) -> list[Row]:
     cells, dtypes = options.cells.split(","), options.dtypes.split(",")
-    hiddens, batches = (list(map(int, given.split(","))) for given in (options.hidden, options.batches))
+    numbers = options.hidden, options.batches, options.steps
+    hiddens, batches, lengths = (list(map(int, given.split(","))) for given in numbers)
     if setting.tiny:
-        hiddens, batches = [8], [1, 2]
-    cases = [
-        (cell, dtype, hidden, batch)
-        for cell in cells
-        for dtype in dtypes
-        for hidden in hiddens
-        for batch in batches
-    ]
+        hiddens, batches, lengths = [8], [1, 2], [3]
+    cases = list(itertools.product(cells, dtypes, hiddens, batches, lengths))
     setting.compile_ahead(
-        p for cell, dtype, hidden, batch in cases for p in problems(cell, DTYPES[dtype], hidden, batch)
+        p for cell, dtype, hidden, batch, _ in cases for p in problems(cell, DTYPES[dtype], hidden, batch)
     )
     rows = []
     for case in setting.within(cases):
@@ -110,19 +106,22 @@ def provenance(on_gpu: bool) -> dict[str, object]:
 
 
 def install(rows: list[Row], head: dict[str, object]) -> None:
-    """Writes the table from which tilefit chooses between its kernels and cuDNN."""
-    table = []
+    """Writes times into the table from which tilefit chooses between its kernels and cuDNN, in place of those
+    of the same sizes."""
+    sizes = TableRow._fields.index("training") + 1
+    earlier = json.loads(TABLE.read_text("utf-8"))["rows"] if TABLE.exists() else []
+    table = {tuple(row[:sizes]): row for row in earlier}
     for row in rows:
         if "refused" in row:
             continue
         cell = "rnn_tanh" if row["cell"] == "rnn" else row["cell"]
         for training, kind in ((False, "forward"), (True, "both")):
-            size = [cell, row["dtype"], row["hidden"], row["batch"], row["steps"], 1, training]
+            size = (cell, row["dtype"], row["hidden"], row["batch"], row["steps"], 1, training)
             times = (
                 row[f"{kind}_{who}"] for who in ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
             )
-            table.append([*size, *(round(time_us, 3) for time_us in times)])
-    lines = ",\n".join(json.dumps(entry) for entry in table)
+            table[size] = [*size, *(round(time_us, 3) for time_us in times)]
+    lines = ",\n".join(map(json.dumps, table.values()))
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(
         json.dumps({**head, "columns": TableRow._fields})[:-1] + ',\n"rows": [\n' + lines + "\n]}\n"
@@ -130,9 +129,8 @@ def install(rows: list[Row], head: dict[str, object]) -> None:
 
 
 def cell_of_grid(
-    setting: Setting, cell: str, dtype_name: str, hidden: int, batch: int, *, backend: str
+    setting: Setting, cell: str, dtype_name: str, hidden: int, batch: int, steps: int, *, backend: str
 ) -> Row:
-    steps = 3 if setting.tiny else STEPS
     dtype = DTYPES[dtype_name]
     x = setting.random(steps, batch, hidden, dtype=dtype).requires_grad_()
     grad = setting.random(steps, batch, hidden, dtype=dtype)
@@ -178,7 +176,7 @@ def line(row: Row) -> str:
         for kind in ("forward", "both")
     )
     return (
-        f"{row['cell']:4} {row['dtype']} H{row['hidden']:<4} B{row['batch']:<2} "
+        f"{row['cell']:4} {row['dtype']} H{row['hidden']:<4} B{row['batch']:<2} T{row['steps']:<3} "
         f"{'P' if row['cudnn_persists'] else ' '}{'R' if 'refused' in row else ' '} "
         f"{figures} diff {row['difference']:.1e}"
     )
@@ -233,12 +231,15 @@ def main() -> str | None:
     of_grid.add_argument("--dtypes", default="bf16,fp16")
     of_grid.add_argument("--hidden", default=",".join(map(str, HIDDEN)))
     of_grid.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    of_grid.add_argument("--steps", default=str(STEPS))
     of_grid.add_argument("--backend", default="", help="force tilefit's backend")
-    of_grid.add_argument("--install", action="store_true", help="write the dispatch table into the package")
+    of_grid.add_argument("--install", action="store_true", help="write the times into the package's table")
     options = parser.parse_args()
     parts = {"grid": (lambda setting: grid(setting, options), BUDGET_S), **PARTS}
     names = list(dict.fromkeys(n for name in options.parts for n in (PARTS if name == "rest" else [name])))
     on_gpu = options.device == "cuda"
+    if options.install and not on_gpu:
+        parser.error("--install writes times of a GPU: leave out --device cpu")
     document = provenance(on_gpu)
     failed: list[str] = []
     started = time.perf_counter()
