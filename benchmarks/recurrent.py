@@ -31,7 +31,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import recurrent_absolute
@@ -42,7 +42,7 @@ import recurrent_memory
 import recurrent_models
 import recurrent_peers
 import torch
-from recurrent_common import DTYPES, Row, Setting, backend_of, geomean, problems, runs
+from recurrent_common import DTYPES, NAMES, Row, Setting, backend_of, geomean, problems, runs
 
 from tilefit.errors import TilefitError
 from tilefit.rnn.dispatch import Row as TableRow
@@ -83,8 +83,6 @@ def grid(setting: Setting, options: argparse.Namespace) -> list[Row]:
         rows.append(cell_of_grid(setting, *case, backend=options.backend))
         print(line(rows[-1]), flush=True)
     summary(rows)
-    if options.install:
-        install(rows, provenance(setting.on_gpu))
     return rows
 
 
@@ -105,22 +103,22 @@ def provenance(on_gpu: bool) -> dict[str, object]:
     }
 
 
-def install(rows: list[Row], head: dict[str, object]) -> None:
-    """Writes times into the table from which tilefit chooses between its kernels and cuDNN, in place of those
-    of the same sizes."""
-    sizes = TableRow._fields.index("training") + 1
-    earlier = json.loads(TABLE.read_text("utf-8"))["rows"] if TABLE.exists() else []
-    table = {tuple(row[:sizes]): row for row in earlier}
+def times(rows: list[Row]) -> Iterator[TableRow]:
+    """The grid's times as rows of the table from which tilefit chooses between its kernels and cuDNN."""
     for row in rows:
         if "refused" in row:
             continue
-        cell = "rnn_tanh" if row["cell"] == "rnn" else row["cell"]
+        size = (NAMES[row["cell"]], row["dtype"], row["hidden"], row["batch"], row["steps"], 1)
         for training, kind in ((False, "forward"), (True, "both")):
-            size = (cell, row["dtype"], row["hidden"], row["batch"], row["steps"], 1, training)
-            times = (
-                row[f"{kind}_{who}"] for who in ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
-            )
-            table[size] = [*size, *(round(time_us, 3) for time_us in times)]
+            who = ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
+            yield TableRow(*size, training, *(round(row[f"{kind}_{name}"], 3) for name in who))
+
+
+def install(rows: Iterable[TableRow], head: dict[str, object]) -> None:
+    """Writes rows into the package's table, in place of those of the same sizes."""
+    sizes = TableRow._fields.index("training") + 1
+    earlier = json.loads(TABLE.read_text("utf-8"))["rows"] if TABLE.exists() else []
+    table = {tuple(row[:sizes]): row for row in [*earlier, *rows]}
     lines = ",\n".join(map(json.dumps, table.values()))
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(
@@ -216,6 +214,10 @@ PARTS: dict[str, tuple[Callable[[Setting], object], float]] = {
 }
 
 
+#: Parts whose times tilefit chooses by.
+TIMES = {"grid": times, "deepbench": recurrent_deepbench.times}
+
+
 def main() -> str | None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,6 +228,9 @@ def main() -> str | None:
     parser.add_argument("--rounds", type=int, help="times each contender is timed")
     parser.add_argument("--budget-s", type=float, help="seconds for all the parts named together")
     parser.add_argument("--out", type=Path, help="JSON, written after each part")
+    parser.add_argument(
+        "--install", action="store_true", help="write the times of grid or deepbench into the package's table"
+    )
     of_grid = parser.add_argument_group("grid")
     of_grid.add_argument("--cells", default="lstm,gru,rnn")
     of_grid.add_argument("--dtypes", default="bf16,fp16")
@@ -233,7 +238,6 @@ def main() -> str | None:
     of_grid.add_argument("--batches", default=",".join(map(str, BATCHES)))
     of_grid.add_argument("--steps", default=str(STEPS))
     of_grid.add_argument("--backend", default="", help="force tilefit's backend")
-    of_grid.add_argument("--install", action="store_true", help="write the times into the package's table")
     options = parser.parse_args()
     parts = {"grid": (lambda setting: grid(setting, options), BUDGET_S), **PARTS}
     names = list(dict.fromkeys(n for name in options.parts for n in (PARTS if name == "rest" else [name])))
@@ -257,6 +261,9 @@ def main() -> str | None:
         except Exception:  # the other parts' figures are worth having
             logging.exception("part %s failed", name)
             failed.append(name)
+        else:
+            if options.install and name in TIMES:
+                install(TIMES[name](document[name]), provenance(on_gpu))
         document[f"{name}_s"] = time.perf_counter() - begun
         print(f"{name}: {document[f'{name}_s']:.1f} s", flush=True)
         if options.out:

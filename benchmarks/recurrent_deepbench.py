@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from recurrent_common import DTYPES, Row, Setting, backend_of, geomean, problems, runs, table
+from recurrent_common import DTYPES, NAMES, Row, Setting, backend_of, geomean, problems, runs, table
 
 from tilefit.measure.suites import deepbench_rnn
 from tilefit.ops import FORWARD, Recurrent
+from tilefit.rnn.dispatch import Row as TableRow
 
 BUDGET_S = 34.0
 _CELLS = {"RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}
@@ -78,6 +79,17 @@ def measured(setting: Setting, case: Case) -> Row:
     times = setting.interleaved(contenders, 3, warm_ups=1)
     per_step = {f"{name}_us_per_step": us / case.steps for name, us in times.items()}
     return {**case._asdict(), **per_step, "backend": backend_of(ours)}
+
+
+def times(rows: list[Row]) -> Iterator[TableRow]:
+    """As rows of the table by which tilefit chooses. A ReLU RNN goes by the name of a tanh RNN, which does the
+    same work: the table has no others."""
+    for row in rows:
+        cell = "rnn_tanh" if row["cell"] == "relu" else NAMES[row["cell"]]
+        ours = round(row["tilefit_us_per_step"], 3) if row["backend"] == "persistent" else None
+        cudnn = round(row["torch_us_per_step"], 3)
+        size = (row["dtype"], row["hidden"], row["batch"], row["steps"], 1, row["list"] == "training")
+        yield TableRow(cell, *size, ours, cudnn, None, None)
 
 
 def summary(rows: list[Row], cases: int) -> None:
