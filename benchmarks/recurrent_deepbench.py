@@ -82,8 +82,10 @@ def measured(setting: Setting, case: Case) -> Row:
 
 
 def times(rows: list[Row]) -> Iterator[TableRow]:
-    """As rows of the table by which tilefit chooses. A ReLU RNN goes by the name of a tanh RNN, which does the
-    same work: the table has no others."""
+    """As rows of the table by which tilefit chooses.
+
+    A ReLU RNN goes by the name of a tanh RNN, which does the same work: the table has no others.
+    """
     for row in rows:
         cell = "rnn_tanh" if row["cell"] == "relu" else NAMES[row["cell"]]
         ours = round(row["tilefit_us_per_step"], 3) if row["backend"] == "persistent" else None
