@@ -82,16 +82,17 @@ def measured(setting: Setting, case: Case) -> Row:
 
 
 def times(rows: list[Row]) -> Iterator[TableRow]:
-    """As rows of the table by which tilefit chooses.
+    """As rows of the table by which tilefit chooses: of the cases in which both were timed.
 
     A ReLU RNN goes by the name of a tanh RNN, which does the same work: the table has no others.
     """
     for row in rows:
+        if row["backend"] != "persistent":
+            continue
         cell = "rnn_tanh" if row["cell"] == "relu" else NAMES[row["cell"]]
-        ours = round(row["tilefit_us_per_step"], 3) if row["backend"] == "persistent" else None
-        cudnn = round(row["torch_us_per_step"], 3)
         size = (row["dtype"], row["hidden"], row["batch"], row["steps"], 1, row["list"] == "training")
-        yield TableRow(cell, *size, ours, cudnn, None, None)
+        both = (round(row[f"{name}_us_per_step"], 3) for name in ("tilefit", "torch"))
+        yield TableRow(cell, *size, *both, None, None)
 
 
 def summary(rows: list[Row], cases: int) -> None:
