@@ -180,6 +180,39 @@ def test_a_factory_that_raises_is_told_with_its_line(file: Path) -> None:
     assert caught.value.where.endswith(f"net.py:{line}")
 
 
+def test_a_factory_sees_no_command_line_and_may_leave(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tilefit", "check", "--gpu", "h200"])
+    file.write_text(
+        f"import argparse\n{MODEL}\nparser = argparse.ArgumentParser()\nparser.add_argument('--width')\n"
+        "def parsed():\n    parser.parse_args()\n    return nn.Linear(8, 4), (torch.zeros(2, 8),)\n"
+        "def lacks():\n    parser.add_argument('--data', required=True)\n    parser.parse_args()\n"
+    )
+    assert isinstance(_load(f"{file}:parsed").model, nn.Linear)
+    with pytest.raises(TargetError, match=r"lacks called sys\.exit\(2\)") as caught:
+        _load(f"{file}:lacks")
+    assert caught.value.where.endswith(f"net.py:{len(file.read_text().splitlines())}")
+    assert "usage: net.py" in capsys.readouterr().err
+
+
+def test_a_file_in_a_package_imports_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a_package" / "models"
+    folder.mkdir(parents=True)
+    for each in (folder, folder.parent):
+        (each / "__init__.py").touch()
+    (folder / "parts.py").write_text(MODEL, encoding="utf-8")
+    (folder / "net.py").write_text("from ..models.parts import pair\n", encoding="utf-8")
+    assert isinstance(_load(f"{folder / 'net.py'}:pair").model, nn.Linear)
+
+
+def test_an_error_within_the_standard_library_is_told_with_the_users_line(file: Path) -> None:
+    file.write_text("import json\ndef build():\n    json.loads('{x')\n")
+    with pytest.raises(TargetError, match="JSONDecodeError") as caught:
+        _load(f"{file}:build")
+    assert caught.value.where.endswith("net.py:3")
+
+
 def test_a_file_that_cannot_be_read_is_told_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("x = 1\ndef f(:\n", encoding="utf-8")

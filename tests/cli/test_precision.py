@@ -97,6 +97,7 @@ def test_a_script_that_fails_is_reported_with_its_line(tilefit, script: Path) ->
     ("text", "message"),
     [
         ("import sys\nsys.exit(3)\n", "exit code 3"),
+        ("import sys\nsys.exit('where is the data?')\n", "the script left, saying: where is the data?"),
         ("print('no training')\n", "no optimizer made a step"),
     ],
 )
@@ -107,6 +108,30 @@ def test_a_script_without_training_could_not_be_watched(
     ran = tilefit("precision", str(script))
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err
+
+
+def test_what_was_found_before_an_interruption_is_shown(tilefit, script: Path) -> None:
+    script.write_text(_LOOP.replace('print("the end")', "raise KeyboardInterrupt"))
+    ran = tilefit("precision", str(script))
+    assert ran.code == 130
+    assert f"AMP001  train.py:{_LINE}  error, 20 times from step 0 on" in ran.out
+
+
+def test_an_interruption_before_the_first_step_shows_nothing(tilefit, script: Path) -> None:
+    script.write_text("raise KeyboardInterrupt\n")
+    ran = tilefit("precision", str(script))
+    assert (ran.code, ran.out, ran.err) == (130, "", "")
+
+
+def test_a_script_that_imports_from_its_package_runs_as_a_part_of_it(tilefit, script: Path) -> None:
+    folder = script.parent / "a_package_to_watch"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "sizes.py").write_text("BATCH = 8\n")
+    (folder / "train.py").write_text(f"from .sizes import BATCH\n{_LOOP}".replace("randn(8", "randn(BATCH"))
+    ran = tilefit("precision", "--steps", "3", str(folder / "train.py"), "--unscale")
+    assert ran.code == 0
+    assert "arguments ['--unscale']" in ran.err
 
 
 def test_a_script_that_is_not_there(tilefit) -> None:

@@ -75,7 +75,8 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         def find(context: Context) -> list[rules.Finding]:
             return rules.run(context.step, gpu, context.estimate, select=select, min_gain=0.001)
 
-        return propose(context, find, Program(target, InputOptions()), options, levels, 60)
+        program = Program(target, InputOptions(options.inputs))
+        return propose(context, find, program, options, levels, 60)
 
     return run
 
@@ -323,6 +324,23 @@ def test_a_size_is_changed_where_it_is_written(proposed: Proposed, text: str, li
     assert b"state_dict" in patches.diff()
 
 
+@pytest.mark.parametrize(
+    ("text", "factory"),
+    [
+        (_NET.replace("hidden=512", "hidden=4095"), "Net"),
+        (f"{_NET}\ndef build(hidden=4095):\n    return Net(hidden)\n", "build"),
+    ],
+    ids=["a class", "a factory"],
+)
+def test_a_default_of_the_target_itself_is_where_the_size_is_written(
+    proposed: Proposed, text: str, factory: str
+) -> None:
+    patches = proposed(_HEAD + text, factory, select=["ALN001"], inputs=("float32[16384,2048]",))
+    (removed, added) = _changed(patches)
+    assert "hidden=4095" in removed
+    assert "hidden=4096" in added
+
+
 _BY_HAND = {
     "computed": (
         f"{_NET}\ndef build():\n    return Net(2 * 2047 + 1), {_X}\n",
@@ -468,6 +486,21 @@ def test_channels_last_follows_the_constructor(proposed: Proposed, head: str, na
     ]
 
 
+def test_channels_last_follows_every_constructor_of_the_model(proposed: Proposed) -> None:
+    net = (
+        f"class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        self.layers = {_CONV}\n\n    def forward(self, x):\n        return self.layers(x)\n"
+    )
+    loop = "def train():\n    model = Net().cuda()\n"
+    text = f"{_HEAD}\n{net}\ndef build():\n    return Net(), {_IMAGES}\n\n{loop}"
+    assert _changed(proposed(text, select=["LAY001"], safe=True)) == [
+        f"-    return Net(), {_IMAGES}",
+        f"+    return Net().to(memory_format=torch.channels_last), {_IMAGES}",
+        "-    model = Net().cuda()",
+        "+    model = Net().to(memory_format=torch.channels_last).cuda()",
+    ]
+
+
 def test_torch_is_imported_where_it_is_not(proposed: Proposed) -> None:
     text = (
         '"""Words."""\n\nfrom __future__ import annotations\n\nfrom torch import empty, nn\n\n'
@@ -534,6 +567,29 @@ def test_the_optimizer_is_fused_where_it_is_made(proposed: Proposed) -> None:
     assert _changed(patches) == [
         "-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)",
         "+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)",
+    ]
+
+
+def test_every_optimizer_of_the_step_is_fused(proposed: Proposed) -> None:
+    text = """
+def build():
+    a, b = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
+    first = torch.optim.Adam(a.parameters())
+    second = torch.optim.Adam(b.parameters(), fused=False)
+    third = torch.optim.RMSprop(nn.Linear(8, 8).parameters())
+
+    def step():
+        (a(torch.zeros(64, 2048)).mean() + b(torch.zeros(64, 2048)).mean()).backward()
+        first.step()
+        second.step()
+
+    return step
+"""
+    assert _changed(proposed(_HEAD + text, select=["NTC003"], amp="")) == [
+        "-    first = torch.optim.Adam(a.parameters())",
+        "-    second = torch.optim.Adam(b.parameters(), fused=False)",
+        "+    first = torch.optim.Adam(a.parameters(), fused=True)",
+        "+    second = torch.optim.Adam(b.parameters(), fused=True)",
     ]
 
 
@@ -673,6 +729,13 @@ def test_predicted_savings_are_those_of_the_changed_program(proposed: Proposed, 
     patches.write()
     after = estimate_step(capture_target(target, options), gpu).time_s
     assert patches.made[0].gain_s == pytest.approx(before - after)
+
+
+def test_no_line_of_the_user_builds_a_class_that_is_the_target(tmp_path: Path) -> None:
+    # The command line that names it is none.
+    path = tmp_path / "a_class.py"
+    path.write_text(_HEAD + _NET)
+    assert not Program(f"{path}:Net", InputOptions(["float32[8,2048]"])).built_at
 
 
 def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:

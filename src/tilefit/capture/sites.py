@@ -19,15 +19,20 @@ from tilefit.ops import Attention, Fallback, Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DRIVER = os.path.join(_HERE, "run.py")
-_STANDARD = os.path.dirname(os.__file__)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 #: Where files begin that are neither the user's nor a model library's.
 _FOREIGN = (
     os.path.dirname(_HERE) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.join(_STANDARD, "contextlib"),
-    os.path.join(_STANDARD, "importlib"),
     "<frozen",
 )
+
+
+def _is_foreign(filename: str) -> bool:
+    """Whether a file is PyTorch's, Python's or ours."""
+    # Installed packages may lie in the folder of the standard library.
+    standard = filename.startswith(_STANDARD) and "-packages" not in filename
+    return standard or filename.startswith(_FOREIGN)
 
 
 class SiteTracker:
@@ -154,14 +159,14 @@ class SiteTracker:
     def _user_path(self, code: CodeType) -> str:
         path = self._user_code.get(code)
         if path is None:
-            path = "" if code.co_filename.startswith(_FOREIGN) else short_path(code.co_filename)
+            path = "" if _is_foreign(code.co_filename) else short_path(code.co_filename)
             self._user_code[code] = path
         return path
 
 
 def user_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of the user's or the model's code an error passed; or empty."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_FOREIGN)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
     return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from tilefit.capture import detection
 from tilefit.capture.autocast import constructible
 from tilefit.capture.inputs import make, parse_inputs
+from tilefit.capture.packages import package_of
 from tilefit.capture.run import ON_CPU
 from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers, tolerated
@@ -115,7 +117,9 @@ def load(target: str, options: InputOptions) -> Target:
         if prefix in loaders:
             return loaders[prefix](rest, options)
         path, _, factory = target.rpartition(":")
-        return _user_factory(path, factory, options)
+        # Code that reads the command line gets none; what is on tilefit's is not for it.
+        with patch.object(sys, "argv", [path]):
+            return _user_factory(path, factory, options)
 
 
 # ---- the user's own code -----------------------------------------------------------------------
@@ -169,7 +173,8 @@ def _import_file(path: Path) -> Any:
         raise TargetError(
             f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else ""
         )
-    name = path.stem
+    package, root = package_of(path)
+    name = f"{package}.{path.stem}".removeprefix(".")
     while name in sys.modules:  # a file called like a module of a library must not take its place
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -177,7 +182,7 @@ def _import_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent.resolve()))
+    sys.path[:0] = dict.fromkeys([str(path.parent.resolve()), str(root)])
     _guarded(lambda: spec.loader.exec_module(module), f"importing {path}")  # type: ignore[union-attr]
     return module
 
@@ -202,11 +207,17 @@ def _guarded(action: Callable[[], Any], doing: str) -> Any:
         return action()
     except TilefitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _told(error, doing) from error
 
 
-def _told(error: Exception, doing: str) -> TargetError:
+def _told(error: Exception | SystemExit, doing: str) -> TargetError:
+    if isinstance(error, SystemExit):
+        return TargetError(
+            f"{doing} called sys.exit({'' if error.code is None else repr(error.code)})",
+            where=user_line(error),
+            hint="A target runs without arguments of a command line, and returns its model.",
+        )
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{short_path(error.filename)}:{error.lineno}"
     else:
@@ -223,7 +234,7 @@ def _build(factory: Callable[[], Any], name: str, device: str) -> Any:
                 return factory()
         except TilefitError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Some models compute sizes or initial values with tensors; they are built for real.
             if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
                 raise _told(error, name) from error

@@ -56,7 +56,8 @@ def precision(
     """Watch a training script: is its mixed precision silently wrong? Options go before the script.
 
     The script runs as it is, with its output on stderr, and is ended after some steps. Nothing it computes is
-    changed. Exit code: 0 nothing found, 1 findings, 2 could not run.
+    changed. Ctrl-C ends it too, with what was found until then. Exit code: 0 nothing found, 1 findings, 2
+    could not run.
     """
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
@@ -72,18 +73,25 @@ def precision(
         select=codes(select),
         ignore=codes(ignore),
     )
-    error = run_script(script, list(arguments or ()), watch)
+    interrupted, error = False, None
+    try:
+        error = run_script(script, list(arguments or ()), watch)
+    except KeyboardInterrupt:
+        interrupted = True
     document = watch.report(script.name)
-    if error is None and not watch.steps:
+    if error is None and not watch.steps and not interrupted:
         error = TargetError(
             "no optimizer made a step",
             where=str(script),
-            hint="Watch a script that trains with a torch.optim optimizer, for long enough to make a step.",
+            hint="Watch a script that trains with a torch.optim optimizer, for long enough to make a step. "
+            "Processes that it starts are not watched: start them with torchrun.",
         )
     # One rank speaks for all; what ranks disagree on, it knows.
     first = os.environ.get("RANK", "0") == "0"
-    if first and (error is None or document.findings):
+    if first and (document.findings or (error is None and watch.steps)):
         report_output.show(document, output_format, output_file, show_all=show_all)
+    if interrupted:
+        raise KeyboardInterrupt
     if error is not None:
         raise error
     return document.exit_code if first else 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from tilefit.capture.packages import imports_relatively, package_of
 from tilefit.capture.sites import user_line
 from tilefit.errors import TargetError, TilefitError
 
@@ -33,7 +34,8 @@ class Watching(Protocol):
 def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitError | None:
     """Run a script as ``python script arguments`` does, under a watch, until it ends or the watch has.
 
-    What the script prints goes to stderr.
+    A script that imports from the package it is in runs as ``python -m package.script arguments`` does. What
+    the script prints goes to stderr.
 
     Args:
         script: The script.
@@ -49,12 +51,14 @@ def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitEr
     watch.on_end = _end
     try:
         with redirect_stdout(sys.stderr), watch:
-            runpy.run_path(str(script), run_name="__main__")
+            _run(script)
     except _Enough:
         return None
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
+        if isinstance(leaving.code, int) and leaving.code:
             return TargetError(f"the script left with exit code {leaving.code}", where=str(script))
+        if leaving.code:
+            return TargetError(f"the script left, saying: {leaving.code}", where=str(script))
     except Exception as error:  # noqa: BLE001 - whatever a user's script may raise, it is theirs to see
         return TargetError(
             f"{type(error).__name__}: {error}",
@@ -64,6 +68,15 @@ def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitEr
     finally:
         sys.argv, sys.path = argv, path
     return None
+
+
+def _run(script: Path) -> None:
+    package, root = package_of(script)
+    if package and imports_relatively(script):
+        sys.path.insert(0, str(root))
+        runpy.run_module(f"{package}.{script.stem}", run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _end() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import libcst as cst
+from torch import nn
+
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, SourceFix, refuse_where_mentioned, torch_name
 from tilefit.fixes.source.file import Edit
+from tilefit.fixes.source.loop import class_names
 from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import called
@@ -32,17 +36,36 @@ class ChannelsLast(SourceFix):
                 continue
             if len(ranks) > 1:
                 raise RefusedError("the model has convolutions in two and in three dimensions")
-            chain = program.births.of(model)
-            outside = next((i for i, caller in enumerate(chain) if not caller.of_constructor), len(chain))
-            at, _ = users_call(chain[outside:])
-            syntax, call = called(program, chain, outside + at)
-            program.require_own(syntax)
-            torch, imports = torch_name(syntax)
             last = "channels_last" if ranks == {4} else "channels_last_3d"
-            stop = syntax.stop(call)
-            converted = Edit(stop, stop, f".to(memory_format={torch}.{last})")
-            edits[syntax] = (*edits.get(syntax, ()), *imports, converted)
-            line = line or syntax.line(call)
+            for syntax, call in _makers(program, model):
+                program.require_own(syntax)
+                torch, imports = torch_name(syntax)
+                stop = syntax.stop(call)
+                converted = Edit(stop, stop, f".to(memory_format={torch}.{last})")
+                own = edits.get(syntax, ())
+                edits[syntax] = (*own, *(() if own else imports), converted)
+                line = line or syntax.line(call)
         if not edits:
             raise RefusedError("its convolutions are not modules of the program")
         return Change(edits, line, next(reversed(next(iter(edits.values())))).text)
+
+
+def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:
+    """The call that made a model, and for a target that is a model those that make others of its class.
+
+    The training loop, which nobody has seen, may build the model itself.
+    """
+    chain = program.births.of(model)
+    outside = next((i for i, caller in enumerate(chain) if not caller.of_constructor), len(chain))
+    at, _ = users_call(chain[outside:])
+    first = called(program, chain, outside + at)
+    if program.calls:
+        return [first]
+    others = [
+        (syntax, call)
+        for syntax in program.syntaxes()
+        if (names := class_names(program, syntax, type(model)))
+        for call in syntax.all(cst.Call)
+        if call is not first[1] and syntax.means(call.func) & names
+    ]
+    return [first, *others]

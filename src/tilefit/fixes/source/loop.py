@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import libcst as cst
 from libcst.metadata import Assignment
 
+from tilefit.capture.packages import package_of
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import lines
 from tilefit.fixes.source.program import Program, users_call
@@ -47,9 +50,7 @@ def _holders(program: Program, syntax: Syntax) -> set[cst.CSTNode]:
     """What is assigned the model: names and parameters of functions."""
     model = next(iter(program.models.values()))
     factory = program.target.rpartition(":")[2]
-    makers = {(program.main.stem, factory), (type(model).__module__, type(model).__name__)}
-    made = {f"{module}.{name}" for module, name in makers}
-    made |= {name for module, name in makers if module == syntax.file.path.stem}
+    made = known_as(program, syntax, program.main, factory) | class_names(program, syntax, type(model))
     holders: set[cst.CSTNode] = set()
     size = -1
     while size < len(holders):
@@ -61,6 +62,22 @@ def _holders(program: Program, syntax: Syntax) -> set[cst.CSTNode]:
         for call in syntax.all(cst.Call):
             holders.update(_parameters(syntax, call, made, holders))
     return holders
+
+
+def class_names(program: Program, syntax: Syntax, kind: type) -> set[str]:
+    """What a file may call a class; nothing where no file defines it."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return known_as(program, syntax, Path(path).resolve(), kind.__name__, kind.__module__) if path else set()
+
+
+def known_as(program: Program, syntax: Syntax, path: Path, name: str, module: str = "") -> set[str]:
+    """What a file may call something that the file at ``path`` defines, imported absolutely or relatively."""
+    if path == program.main:  # which was loaded under a name of tilefit's
+        module = f"{package_of(path)[0]}.{path.stem}".removeprefix(".")
+    parts = [*module.split("."), name]
+    tails = [".".join(parts[index:]) for index in range(len(parts) - 1)]
+    own = {name} if path == syntax.file.path else set()
+    return own | {f"{dots}{tail}" for tail in tails for dots in ("", ".", "..", "...")}
 
 
 def _gives_model(

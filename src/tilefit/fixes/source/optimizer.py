@@ -6,6 +6,7 @@ import libcst as cst
 
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, SourceFix, keyword, lines, with_argument
+from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Program
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import called
@@ -24,30 +25,38 @@ class FusedOptimizer(SourceFix):
     level = SAFE
 
     def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        syntax, call, runs = _constructor(program)
-        program.require_own(syntax)
-        fused, foreach = keyword(call, "fused"), keyword(call, "foreach")
-        if foreach is not None:
-            raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
-        if fused is None:
-            edit = with_argument(syntax, call, "fused=True")
-        elif syntax.code(fused.value) == "True":
-            raise RefusedError(f"{lines([(syntax, call)])} does it already: tell with --fused-optimizer")
-        else:
-            edit = syntax.replaced(fused.value, "True")
-        told = {} if runs else {"fused_optimizer": True}
-        return Change({syntax: (edit,)}, syntax.line(call), "fused=True", told=told)
+        calls, run = _constructors(program)
+        edits: dict[Syntax, tuple[Edit, ...]] = {}
+        line = 0
+        for syntax, call in calls:
+            program.require_own(syntax)
+            fused, foreach = keyword(call, "fused"), keyword(call, "foreach")
+            if foreach is not None:
+                raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
+            if fused is None:
+                edit = with_argument(syntax, call, "fused=True")
+            elif syntax.code(fused.value) == "True":
+                continue
+            else:
+                edit = syntax.replaced(fused.value, "True")
+            line = line if edits else syntax.line(call)
+            edits[syntax] = (*edits.get(syntax, ()), edit)
+        if not edits:
+            raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
+        return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
 
 
-def _constructor(program: Program) -> tuple[Syntax, cst.Call, bool]:
-    """The call that makes the optimizer, and whether the step ran it."""
-    made = program.births.optimizers()
-    if len(made) == 1:
-        chain = program.births.of(made[0])
-        at = next(index for index, caller in enumerate(chain) if not caller.of_constructor)
-        return *called(program, chain, at), True
+def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool]:
+    """The calls that make the optimizers, and whether the step ran them."""
+    made: dict[cst.Call, Syntax] = {}
+    for optimizer in program.births.optimizers():
+        if "fused" in optimizer.defaults:  # others take no such argument
+            chain = program.births.of(optimizer)
+            at = next(index for index, caller in enumerate(chain) if not caller.of_constructor)
+            syntax, call = called(program, chain, at)
+            made[call] = syntax
     if made:
-        raise RefusedError(f"the program makes {len(made)} optimizers")
+        return [(syntax, call) for call, syntax in made.items()], True
     found = [
         (syntax, call)
         for syntax in program.syntaxes()
@@ -57,4 +66,4 @@ def _constructor(program: Program) -> tuple[Syntax, cst.Call, bool]:
     if len(found) != 1:
         where = f"made in several places ({lines(found)})" if found else "not made in your files"
         raise RefusedError(f"the optimizer is {where}")
-    return *found[0], False
+    return found, False

@@ -120,8 +120,8 @@ def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -
     if not found:
         found = _in_configuration(search, program)
     if not found:
-        maker = next(caller for caller in chain if not caller.of_constructor)
-        if not maker.is_users:
+        maker = next((caller for caller in chain if not caller.of_constructor), None)
+        if maker is not None and not maker.is_users:
             reason = f": it is the library's ({Path(maker.path).name}), and an argument there may set it"
         raise RefusedError(f"{size} is not written in {syntax.file.name}:{syntax.line(call)}{reason}")
     return found

@@ -157,9 +157,10 @@ class Search:
             raise RefusedError(f"{name} is a lambda's")
         while at < len(self.chain) and not self._runs(at, syntax, function):
             at += 1
-        if at + 1 >= len(self.chain):
+        if at >= len(self.chain):
             raise RefusedError(f"nobody is seen calling {function.name.value}")
-        given = self._argument(syntax, function, parameter, at + 1)
+        is_target = at + 1 == len(self.chain)  # which is called without arguments
+        given = None if is_target else self._argument(syntax, function, parameter, at + 1)
         if given is not None:
             return Origin(*given, at + 1, name)
         if parameter.default is None:
