@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import tilefit
 from small_profile import made
 from tilefit.cost.calibrated import write
+from tilefit.errors import UsageError
 
 
 def _model(features: int) -> torch.nn.Module:
@@ -56,6 +58,22 @@ def test_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tilefit.gpus.local", lambda: None)
     with pytest.raises(tilefit.TilefitError, match="no GPU was named"):
         tilefit.check(_model(64), torch.empty(8, 4096))
+
+
+def test_a_gpu_is_named_by_a_text() -> None:
+    for gpu in (0, [0, 1]):
+        with pytest.raises(UsageError, match="not by int 0"):
+            tilefit.check(torch.nn.Linear(8, 8), torch.empty(4, 8), gpu=gpu)  # type: ignore[arg-type]
+
+
+def test_at_a_prompt_a_report_is_one_line() -> None:
+    step = torch.nn.Linear(1024, 4096), torch.empty(4096, 1024)
+    one = tilefit.check(*step, gpu="h200", train=False, select=["PRC001"])
+    assert re.fullmatch(r"<Report Linear on h200: [\d.]+ [µm]s, 1 finding>", repr(one))
+    both = tilefit.check(*step, gpu=["h200", "l4"], train=False, select=["ALN"])
+    assert re.fullmatch(
+        r"<Comparison Linear on h200: .*s, 0 findings; Linear on l4: .*s, 0 findings>", repr(both)
+    )
 
 
 def test_the_local_gpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

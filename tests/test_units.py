@@ -69,3 +69,12 @@ def test_rates_and_counts() -> None:
     assert units.flop(2.5e15) == "2.50 PFLOP"
     assert units.count(1482) == "1,482"
     assert units.count(124_439_808) == "124 M"
+
+
+def test_how_many() -> None:
+    assert [units.counted(many, "row") for many in (0, 1, 2, 1482)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "1,482 rows",
+    ]

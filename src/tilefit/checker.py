@@ -183,12 +183,18 @@ def resolve(gpu: str | Gpu | Sequence[str | Gpu] | None) -> list[Gpu]:
         TilefitError: A name is not known, or none was given and this machine has no GPU; or a profile was
             named that is of none of them.
     """
-    if isinstance(gpu, str | Gpu):
-        gpu = [gpu]
+    several = isinstance(gpu, Sequence) and not isinstance(gpu, str)
+    asked: Sequence[Any] = gpu if several else () if gpu is None else (gpu,)  # type: ignore[assignment]
+    for entry in asked:
+        if not isinstance(entry, str | Gpu):
+            raise UsageError(
+                f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}",
+                hint='Write gpu="h200"; tilefit gpu lists them.',
+            )
     named = named_gpu()
     devices = [
         gpus.get(entry) if isinstance(entry, str) else entry
-        for entry in gpu or [gpus.get(named) if named else _local()]
+        for entry in asked or [gpus.get(named) if named else _local()]
     ]
     if named and named not in {device.name for device in devices}:
         raise UsageError(

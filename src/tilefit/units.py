@@ -69,6 +69,11 @@ def count(value: int) -> str:
     return f"{value:,}" if value < 1_000_000 else _prefixed(value, "").rstrip()
 
 
+def counted(many: int, noun: str) -> str:
+    """``1 row``, ``1,482 rows``."""
+    return f"{many:,} {noun}{'s' * (many != 1)}"
+
+
 def _time_unit(value: float) -> tuple[float, str]:
     # 0.9995 rounds to 1.00, so the larger unit starts a little below itself.
     return next((pair for pair in _TIMES if abs(value) >= 0.9995 * pair[0]), _TIMES[-1])

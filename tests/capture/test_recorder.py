@@ -147,7 +147,28 @@ def test_inference_keeps_parameters_and_what_is_alive() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     memory = capture(model, rows(8, 64), train=False).memory
     parameters, activation = 4 * 4 * 64 * 64, 4 * 8 * 64
-    assert memory == Memory(parameter_bytes=parameters, saved_bytes=0, peak_bytes=parameters + 3 * activation)
+    assert memory == Memory(
+        parameter_bytes=parameters,
+        saved_bytes=0,
+        peak_bytes=parameters + 3 * activation,
+        moments=((parameters, 3 * activation),),
+    )
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("amp", ["", "bf16"])
+def test_how_the_memory_grows_does_not_depend_on_the_batch_captured(amp: str, train: bool) -> None:
+    """Autocast's copies of weights, gradients and the optimizer's temporaries stay as large as they are."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    captured_on = {n: capture(model, rows(n, 256), amp=amp, train=train).memory for n in (1, 2000)}
+    capacity_bytes = 1 << 30
+    fits = captured_on[1].largest_batch(1, capacity_bytes)
+    assert fits == pytest.approx(captured_on[2000].largest_batch(2000, capacity_bytes), rel=0.01)
+    assert capture(model, rows(fits, 256), amp=amp, train=train).memory.peak_bytes <= 1.01 * capacity_bytes
+    assert captured_on[1].on_batch(2000).peak_bytes == pytest.approx(captured_on[2000].peak_bytes, rel=0.01)
+    assert captured_on[2000].on_batch(1 / 2000).peak_bytes == pytest.approx(
+        captured_on[1].peak_bytes, rel=0.01
+    )
 
 
 def test_an_activation_that_is_dropped_is_freed() -> None:

@@ -314,6 +314,58 @@ def test_models_that_were_turned_into_something_else() -> None:
         quantised = torch.ao.quantization.quantize_dynamic(linear, {nn.Linear})
     with pytest.raises(CaptureError, match=r"quantised for the CPU \(quantized::linear_dynamic\)"):
         capture(quantised, torch.empty(4, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.zeros(4, 8))
+    with pytest.raises(CaptureError, match="does not run on shapes alone") as caught:
+        capture(traced, torch.empty(4, 8), train=False)
+    assert "--on-cpu" in caught.value.hint
+    assert len(products(capture(traced, torch.empty(4, 8), train=False, on_cpu=True))) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_that_was_set_on_the_model_runs_on_the_copy(compiled: bool) -> None:
+    """``model.forward = torch.compile(model.forward)``, and a wrapper that closes over the old one."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    forward = model.forward
+    model.forward = torch.compile(forward) if compiled else lambda x: forward(x).relu()  # type: ignore
+    step = capture(model, torch.empty(4, 8), train=False)
+    assert step.parameter_count == 8 * 16 + 16 + 16 * 4 + 4
+    assert [entry.parameter for entry in step.ops if isinstance(entry.op, Gemm)] == ["0.weight", "1.weight"]
+    assert step.memory.peak_bytes < 2 * step.memory.parameter_bytes
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "said"),
+    [
+        (nn.Linear(8, 8).half(), (torch.empty(4, 8),), "a matrix product of float32 and float16"),
+        (nn.Linear(8, 8, bias=False), (torch.empty(4, 8, dtype=torch.int64),), "int64 and float32"),
+    ],
+)
+def test_element_types_that_cuda_does_not_multiply(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], said: str
+) -> None:
+    with pytest.raises(CaptureError, match=said) as caught:
+        capture(model, inputs, train=False)
+    assert "--amp" in caught.value.hint
+    floating = tuple(x.float() for x in inputs)
+    assert len(products(capture(model, floating, train=False, amp="bf16"))) == 1
+
+
+def test_attention_and_products_of_integers_are_checked_too() -> None:
+    x = torch.empty(2, 4, 16, 64)
+    with pytest.raises(CaptureError, match="an attention of float32 and bfloat16"):
+        captured(lambda self, q, k: F.scaled_dot_product_attention(q, k, k), x, x.bfloat16(), train=False)
+    with pytest.raises(CaptureError, match="a matrix product of int64 cannot run"):
+        captured(lambda self, x: x @ x, torch.empty(4, 4, dtype=torch.int64), train=False)
+
+
+def test_samples_of_different_lengths_in_a_list() -> None:
+    samples = [torch.empty(n, 8) for n in (3, 17, 99, 5)]
+    step = captured(lambda self, xs: [x.exp() for x in xs], samples, train=False)
+    assert step.inputs == ("0: 4 x float32[3..99,8]",)
+    assert step.batch == 4
 
 
 def test_an_interrupt_passes_through() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,8 +132,6 @@ def test_interrupting_keeps_what_is_done() -> None:
 
 def test_compiled_steps_are_fused_at_every_size() -> None:
     def step_of(options: CaptureOptions) -> Step:
-        from dataclasses import replace
-
         step = gpt2(batch=options.batch or 0)
         return replace(step, settings=replace(step.settings, compiled=True))
 
@@ -159,4 +158,4 @@ def test_a_real_model_is_what_a_capture_gives(tmp_path: Path) -> None:
     assert found.everywhere
     expected = capture_target(target, CaptureOptions(batch=4, seq=8, amp="bf16", arguments={"vocab": 101}))
     assert [entry.op for entry in found.at(101).ops] == [entry.op for entry in expected.ops]
-    assert found.at(101).memory == expected.memory
+    assert found.at(101).memory == replace(expected.memory, moments=())

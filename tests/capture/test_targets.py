@@ -383,5 +383,10 @@ def test_sizes_are_attributes_of_a_configuration() -> None:
     options = InputOptions(batch=1, seq=8, arguments={"hidden": 96, "vocab": 120, "n_layer": 1})
     model: Any = load("hf:gpt2", options).model
     assert (model.config.n_embd, model.config.vocab_size, len(model.transformer.h)) == (96, 120, 1)
-    with pytest.raises(TargetError, match="'width'"):
+    with pytest.raises(TargetError, match="'width'") as refused:
         load("hf:gpt2", InputOptions(arguments={"width": 96}))
+    assert "_name_or_path" not in refused.value.hint
+    assert refused.value.hint.endswith(", ….")
+    with pytest.raises(TargetError) as misspelled:
+        load("hf:gpt2", InputOptions(arguments={"bacth": 96}))
+    assert misspelled.value.hint == "Did you mean 'batch'?"

@@ -84,6 +84,9 @@ def test_text_goes_to_a_file_without_colour(tilefit, reports: None, tmp_path: Pa
         (["a.json", "nope.json"], "nope.json: cannot be read"),
         (["a.json", "store.db"], "one is a report and the other holds measurements"),
         (["x.db", "y.db"], "x.db: no such file"),
+        (["a.json", "x.db"], "x.db: no such file"),
+        (["folder", "a.json"], "folder: a folder, not a file"),
+        (["a.json", "page.html"], "page.html: neither a report nor measurements"),
         (["x.db", "y.db", "--output-format", "json"], "measurements are compared as text"),
         (["page.html", "page.html"], "page.html: neither a report nor measurements"),
     ],
@@ -93,6 +96,8 @@ def test_what_cannot_be_compared_is_one_message(
 ) -> None:
     page = tmp_path / "page.html"
     page.write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "store.db").write_bytes(b"SQLite format 3\0")
     ran = tilefit("compare", *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err

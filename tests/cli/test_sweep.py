@@ -52,6 +52,16 @@ def test_a_long_frontier_says_what_is_left_out(tilefit, model: str) -> None:
     assert "more points" not in long
 
 
+def test_the_best_point_is_in_a_shortened_table(tilefit, model: str) -> None:
+    sweep = ("sweep", model, "--over", "batch=1..1024", "--over", "gpu=h200,l4,t4")
+    ran = tilefit(*sweep)
+    found = re.search(r"^highest throughput: batch (\d+), (\w+): ", ran.out, re.MULTILINE)
+    assert found is not None
+    assert re.search(r"\d+ of \d+ points: --all", ran.out)
+    table = ran.out[ran.out.rindex("80 % interval") :]
+    assert re.search(rf"^{found[1]} +{found[2]} ", table, re.MULTILINE)
+
+
 def test_json_then_the_store(tilefit, model: str) -> None:
     command = ("sweep", model, "--over", "batch=1..256", "--over", "gpu=h200,l4", "--output-format", "json")
     first = tilefit(*command)

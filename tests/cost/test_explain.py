@@ -40,3 +40,11 @@ def test_neighbours_are_never_far() -> None:
     for neighbour in explain(Gemm(33, 4095, 4095), "h200").neighbours:
         size = {"m": 33, "n": 4095, "k": 4095}[neighbour.dimension]
         assert size < neighbour.size <= 1.25 * size
+
+
+def test_no_older_kernel_is_promised_for_fp8() -> None:
+    """torch._scaled_mm takes multiples of 16 alone; half precision falls to older kernels."""
+    fp8, bf16 = (explain(Gemm(4096, 4096, 4095, dtype), "h200").kernel for dtype in ("fp8", "bf16"))
+    assert "torch._scaled_mm refuses that" in fp8.reason
+    assert "older ones can" not in fp8.reason
+    assert "older ones can" in bf16.reason

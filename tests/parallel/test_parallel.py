@@ -260,12 +260,17 @@ def test_stages_send_activations_and_gradients(llama: Step) -> None:
     ]
 
 
+def most_activations(stage: Step) -> int:
+    """The most bytes at once that depend on the batch."""
+    return stage.memory.moments[-1][1]
+
+
 def test_a_stage_holds_the_micro_batches_in_flight(llama: Step) -> None:
     four = plan(llama, Split(pipeline=2, micro_batches=4)).stages
     eight = plan(llama, Split(pipeline=2, micro_batches=8)).stages
     # Twice the micro-batches of half the size: two of them on the first stage, one on the last.
     for before, after in zip(four, eight, strict=True):
-        assert after.memory.activation_bytes == pytest.approx(before.memory.activation_bytes / 2, rel=0.01)
+        assert most_activations(after) == pytest.approx(most_activations(before) / 2, rel=0.01)
 
 
 def test_the_head_makes_the_last_stage_the_slowest(llama: Step) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
@@ -12,6 +12,7 @@ import torch
 
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
+from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
 
 if TYPE_CHECKING:
@@ -148,9 +149,31 @@ def gemm_of(
     )
 
 
+def check_alike(what: str, operands: Iterable[torch.Tensor]) -> None:
+    """Refuse operands that no kernel of CUDA multiplies; those of shapes alone take any.
+
+    Raises:
+        CaptureError: they are of several element types, or of integers.
+    """
+    dtypes = list(dict.fromkeys(t.dtype for t in operands))
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    if len(dtypes) > 1:
+        raise CaptureError(
+            f"{what} of {' and '.join(names)} cannot run: CUDA multiplies operands of one element type",
+            hint='Give inputs of the model\'s type (--input "x: float16[…]"), or use autocast: --amp.',
+        )
+    if not (dtypes[0].is_floating_point or dtypes[0].is_complex):
+        raise CaptureError(
+            f"{what} of {names[0]} cannot run: CUDA has none for it",
+            hint="Check the element types of the inputs (--input).",
+        )
+
+
 def _product(first: int, *, bias: bool = False) -> Callable[[Call, Recorder], list[Described]]:
     def handler(call: Call, recorder: Recorder) -> list[Described]:
         a, b = call.args[first], call.args[first + 1]
+        if call.packet != "_int_mm":
+            check_alike("a matrix product", (a, b))
         phase = recorder.gradient_phase((a, b))
         others = [t for t in call.inputs if t is not a and t is not b]
         return [(gemm_of(a, b, recorder, bias=bias), phase, (a, b, *others), call.outputs)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilefit.capture.aten import check_alike
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import touched_bytes
 from tilefit.ops import (
@@ -142,6 +143,7 @@ def scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
+    check_alike("an attention", (query, key, value))
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return unfused()
     *batch, seq_len, head_dim = query.shape

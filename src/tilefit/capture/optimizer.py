@@ -102,13 +102,9 @@ class OptimizerSteps:
             step = type(optimizer).step
             with self.recorder.silent():
                 getattr(step, "__wrapped__", step)(*args)
-        size = state_bytes(optimizer)
-        peak_bytes = self.recorder.peak_bytes + size
-        for tensor in _state_tensors(optimizer):
-            self.recorder.identify(tensor)
+        self.recorder.keep_from_start(_state_tensors(optimizer))
         self.recorder.keep_on_host(_step_counts(optimizer))
-        self.recorder.peak_bytes = peak_bytes
-        self.optimizer_bytes += size
+        self.optimizer_bytes += state_bytes(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End what :meth:`before` began."""

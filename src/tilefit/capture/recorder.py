@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,18 @@ from tilefit.capture.aten import Call, describe, function_of, is_free, makes_new
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import is_channels_last
 from tilefit.capture.sites import SiteTracker
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Gemm, Op, StepOp, Streaming, TensorRef
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OPTIMIZER,
+    Gemm,
+    Op,
+    StepOp,
+    Streaming,
+    TensorRef,
+)
+from tilefit.ops.peaks import Moment, fullest
 
 _UNKNOWN = object()
 
@@ -54,8 +65,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops: list[StepOp] = []
         self.live_bytes = 0
         self.peak_bytes = 0
+        # What was made (and freed: negative) in order: the number of the memory, bytes.
+        self._allocations: list[tuple[int, int]] = []
         self.muted = False
         self._phase = ""
+        self._kept: set[int] = set()
         self._ids: dict[int, int] = {}
         self._next_id = 0
         self._parameter_of: dict[int, str] = {}
@@ -78,12 +92,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._ids[key] = number
             size = storage.nbytes()
             self.live_bytes += size
+            self._allocations.append((number, size))
+            if self._phase == OPTIMIZER:
+                self._kept.add(number)  # as large as the parameters, whatever the batch
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             weakref.finalize(storage, self._freed, key, number, size).atexit = False
         return number
 
     def _freed(self, key: int, number: int, size: int) -> None:
         self.live_bytes -= size
+        self._allocations.append((number, -size))
         if self._ids.get(key) == number:
             del self._ids[key]
         self._parameter_of.pop(number, None)
@@ -92,6 +110,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def name_parameter(self, tensor: torch.Tensor, name: str) -> None:
         """Make operations that read ``tensor``, a view or a cast copy of it say which parameter it is."""
         self._parameter_of[self.identify(tensor)] = name
+        self.keep([tensor])
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take these for what a model holds: their memory does not grow with the batch."""
+        self._kept.update(map(self.identify, tensors))
+
+    def keep_from_start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """:meth:`keep`, as if they had been there before everything else."""
+        count, live_bytes, peak_bytes = len(self._allocations), self.live_bytes, self.peak_bytes
+        self.keep(tensors)
+        self._allocations[:] = [*self._allocations[count:], *self._allocations[:count]]
+        self.peak_bytes = peak_bytes + self.live_bytes - live_bytes
+
+    def moments(self, stay: Collection[int]) -> tuple[Moment, ...]:
+        """The moments that are the fullest on some batch.
+
+        Args:
+            stay: Numbers of the memory that does not grow with the batch, beside what is kept.
+        """
+
+        def after_each() -> Iterator[Moment]:
+            stays = grows = 0
+            for number, size in self._allocations:
+                if number in stay or number in self._kept:
+                    stays += size
+                else:
+                    grows += size
+                yield stays, grows
+
+        return fullest(after_each())
 
     def keep_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take what is done to these tensors for the host's work, though here they are on the same device."""

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
+from types import CellType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
 from tilefit.errors import CaptureError, TilefitError, UsageError
 from tilefit.ops import Memory, Parameter, Recurrent, Settings, Step, StepOp
+from tilefit.ops.scaling import tensors_that_stay
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -209,6 +211,10 @@ class _Session:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         lower = text.lower()
         where = user_line(error)
+        if self.device == "meta" and "torchscript interpreter" in lower:
+            return CaptureError(
+                "the scripted or traced model does not run on shapes alone", where=where, hint=ON_CPU
+            )
         if "expected device" in lower or "same device" in lower:
             return CaptureError(
                 f"the step mixes tensors of different devices ({text})",
@@ -246,8 +252,7 @@ class _Session:
         before = self.recorder.live_bytes
         for name, parameter in model.named_parameters():
             self.recorder.name_parameter(parameter, prefix + name)
-        for buffer in model.buffers():
-            self.recorder.identify(buffer)
+        self.recorder.keep(model.buffers())
         self._held_bytes += self.recorder.live_bytes - before
 
     def _keep_saved(self) -> None:
@@ -319,6 +324,7 @@ class _Session:
             buffer_bytes=buffer_bytes,
             saved_bytes=self.saved_bytes,
             peak_bytes=self.recorder.peak_bytes,
+            moments=self.recorder.moments(tensors_that_stay(self.recorder.ops, parameters)),
         )
         return Step(
             ops=tuple(self.recorder.ops),
@@ -467,12 +473,42 @@ def copied(model: nn.Module, device: str) -> nn.Module:
             memo[id(buffer)] = _materialised(buffer.detach(), device)
     try:
         with _CopyTo(device):
-            return copy.deepcopy(model, memo)
+            made = copy.deepcopy(model, memo)
+            for old, new in zip(model.modules(), made.modules(), strict=True):
+                if isinstance(old, torch.jit.ScriptModule):
+                    continue
+                if "forward" in vars(old):  # set on the instance, as by model.forward = torch.compile(…)
+                    new.forward = _over_copies(old.forward, memo)
+            return made
     except Exception as error:
         raise CaptureError(
             f"the model cannot be copied ({type(error).__name__}: {error})",
             hint="Capture works on a copy. Give a factory: file.py:factory.",
         ) from error
+
+
+def _over_copies(function: Any, memo: dict[int, Any]) -> Any:
+    """A function that refers to copies; ``copy.deepcopy`` leaves functions, and what they close over."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    if not isinstance(function, FunctionType):
+        return copy.deepcopy(function, memo)
+
+    def copied_cell(cell: CellType) -> CellType:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing was assigned to the variable
+            return cell
+        if isinstance(value, FunctionType):
+            return CellType(_over_copies(value, memo))
+        ours = isinstance(value, nn.Module | torch.Tensor | MethodType)
+        return CellType(copy.deepcopy(value, memo)) if ours else cell
+
+    closure = tuple(map(copied_cell, function.__closure__ or ()))
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def on_device(inputs: Any, device: str) -> Any:
@@ -517,20 +553,27 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
         else [(str(i), v) for i, v in enumerate(inputs or ())]
     )
     for name, value in named:
-        tensor = next(tensors(value), None) if isinstance(value, (list, tuple)) else value
-        if isinstance(tensor, torch.Tensor):
-            several = f"{len(value)} x " if tensor is not value else ""
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            yield f"{name}: {several}{dtype}[{','.join(map(str, tensor.shape))}]"
+        several = isinstance(value, (list, tuple))
+        first = next(tensors(value), None) if several else value
+        if isinstance(first, torch.Tensor):
+            shapes = [t.shape for t in tensors(value) if t.dim() == first.dim()] if several else [first.shape]
+            sizes = ",".join(_range(extents) for extents in zip(*shapes, strict=True))
+            dtype = str(first.dtype).removeprefix("torch.")
+            yield f"{name}: {f'{len(value)} x ' if several else ''}{dtype}[{sizes}]"
+
+
+def _range(extents: Sequence[int]) -> str:
+    least, most = min(extents), max(extents)
+    return str(least) if least == most else f"{least}..{most}"
 
 
 def _batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
-    """Samples: the length of a list of images; or the first size of the first input, or what a recurrent
-    layer that reads time first says."""
+    """Samples: the length of a list of images, or of samples of different lengths; or the first size of the
+    first input, or what a recurrent layer that reads time first says."""
     arguments = inputs.values() if isinstance(inputs, Mapping) else inputs
-    images = next(iter(arguments), None) if isinstance(arguments, Iterable) else None
-    if isinstance(images, list) and images and all(map(_is_image, images)):
-        return len(images)
+    listed = next(iter(arguments), None) if isinstance(arguments, Iterable) else None
+    if isinstance(listed, list) and listed and (all(map(_is_image, listed)) or _is_ragged(listed)):
+        return len(listed)
     first = next((t for t in tensors(inputs) if t.dim() > 0), None)
     if first is None:
         return 0
@@ -538,6 +581,10 @@ def _batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
     if recurrent is not None and tuple(first.shape[:2]) == (recurrent.seq_len, recurrent.batch):
         return recurrent.batch
     return int(first.shape[0])
+
+
+def _is_ragged(values: list[Any]) -> bool:
+    return all(isinstance(v, torch.Tensor) and v.dim() for v in values) and len({len(v) for v in values}) > 1
 
 
 def _is_image(value: Any) -> bool:

@@ -133,7 +133,7 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
         near = get_close_matches(factory_name, names, 1)
         raise TargetError(
             f"{path} has no {factory_name!r}",
-            hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(sorted(names)[:12])}.",
+            hint=f"Did you mean {near[0]!r}?" if near else f"It has: {_listed(names)}.",
         )
     arguments = _named(options.arguments, _parameters(factory), f"{path}:{factory_name}")
     if isinstance(factory, nn.Module):
@@ -249,6 +249,15 @@ _SIZES = {
 }
 
 
+#: Sizes of the inputs, which are no arguments of a constructor.
+_INPUT_SIZES = ("batch", "seq", "image_size")
+
+
+def _listed(names: Collection[str]) -> str:
+    """The first of some names, in order."""
+    return ", ".join(sorted(names)[:12]) + (", …" if len(names) > 12 else "")
+
+
 def _parameters(factory: Any) -> list[str] | None:
     """Names of a factory's arguments; None where it takes any."""
     if isinstance(factory, nn.Module) or not callable(factory):
@@ -271,13 +280,14 @@ def _named(arguments: Mapping[str, int], known: Collection[str] | None, target: 
         names = (name, *_SIZES.get(name, ()))
         match = name if known is None else next((each for each in names if each in known), "")
         if not match:
-            near = get_close_matches(name, known or (), 1)
+            public = [each for each in known or () if not each.startswith("_")]
+            near = get_close_matches(name, [*public, *_INPUT_SIZES], 1)
             raise TargetError(
                 f"{target} has no size {name!r} to set",
                 hint=f"Did you mean {near[0]!r}?"
                 if near
                 else f"It needs an argument of this name: "
-                f"def build({names[-1]}): …; it has: {', '.join(sorted(known or ())[:12]) or 'none'}.",
+                f"def build({names[-1]}): …; it has: {_listed(public) or 'none'}.",
             )
         named[match] = value
     return named

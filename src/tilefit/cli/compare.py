@@ -55,6 +55,7 @@ def compare(
         )
         return
     if any(reports):
+        _check_measurements(second if reports[0] else first)
         raise UsageError(
             "one is a report and the other holds measurements",
             where=f"{first}, {second}",
@@ -125,19 +126,28 @@ def _measurements(first: Path, second: Path, limit: int) -> None:
 def _read(path: Path) -> list[Measurement]:
     from tilefit.measure.store import read_parquet
 
-    if not path.is_file():
-        raise UsageError(
-            "no such file", where=str(path), hint="Name two reports (.json), or two sets of measurements."
-        )
+    _check_measurements(path)
     if path.suffix == ".parquet":
         return read_parquet(path)
+    with bench.open_store(path) as store:
+        return list(store)
+
+
+def _check_measurements(path: Path) -> None:
+    """Refuse a file that is no Parquet file by its name and no store: opening one sets aside what is none."""
+    if not path.is_file():
+        raise UsageError(
+            "a folder, not a file" if path.is_dir() else "no such file",
+            where=str(path),
+            hint="Name two reports (.json), or two sets of measurements.",
+        )
+    if path.suffix == ".parquet":
+        return
     with path.open("rb") as file:
         is_store = file.read(len(_SQLITE)) == _SQLITE
-    if not is_store:  # opening a store sets aside what is none
+    if not is_store:
         raise UsageError(
             "neither a report nor measurements",
             where=str(path),
             hint="Name reports (.json), stores of tilefit bench (--store), or Parquet files (.parquet).",
         )
-    with bench.open_store(path) as store:
-        return list(store)

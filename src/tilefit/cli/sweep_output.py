@@ -206,7 +206,9 @@ def as_text(
             Text(),
         ]
     running = [point for point in results.points if not point.error]
-    shown = running if show_all else running[:: -(-len(running) // _ROWS)]
+    every = 1 if show_all else -(-len(running) // _ROWS)
+    top = best(results.points)
+    shown = [point for index, point in enumerate(running) if index % every == 0 or point is top]
     parts.append(_table(results, shown, {}))
     if len(shown) < len(running):
         parts.append(Text(f"{len(shown)} of {len(running)} points: --all shows every one.", "dim"))

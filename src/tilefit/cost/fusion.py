@@ -25,13 +25,15 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
+from tilefit.ops.peaks import fullest
+from tilefit.ops.scaling import tensors_that_stay
 
 #: ``Streaming.function`` of a kernel that the compiler wrote.
 GENERATED = "generated"
@@ -109,7 +111,7 @@ def fuse(step: Step) -> Step:
     return replace(
         step,
         ops=tuple(fusion.kernels()),
-        memory=fusion.memory(step.memory),
+        memory=fusion.memory(step.memory, tensors_that_stay(step.ops, step.parameters)),
         settings=replace(step.settings, compiled=True),
     )
 
@@ -187,9 +189,13 @@ class _Fusion:
             else:
                 yield from _padded(entry, self.sources[index], copies)
 
-    def memory(self, eager: Memory) -> Memory:
+    def memory(self, eager: Memory, stay: Collection[int]) -> Memory:
         """What the step needs where only what is written takes memory, until it is read for the last time:
-        results, and the copies that pad products."""
+        results, and the copies that pad products.
+
+        Args:
+            stay: Numbers of the tensors that have their size whatever the batch.
+        """
         last: dict[_Value, int] = {}
         sizes: dict[_Value, int] = {}
         pads: dict[tuple[_Value | int, int, bool], _Value] = {}
@@ -221,18 +227,21 @@ class _Fusion:
             for value in values:
                 freed.setdefault(last.get(value, end), []).append(value)
         live: dict[int, int] = {}
-        now = peak = saved = 0
+        held = eager.fixed_bytes - eager.gradient_bytes
+        now = {True: held, False: 0}  # does it stay whatever the batch?
+        moments = []
+        saved = 0
         for index, entry in enumerate(self.ops):
             for value in made.get(index, ()):
-                now += sizes[value] - live.get(value[1], 0)  # in place: the same memory
+                now[value[1] in stay] += sizes[value] - live.get(value[1], 0)  # in place: the same memory
                 live[value[1]] = sizes[value]
-            peak = max(peak, now)
+            moments.append((now[True], now[False]))
             for value in freed.get(index, ()):
-                now -= live.pop(value[1], 0)
+                now[value[1] in stay] -= live.pop(value[1], 0)
             if entry.phase == FORWARD:
-                saved = now
-        held = eager.fixed_bytes - eager.gradient_bytes
-        return replace(eager, saved_bytes=saved, peak_bytes=held + peak)
+                saved = sum(now.values()) - held
+        peak_bytes = max((stays + grows for stays, grows in moments), default=held)
+        return replace(eager, saved_bytes=saved, peak_bytes=peak_bytes, moments=fullest(moments))
 
     def _escapes(self, value: _Value, reader: int) -> None:
         source = self.chains.get(value[0])

@@ -123,7 +123,9 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         f"{worst} has rows of {operand.leading_dimension} elements ({operand.contiguous} is contiguous), "
         f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"
     )
-    if family != native:
+    if gemm.dtype == "fp8":  # PyTorch, _scaled_mm's own check
+        reason += ": torch._scaled_mm refuses that; the time assumes what 2-byte elements lose"
+    elif family != native:
         reason += f": no {native} kernel can do that, older ones can"
     return Kernel(
         family,

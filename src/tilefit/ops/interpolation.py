@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 from tilefit.ops.base import Op
 from tilefit.ops.step import Memory, Step, StepOp, TensorRef
@@ -15,6 +16,9 @@ from tilefit.ops.step import Memory, Step, StepOp, TensorRef
 CAPTURES = 3
 #: Counts of launches follow thresholds: they are taken from the nearest capture.
 _STEPWISE = frozenset({"kernels"})
+
+#: What is interpolated of the memory; which moments are the fullest changes by leaps.
+_SIZES = [each.name for each in fields(Memory) if each.name != "moments"]
 
 #: The step at a size.
 StepAt = Callable[[int], Step]
@@ -64,7 +68,9 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
             for same in shapes
         ]
         captured = steps[sizes[near]]
-        memories = [steps[other].memory for other in sizes]
+        memory: dict[str, Any] = {
+            name: _value([getattr(steps[other].memory, name) for other in sizes], weights) for name in _SIZES
+        }
         return replace(
             captured,
             ops=tuple(
@@ -72,9 +78,7 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
                 for entry, (op, of_refs) in zip(captured.ops, rows, strict=True)
             ),
             batch=_value([steps[other].batch for other in sizes], weights),
-            memory=Memory(
-                *(_value([getattr(m, each.name) for m in memories], weights) for each in fields(Memory))
-            ),
+            memory=Memory(**memory),
         )
 
     return at

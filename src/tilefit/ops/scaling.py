@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -14,7 +15,7 @@ from tilefit.ops.conv import Conv
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.gemm import Gemm
 from tilefit.ops.recurrent import Recurrent
-from tilefit.ops.step import Step, StepOp, TensorRef
+from tilefit.ops.step import Parameter, Step, StepOp, TensorRef
 from tilefit.ops.streaming import Streaming
 
 
@@ -31,7 +32,7 @@ def scale_batch(step: Step, factor: float) -> Step:
     """
     if factor <= 0:
         raise UsageError(f"a batch cannot be scaled by {factor}")
-    shapes = {parameter.shape for parameter in step.parameters.values()}
+    shapes = _shapes(step.parameters)
     fixed: set[int] = set()
     known: dict[tuple[object, ...], Op] = {}
     ops = []
@@ -50,18 +51,27 @@ def scale_batch(step: Step, factor: float) -> Step:
             for refs in (entry.inputs, entry.outputs)
         )
         ops.append(replace(entry, op=scaled, inputs=inputs, outputs=outputs))
-    memory = step.memory
     return replace(
         step,
         ops=tuple(ops),
         batch=_times(step.batch, factor) if step.batch else 0,
         inputs=tuple(_scaled_input(text, step.batch, factor) for text in step.inputs),
-        memory=replace(
-            memory,
-            saved_bytes=round(memory.saved_bytes * factor),
-            peak_bytes=memory.peak_bytes + round(memory.activation_bytes * (factor - 1)),
-        ),
+        memory=step.memory.on_batch(factor),
     )
+
+
+def tensors_that_stay(ops: Iterable[StepOp], parameters: Mapping[str, Parameter]) -> set[int]:
+    """Numbers of the tensors that have their size whatever the batch: what is made of parameters alone, their
+    gradients, the optimizer's."""
+    shapes = _shapes(parameters)
+    fixed: set[int] = set()
+    for entry in ops:
+        fixed.update(ref.id for ref in entry.outputs if _is_fixed(entry, ref, shapes, fixed))
+    return fixed
+
+
+def _shapes(parameters: Mapping[str, Parameter]) -> set[tuple[int, ...]]:
+    return {parameter.shape for parameter in parameters.values()}
 
 
 def _times(size: int, factor: float) -> int:

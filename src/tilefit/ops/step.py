@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from tilefit.errors import TilefitError
@@ -13,6 +13,7 @@ from tilefit.ops.base import Op
 from tilefit.ops.collective import Collective
 from tilefit.ops.conv import Conv
 from tilefit.ops.gemm import Gemm
+from tilefit.ops.peaks import Moment, fullest
 from tilefit.ops.recurrent import Recurrent
 from tilefit.ops.streaming import Streaming
 
@@ -127,6 +128,10 @@ class Memory:
         saved_bytes: Activations kept for the backward pass.
         peak_bytes: The most that was alive at once, everything included; without the allocator's
             fragmentation, library workspaces and the CUDA context.
+        moments: Of the moments that are the fullest on some batch, the bytes that stay whatever the batch
+            (what is held by then, and what is made of parameters alone, such as autocast's copies of them),
+            and those that grow with it. Empty where only the peak is known: then all that is not held
+            between steps is taken to grow.
     """
 
     parameter_bytes: int = 0
@@ -135,6 +140,7 @@ class Memory:
     buffer_bytes: int = 0
     saved_bytes: int = 0
     peak_bytes: int = 0
+    moments: tuple[Moment, ...] = ()
 
     @property
     def fixed_bytes(self) -> int:
@@ -143,8 +149,53 @@ class Memory:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes at the peak that grow with the batch."""
+        """Bytes at the peak that are not held between steps."""
         return max(0, self.peak_bytes - self.fixed_bytes)
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes that no batch is small enough to do without."""
+        return max(stays for stays, _ in self._moments)
+
+    def on_batch(self, factor: float) -> Memory:
+        """What ``factor`` times the samples need."""
+        return self._with(
+            [(stays, round(grows * factor)) for stays, grows in self._moments],
+            saved_bytes=round(self.saved_bytes * factor),
+        )
+
+    def part(self, held: float, activations: float) -> Memory:
+        """What a GPU needs that holds a share of the parameters and makes a share of the activations."""
+        of_held = {
+            name: round(getattr(self, name) * held)
+            for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+        }
+        return self._with(
+            [
+                (self.buffer_bytes + round((stays - self.buffer_bytes) * held), round(grows * activations))
+                for stays, grows in self._moments
+            ],
+            **of_held,
+            saved_bytes=round(self.saved_bytes * activations),
+        )
+
+    def largest_batch(self, batch: int, capacity_bytes: float) -> int | None:
+        """Samples that fit where this is of ``batch``: 0 if none does, None where nothing grows with it."""
+        if self.constant_bytes > capacity_bytes:
+            return 0
+        return min(
+            (int((capacity_bytes - stays) * batch / grows) for stays, grows in self._moments if grows),
+            default=None,
+        )
+
+    @property
+    def _moments(self) -> tuple[Moment, ...]:
+        return self.moments or ((self.fixed_bytes, self.activation_bytes),)
+
+    def _with(self, moments: Iterable[Moment], **held: int) -> Memory:
+        found = fullest(moments)
+        peak_bytes = max(stays + grows for stays, grows in found)
+        return replace(self, **held, peak_bytes=peak_bytes, moments=found if self.moments else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +375,7 @@ class Step:
                     )
                     for op, phase, site, name, inputs, outputs, recomputed in data["rows"]
                 ),
-                memory=Memory(**data["memory"]),
+                memory=_memory(**data["memory"]),
                 settings=Settings(**data["settings"]),
                 inputs=tuple(data["inputs"]),
                 batch=data["batch"],
@@ -343,6 +394,10 @@ def _site(operations: list[Op], module: str, source: str, *call: Any) -> Site:
         return Site(module, source)
     number, op, reason = call
     return Site(module, source, Fallback(number, operations[op], reason))
+
+
+def _memory(moments: Iterable[Iterable[int]] = (), **held: int) -> Memory:
+    return Memory(**held, moments=tuple((stays, grows) for stays, grows in moments))
 
 
 def _values(op: Op) -> list[Any]:

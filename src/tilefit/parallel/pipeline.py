@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 
 from tilefit.errors import UsageError
-from tilefit.ops import FORWARD, OPTIMIZER, Collective, Memory, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step, StepOp, Streaming
 from tilefit.ops.collective import SEND
 from tilefit.ops.dtypes import size_bytes
 
@@ -62,7 +62,7 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
                 if index in crossings:
                     ops.append(crossings[index])
         held = min(count - stage, micro_batches) * written[stage]
-        memory = _memory(step.memory, share, held)
+        memory = step.memory.part(share, held)
         made.append(replace(step, ops=tuple(ops), parameters=parameters, memory=memory))
     return tuple(made)
 
@@ -141,15 +141,3 @@ def _written(step: Step, places: list[int], count: int) -> list[float]:
             bytes_[place] += sum(prod(ref.shape) * size_bytes(ref.dtype) for ref in entry.outputs)
     total = sum(bytes_)
     return [each / total if total else 1.0 for each in bytes_]
-
-
-def _memory(memory: Memory, share: float, activations: float) -> Memory:
-    """Parameters and what goes with them by their share, activations by theirs."""
-    left = Memory(
-        round(memory.parameter_bytes * share),
-        round(memory.gradient_bytes * share),
-        round(memory.optimizer_bytes * share),
-        memory.buffer_bytes,
-        round(memory.saved_bytes * activations),
-    )
-    return replace(left, peak_bytes=left.fixed_bytes + round(memory.activation_bytes * activations))

@@ -15,7 +15,6 @@ from tilefit.ops import (
     Attention,
     Collective,
     Gemm,
-    Memory,
     Parameter,
     Shard,
     Step,
@@ -134,7 +133,7 @@ def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
             step,
             ops=tuple(_optimizer(entry, owned) for entry in ops),
             parameters=parameters,
-            memory=_memory(step.memory, owned, float(after / before) if before else 1.0),
+            memory=step.memory.part(owned, float(after / before) if before else 1.0),
             shards=tuple(parts.shards),
         ),
         found,
@@ -397,17 +396,3 @@ def _optimizer(entry: StepOp, held: float) -> StepOp:
         write_bytes=round(op.write_bytes * held),
     )
     return replace(entry, op=small)
-
-
-def _memory(memory: Memory, held: float, activations: float) -> Memory:
-    """Parameters and what goes with them by their share, activations by that of the forward results."""
-    fixed = {
-        name: round(getattr(memory, name) * held)
-        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    }
-    left = Memory(**fixed, buffer_bytes=memory.buffer_bytes)
-    return replace(
-        left,
-        saved_bytes=round(memory.saved_bytes * activations),
-        peak_bytes=left.fixed_bytes + round(memory.activation_bytes * activations),
-    )

@@ -143,9 +143,7 @@ def largest_batch(memory: Memory, batch: int, capacity_bytes: int) -> int | None
     Without the allocator's fragmentation, library workspaces and the CUDA context, as in
     :class:`~tilefit.ops.Memory`.
     """
-    if not batch or not memory.activation_bytes:
-        return None
-    return max(0, int((capacity_bytes - memory.fixed_bytes) / (memory.activation_bytes / batch)))
+    return memory.largest_batch(batch, capacity_bytes) if batch else None
 
 
 def _row(entry: StepOp, time: Estimate) -> OpRow:

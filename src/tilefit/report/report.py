@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tilefit import units
 from tilefit.ops import Settings
 from tilefit.rules.finding import SAFE, Finding, RulePage
 
@@ -293,6 +294,15 @@ class Document(ABC):
 
         return render(self)
 
+    def __repr__(self) -> str:
+        """What it is, in a line: every operation would fill a prompt's window."""
+        of = "; ".join(
+            f"{report.model} on {report.gpu}: {units.seconds(report.step.time_s)}, "
+            f"{units.counted(len(report.findings), 'finding')}"
+            for report in self.reports
+        )
+        return f"<{type(self).__name__} {of}>"
+
     def __rich__(self) -> RenderableType:
         from tilefit.report.terminal import Terminal
 
@@ -309,7 +319,7 @@ class Document(ABC):
         return render(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report(Document):
     """What a step costs on one GPU, and what is worth changing.
 
@@ -376,7 +386,7 @@ class Report(Document):
         return {"schema_version": REPORT_SCHEMA, **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Document):
     """The same step on several GPUs, side by side."""
 

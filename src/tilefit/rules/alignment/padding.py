@@ -86,7 +86,8 @@ def run_on(context: Context, indices: Iterable[int]) -> str:
         for index in indices
         if isinstance(op := context.step.ops[index].op, Gemm) and misaligned_operands(op)
     ]
-    return f"{len(found)} products run on {', '.join(sorted(set(found)))} kernels with narrow loads"
+    run = "product runs" if len(found) == 1 else "products run"
+    return f"{len(found)} {run} on {', '.join(sorted(set(found)))} kernels with narrow loads"
 
 
 def pairs(sizes: Mapping[int, int]) -> str:

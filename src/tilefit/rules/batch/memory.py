@@ -18,11 +18,8 @@ USABLE_SHARE = 0.94
 
 def largest_batch(step: Step, gpu: Gpu) -> int:
     """Samples that fit; 0 if none does. Needs ``step.batch`` and ``step.memory``."""
-    memory = step.memory
-    free = USABLE_SHARE * gpu.memory_bytes - memory.fixed_bytes
-    if not memory.activation_bytes or free < 0:
-        return step.batch if free >= 0 else 0
-    return int(free * step.batch / memory.activation_bytes)
+    fits = step.memory.largest_batch(step.batch, USABLE_SHARE * gpu.memory_bytes)
+    return step.batch if fits is None else fits
 
 
 class OutOfMemory(Rule):
@@ -34,8 +31,9 @@ class OutOfMemory(Rule):
 
     Why it matters: the step would stop with an out-of-memory error.
 
-    Arithmetic: parameters, gradients and optimizer state do not depend on the batch; activations grow with
-    it in proportion. The largest batch is what the rest of the memory holds.
+    Arithmetic: parameters, gradients, optimizer state and what is made of them alone, such as autocast's
+    copies of weights, do not depend on the batch; activations grow with it in proportion. The largest batch
+    is what the rest of the memory holds, at the step's fullest moment on that batch.
 
     Example: with 10 GB fixed and 8 GB of activations for 4 samples, a GPU of 24 GB holds 6 samples.
 
@@ -58,8 +56,8 @@ class OutOfMemory(Rule):
             return
         training = step.settings.training
         fits = largest_batch(step, gpu) if step.batch else 0
-        if memory.fixed_bytes > usable:
-            gpus = ceil(memory.fixed_bytes / usable)
+        if memory.constant_bytes > usable:
+            gpus = ceil(memory.constant_bytes / usable)
             state = "parameters, gradients and optimizer state" if training else "the parameters"
             fix = f"No batch fits: shard {state} over at least {gpus} GPUs, or take a larger one."
         elif not fits:

@@ -12,7 +12,7 @@ from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import LinearCall, linear_calls
 from tilefit.rules.sites import pattern
-from tilefit.units import number, share
+from tilefit.units import counted, number, share
 
 #: Such layers matter from this share of the GPU time on.
 _LEAST_SHARE = 0.2
@@ -69,8 +69,8 @@ class SmallBatch(Rule):
         yield Proposal(
             module=pattern(modules),
             source=longest.layer.source,
-            message=f"{len(modules)} linear layers multiply {op.m} rows and take "
-            f"{share(time_s / estimate.gpu_time_s)} of the GPU time, most of it to read their weights",
+            message=f"{share(time_s / estimate.gpu_time_s)} of the GPU time goes to "
+            f"{counted(len(modules), 'linear layer')} on {counted(op.m, 'row')}, most of it to read weights",
             fix=f"Process {factor * step.batch} samples at once instead of {step.batch}: "
             f"{factor * op.m} rows use each weight {factor} times as often.",
             safety=ADVICE,

@@ -83,11 +83,12 @@ class Unfused(Rule):
             for what, time_s in others_s.items()
             if time_s > least_s
         )
+        left = f"{_count(fused):,} {'is' if _count(fused) == 1 else 'are'} left"
         yield Proposal(
             module="",
             source="",
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
-            f"the GPU time, outside the Tensor Cores; compiled, {_count(fused):,} are left",
+            f"the GPU time, outside the Tensor Cores; compiled, {left}",
             fix="Compile the model: model = torch.compile(model).",
             safety=SAFE,
             change=Change(step=fused),

@@ -12,7 +12,7 @@ from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import HALVES, Flow, elements, is_cast, tensor_bytes
 from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.rules.sites import pattern
-from tilefit.units import share, size
+from tilefit.units import counted, share, size
 
 # A detour through fp32 shorter than this is a kernel launch, not memory traffic.
 _LEAST_ELEMENTS = 1 << 16
@@ -190,7 +190,7 @@ def _wide_products(context: Context) -> Iterator[Proposal]:
         yield Proposal(
             module=pattern(modules),
             source=site.source,
-            message=f"{len(group):,} products run in {group[0][1].dtype} inside a {half} step",
+            message=f"{counted(len(group), 'product')} in {group[0][1].dtype} inside a {half} step",
             fix=f"Remove the cast to fp32 (or the autocast(enabled=False) region) in front of them, so that "
             f"they run in {half}.",
             safety=UNSAFE,
