@@ -86,9 +86,6 @@ def grid(setting: Setting, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-#: Below this ratio contenders are timed again, eight times as often: a busy host must not decide.
-CLOSE = 1.1
-
 TABLE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "data" / "h200.json"
 
 
@@ -106,12 +103,11 @@ def provenance(on_gpu: bool) -> dict[str, object]:
 def times(rows: list[Row]) -> Iterator[TableRow]:
     """The grid's times as rows of the table from which tilefit chooses between its kernels and cuDNN."""
     for row in rows:
-        if "refused" in row:
-            continue
         size = (NAMES[row["cell"]], row["dtype"], row["hidden"], row["batch"], row["steps"], 1)
         for training, kind in ((False, "forward"), (True, "both")):
-            who = ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
-            yield TableRow(*size, training, *(round(row[f"{kind}_{name}"], 3) for name in who))
+            if f"{kind}_refused" not in row:
+                who = ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
+                yield TableRow(*size, training, *(round(row[f"{kind}_{name}"], 3) for name in who))
 
 
 def install(rows: Iterable[TableRow], head: dict[str, object]) -> None:
@@ -141,26 +137,23 @@ def cell_of_grid(
         "cudnn_persists": persists(cell, dtype, hidden, batch),
     }
     theirs, ours = setting.pair(cell, dtype, hidden, hidden)
-    ours.backend = backend or setting.ours
-    try:
-        with torch.no_grad():
-            ours(x)
-        torch.autograd.grad(ours(x)[0], [x, *ours.parameters()], grad)
-    except TilefitError as error:
-        row["refused"] = str(error)
-        ours.backend = setting.ours
-    with torch.no_grad():
-        expected, found = theirs(x)[0].float(), ours(x)[0].float()
-        row["difference"] = float((found - expected).norm() / expected.norm())
     for kind in ("forward", "both"):
         contenders = {"cudnn": runs(theirs, x, grad, kind), "tilefit": runs(ours, x, grad, kind)}
+        ours.backend = backend or setting.ours
+        try:
+            contenders["tilefit"]()
+        except TilefitError as error:
+            row[f"{kind}_refused"] = str(error)
+            ours.backend = setting.ours
+        if kind == "forward":
+            with torch.no_grad():
+                expected, found = theirs(x)[0].float(), ours(x)[0].float()
+            row["difference"] = float((found - expected).norm() / expected.norm())
         for name in list(contenders):
             contenders[f"{name}_captured"] = setting.captured(contenders[name])
         row["backend_captured"] = backend_of(ours)
-        times = setting.interleaved(contenders, 4)
-        if min(times[f"cudnn{mode}"] / times[f"tilefit{mode}"] for mode in ("", "_captured")) < CLOSE:
-            times = setting.interleaved(contenders, 32)
-        for name, microseconds in times.items():
+        pairs = [("cudnn", "tilefit"), ("cudnn_captured", "tilefit_captured")]
+        for name, microseconds in setting.interleaved(contenders, 4, close=pairs).items():
             row[f"{kind}_{name}"] = microseconds / steps
     row["backend"] = backend_of(ours)
     return row
@@ -175,7 +168,7 @@ def line(row: Row) -> str:
     )
     return (
         f"{row['cell']:4} {row['dtype']} H{row['hidden']:<4} B{row['batch']:<2} T{row['steps']:<3} "
-        f"{'P' if row['cudnn_persists'] else ' '}{'R' if 'refused' in row else ' '} "
+        f"{'P' if row['cudnn_persists'] else ' '}{'R' if 'both_refused' in row else ' '} "
         f"{figures} diff {row['difference']:.1e}"
     )
 

@@ -76,7 +76,7 @@ def measured(setting: Setting, case: Case) -> Row:
     grad = setting.random(case.steps, case.batch, case.hidden, dtype=dtype)
     kind = "both" if training else "forward"
     contenders = {"torch": runs(theirs, x, grad, kind), "tilefit": runs(ours, x, grad, kind)}
-    times = setting.interleaved(contenders, 3, warm_ups=1)
+    times = setting.interleaved(contenders, 3, warm_ups=1, close=[("torch", "tilefit")])
     per_step = {f"{name}_us_per_step": us / case.steps for name, us in times.items()}
     return {**case._asdict(), **per_step, "backend": backend_of(ours)}
 

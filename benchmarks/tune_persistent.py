@@ -8,13 +8,13 @@
 with RESULTS = benchmarks/results/tune_persistent_h200.json.
 
 For each problem (cell, hidden size, mini-batch, direction of time) the variants predicted to be fastest are
-checked against the plain PyTorch reference in float32 and timed: median of several launches of all time
-steps, between CUDA events, on random data; a forward kernel both as in training and as in inference. Where a
-variant may pause, it is timed with several pauses, and the best one stands for it. Each is timed as soon as
-it is compiled, while all processors compile the next. Problems of `--focus` come first, then those that take
-several rounds, so that a budget of seconds leaves out what matters least. `--around FILE` measures again the
-fastest of an earlier result with what is near them, and of the others only those not measured there.
-`--install` writes the winners into the package.
+checked against the plain PyTorch reference in float32 and timed: median of several launches of all time steps
+with the filling of the exchange buffer, between CUDA events, on random data; a forward kernel both as in
+training and as in inference. Where a variant may pause, it is timed with several pauses, and the best one
+stands for it. Each is timed as soon as it is compiled, while all processors compile the next. Problems of
+`--focus` come first, then those that take several rounds, so that a budget of seconds leaves out what matters
+least. `--around FILE` measures again the fastest of an earlier result with what is near them, and of the
+others only those not measured there. `--install` writes the winners into the package.
 
 `--merge FILE...` measures nothing: it makes one result of several, in which a later file's row replaces an
 earlier one's of the same variant, whatever their pauses. `--fit FILE` neither: it fits what a step's work
@@ -45,7 +45,6 @@ from tilefit.rnn.cells import CELLS
 from tilefit.rnn.persistent import build, launch
 from tilefit.rnn.persistent.choice import entry, key
 from tilefit.rnn.persistent.launch import Kernel, LaunchError, failure
-from tilefit.rnn.persistent.layer import _unwritten
 from tilefit.rnn.persistent.variant import UNITS, Capacity, Problem, Variant, predicted_s, variants, work
 
 #: A measured variant: `problem`, the fields of the `variant`, `us` (and `inference_us`) a step, `error`.
@@ -399,7 +398,7 @@ def timed(
     """The median of the launches after the first, and the last one's result."""
     times = []
     for _ in range(repeats + 1):
-        result = _unwritten(data.tensors["weights"], data.shape)
+        result = data.tensors["weights"].new_empty(data.shape)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         kernel.launch({"lengths": None, "resets": None, **tensors, data.result: result}, steps)

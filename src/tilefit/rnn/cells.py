@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+#: What the persistent kernels load and exchange at once: rows of their tensors are whole multiples.
+PIECE_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -69,6 +69,7 @@ def lstm(
     """
     h0, c0 = hx if hx is not None else (None, None)
     out, h_n, c_n = _run(CELLS["lstm"], input, weights, h0, c0, **options)
+    assert c_n is not None
     return out, (h_n, c_n)
 
 
@@ -107,7 +108,7 @@ def _run(
     training: bool = False,
     recompute: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     directions = 2 if bidirectional else 1
     _check(cell, x, weights, h0, c0, directions)
     lengths, reset = check_rows(x, lengths, reset)
@@ -156,7 +157,7 @@ def describe(
         device,
         x.is_meta,
         x.shape[-1],
-        len(flat[0]) // layers.cell.gates,
+        flat[0].shape[0] // layers.cell.gates,
         batch,
         steps,
         layers.depth,
@@ -184,7 +185,7 @@ def run(
     recompute: bool,
     backend: str | None,
     call: Call | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another by a backend.
 
     Args:
@@ -198,8 +199,8 @@ def run(
         call: What :func:`describe` returned; None in compiled code.
 
     Returns:
-        Output [T, B, D * H]; final hidden and cell states [layers * D, B, H], the latter empty if the cell
-        has none.
+        Output [T, B, D * H]; final hidden and cell states [layers * D, B, H], the latter empty or None if the
+        cell has none.
     """
     if backend == CUDNN and call is not None:
         return torch_nn.run(layers, x, flat, h0, c0, lengths, dropout, training)

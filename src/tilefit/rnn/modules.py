@@ -8,6 +8,7 @@ own forward method, which says best what is wrong with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -129,13 +130,14 @@ class Recurrent(nn.RNNBase):
             lengths, reset = check_rows(x, lengths, reset)
         has_c = self.mode == "LSTM"
         h0, c0 = hx if has_c and hx is not None else (hx, None)
+        layers = self._layers()
         call, backend = None, self.backend
         if not torch.compiler.is_compiling():
             call, backend = self._chosen(
-                x, x.shape[:2], flat, (h0, c0), ragged=lengths is not None, reset=reset is not None
+                layers, x, x.shape[:2], flat, (h0, c0), ragged=lengths is not None, reset=reset is not None
             )
         out, h_n, c_n = run(
-            self._layers(), x, flat, h0, c0, lengths, reset, self.dropout, self.training,
+            layers, x, flat, h0, c0, lengths, reset, self.dropout, self.training,
             recompute=self.recompute, backend=backend, call=call,
         )  # fmt: skip
         return out, (h_n, c_n) if has_c else h_n
@@ -148,7 +150,8 @@ class Recurrent(nn.RNNBase):
             return self._by_torch(packed, hx)
         states = hx if isinstance(hx, (tuple, list)) else (hx,)
         sizes = len(batch_sizes), batch
-        if self._chosen(data, sizes, self._weights(), states, ragged=True, reset=False)[1] == CUDNN:
+        weights, layers = self._weights(), self._layers()
+        if self._chosen(layers, data, sizes, weights, states, ragged=True, reset=False)[1] == CUDNN:
             return self._by_torch(packed, hx)
         x, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
         if order is not None:
@@ -169,11 +172,11 @@ class Recurrent(nn.RNNBase):
         return out, state
 
     def _layers(self) -> Layers:
-        directions = 2 if self.bidirectional else 1
-        return Layers(BY_MODE[self.mode], self.num_layers, directions, len(self._all_weights[0]))
+        return _stack_of(self.mode, self.num_layers, self.bidirectional, len(self._all_weights[0]))
 
     def _chosen(
         self,
+        layers: Layers,
         x: Tensor,
         sizes: Sequence[int],
         flat: list[Tensor],
@@ -183,8 +186,7 @@ class Recurrent(nn.RNNBase):
         reset: bool,
     ) -> tuple[Call, str]:
         """What a call is, which is remembered for :meth:`explain`, and its backend."""
-        proj = self.proj_size
-        call = describe(self._layers(), x, sizes, flat, states, ragged=ragged, reset=reset, proj=proj)
+        call = describe(layers, x, sizes, flat, states, ragged=ragged, reset=reset, proj=self.proj_size)
         self.__dict__["_call"] = call = in_graph(call, self.backend)
         return call, choose(call, self.backend).backend
 
@@ -271,6 +273,11 @@ def configure(module: Recurrent, backend: str | None, recompute: bool) -> None:
             f"unknown backend {backend!r} of a recurrent layer", hint=f"Use {', '.join(BACKENDS)}."
         )
     module.backend, module.recompute = backend, recompute
+
+
+@cache
+def _stack_of(mode: str, depth: int, bidirectional: bool, kinds: int) -> Layers:
+    return Layers(BY_MODE[mode], depth, 2 if bidirectional else 1, kinds)
 
 
 def _each(state: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -15,14 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilefit.rnn import passes, products
-from tilefit.rnn.cells import Layers
+from tilefit.rnn.cells import PIECE_BYTES, Layers
 from tilefit.rnn.dispatch import PERSISTENT
 from tilefit.rnn.operator import joined_weights, layer_weights, reference_gradients
 from tilefit.rnn.packing import Gradients, Packing, Plain
 from tilefit.rnn.passes import ALL, NOTHING, STATES
-
-#: What rows of the persistent kernels' tensors are whole multiples of.
-PIECE_BYTES = 16
 
 #: What a layer saves for backward: its input (but for the first), dropout's mask, out, gates and c.
 _SAVED = 5

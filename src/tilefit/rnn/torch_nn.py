@@ -24,7 +24,7 @@ def run(
     lengths: Tensor | None,
     dropout: float,
     training: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.run`.
 
     Lengths go to the host, as ``pack_padded_sequence`` needs them there. Rows of length 0, which it refuses,
@@ -32,10 +32,11 @@ def run(
     """
     cell, count, directions, kinds = layers
     w_ih, w_hh = flat[:2]
+    batch = x.shape[1]
     if h0 is None:  # with a projection (proj_size) h is shorter than c
-        h0 = x.new_zeros((count * directions, x.shape[1], w_hh.shape[1]))
+        h0 = x.new_zeros((count * directions, batch, w_hh.shape[1]))
     if c0 is None and cell.has_c:
-        c0 = x.new_zeros((count * directions, x.shape[1], len(w_ih) // cell.gates))
+        c0 = x.new_zeros((count * directions, batch, w_ih.shape[0] // cell.gates))
     state: Any = h0 if c0 is None else (h0, c0)
     options = (kinds >= 4, count, dropout, training, directions == 2)
     call: Any = _CALLS[cell.mode]
@@ -51,6 +52,8 @@ def run(
         initial = (h0,) if c0 is None else (h0, c0)
         states = [torch.where(ran, s[:, back], before) for s, before in zip(states, initial, strict=True)]
         out = torch.where(ran, out, 0)
+    h_n, c_n = states[0], states[1] if cell.has_c else None
     dtype = computed_dtype(x)
-    h_n, c_n = states[0], states[1] if cell.has_c else x.new_empty(0)
-    return out.to(dtype), h_n.to(dtype), c_n.to(dtype)
+    if out.dtype is not dtype:
+        out, h_n, c_n = out.to(dtype), h_n.to(dtype), None if c_n is None else c_n.to(dtype)
+    return out, h_n, c_n

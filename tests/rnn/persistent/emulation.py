@@ -79,6 +79,9 @@ class EmulatedKernel:
         error = torch.zeros(1, dtype=torch.int32)
         problem, variant = self.problem, self.variant
         counts = steps, problem.batch, problem.directions, variant.batch_groups, spin_limit, variant.pause
+        exchanged = tensors[launch.EXCHANGED[self.name]]
+        assert exchanged is not None
+        exchanged.view(torch.int16).fill_(-1)
         packed = launch.parameter(self.name, tensors, error.data_ptr(), *counts)
         overran = self._run(
             ctypes.c_char_p(packed),

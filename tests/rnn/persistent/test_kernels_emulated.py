@@ -284,5 +284,5 @@ def inputs(problem: Problem) -> dict[str, torch.Tensor]:
         "weights": torch.eye(hidden, dtype=BF16)[None],
         "h0": torch.ones(1, 1, hidden, dtype=BF16),
         "last_hidden": torch.empty(1, 1, hidden, dtype=BF16),
-        "out": layer._unwritten(torch.empty(0, dtype=BF16), (2, 1, 1, hidden)),
+        "out": torch.empty(2, 1, 1, hidden, dtype=BF16),
     }

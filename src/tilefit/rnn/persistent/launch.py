@@ -63,6 +63,9 @@ def parameter(kernel: str, tensors: Mapping[str, torch.Tensor | None], error: in
     return layout.pack(*pointers, error, *counts)
 
 
+#: The tensor through which thread blocks exchange what they compute.
+EXCHANGED = {"forward": "out", "backward": "grad_gates"}
+
 #: What the driver takes: an array of one pointer to the parameter.
 _Parameters = ctypes.c_char_p * 1
 
@@ -116,6 +119,7 @@ class Kernel:
 
         Args:
             tensors: Dense, by the names of the kernel's parameters; what is missing, None or empty is null.
+                What blocks exchange through is filled first: nothing is there yet, see ``common.cuh``.
             steps: T
 
         Raises:
@@ -133,11 +137,13 @@ class Kernel:
         counts = steps, batch, directions, variant.batch_groups, SPIN_LIMIT, variant.pause
         packed = parameter(self.name, tensors, self._error, *counts)
         parameters = _Parameters(packed)
+        exchanged = tensors[EXCHANGED[self.name]]
+        assert exchanged is not None
         if torch._C._cuda_getDevice() == self.device:
-            status = self._queue(parameters)
+            status = self._queue(parameters, exchanged)
         else:
             with torch.cuda.device(self.device):
-                status = self._queue(parameters)
+                status = self._queue(parameters, exchanged)
         if status:
             blocks = self.variant.grid(self.problem)
             raise LaunchError(
@@ -147,7 +153,7 @@ class Kernel:
                 "shared with other programs? Set TILEFIT_RNN=cudnn to go on without these kernels.",
             )
 
-    def _queue(self, parameters: ctypes.Array[ctypes.c_char_p]) -> int:
+    def _queue(self, parameters: ctypes.Array[ctypes.c_char_p], exchanged: torch.Tensor) -> int:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         config = self._configs.get(stream)
         if config is None:  # one for each stream: threads may launch at the same time
@@ -162,8 +168,9 @@ class Kernel:
             )
             self._configs[stream] = config
         # The driver is called directly: its Python binding copies the whole configuration at every call.
-        status: int = _library().cuLaunchKernelEx(config.getPtr(), self._handle, parameters, None)
-        return status
+        library = _library()
+        status: int = library.cuMemsetD8Async(exchanged.data_ptr(), 0xFF, exchanged.nbytes, stream)
+        return status or library.cuLaunchKernelEx(config.getPtr(), self._handle, parameters, None)
 
 
 @cache
@@ -237,6 +244,7 @@ def failure(device: int) -> torch.Tensor:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    library.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
     return library
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilefit.rnn.cells import Backward, Cell, Forward
+from tilefit.rnn.cells import PIECE_BYTES, Backward, Cell, Forward
 from tilefit.rnn.dispatch import allows_tf32
 from tilefit.rnn.persistent.choice import chosen
 from tilefit.rnn.persistent.launch import Kernel, capacity
@@ -118,7 +118,7 @@ def forward(
         _strict(xg.dtype, hidden, batch, xg.device),
         xg.get_device(),
     )
-    out = _unwritten(xg, (steps, batch, directions, hidden))
+    out = xg.new_empty((steps, batch, directions, hidden))
     h_n = xg.new_empty((directions, batch, hidden))
     c_n = cells = gates = xg.new_empty(0)
     if cell.has_c:
@@ -187,7 +187,7 @@ def backward(
     weights = w_hh.view(directions, cell.gates, hidden, hidden)
     if cell.is_gru:
         weights = weights.roll(1, 1)  # (r, z, n) to (n, r, z)
-    grad_gates = _unwritten(out, (steps, batch, directions, cell.gradients * hidden))
+    grad_gates = out.new_empty((steps, batch, directions, cell.gradients * hidden))
     grad_h0 = out.new_empty((directions, batch, hidden))
     grad_c0 = out.new_empty((directions, batch, hidden) if cell.has_c else 0)
     _launch(
@@ -235,26 +235,17 @@ def _kernel(
 
 
 def _launch(kernel: Kernel, tensors: dict[str, Tensor | None], steps: int) -> None:
-    kernel.launch({name: None if t is None else _dense(t) for name, t in tensors.items()}, steps)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Contiguous, from where pieces of 16 bytes can be loaded: a view may begin at any element."""
-    dense = tensor.contiguous()
-    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
+    """Launches with dense tensors, from where pieces of 16 bytes can be loaded: a view may begin anywhere."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % PIECE_BYTES):
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+    kernel.launch(tensors, steps)
 
 
 def _padded(hidden: int, dtype: torch.dtype) -> int:
     """The hidden size the kernels see: rows of whole 16-byte pieces."""
-    elements = 16 // dtype.itemsize
+    elements = PIECE_BYTES // dtype.itemsize
     return -(-hidden // elements) * elements
-
-
-def _unwritten(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in which no word has been written yet; see ``common.cuh``."""
-    empty = like.new_empty(shape)
-    empty.view(torch.int32).fill_(-1)
-    return empty
 
 
 def _widen(tensor: Tensor | None, padded: int) -> Any:

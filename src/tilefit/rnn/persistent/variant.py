@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilefit.rnn.cells import Cell
+from tilefit.rnn.cells import PIECE_BYTES, Cell
 
 #: Shared memory one block can have on compute capability 9.0, in bytes (CUDA C++ Programming Guide, table
 #: "Technical Specifications per Compute Capability").
@@ -83,7 +83,7 @@ class Problem:
     @property
     def piece(self) -> int:
         """Elements of 16 bytes."""
-        return 16 // self.element_bytes
+        return PIECE_BYTES // self.element_bytes
 
 
 @dataclass(frozen=True)
