@@ -42,9 +42,11 @@ import recurrent_memory
 import recurrent_models
 import recurrent_peers
 import torch
-from recurrent_common import DTYPES, NAMES, Row, Setting, backend_of, geomean, problems, runs
+from recurrent_common import DTYPES, NAMES, Row, Setting, backend_of, copied, geomean, problems, runs
 
 from tilefit.errors import TilefitError
+from tilefit.nn import convert
+from tilefit.rnn.dispatch import CUDNN, PERSISTENT
 from tilefit.rnn.dispatch import Row as TableRow
 
 STEPS = 256
@@ -101,12 +103,12 @@ def provenance(on_gpu: bool) -> dict[str, object]:
 
 
 def times(rows: list[Row]) -> Iterator[TableRow]:
-    """The grid's times as rows of the table from which tilefit chooses between its kernels and cuDNN."""
+    """The times of our kernels, and of cuDNN in our modules, as rows of the table by which these choose."""
     for row in rows:
         size = (NAMES[row["cell"]], row["dtype"], row["hidden"], row["batch"], row["steps"], 1)
         for training, kind in ((False, "forward"), (True, "both")):
             if f"{kind}_refused" not in row:
-                who = ("tilefit", "cudnn", "tilefit_captured", "cudnn_captured")
+                who = ("tilefit", "fallback", "tilefit_captured", "fallback_captured")
                 yield TableRow(*size, training, *(round(row[f"{kind}_{name}"], 3) for name in who))
 
 
@@ -137,8 +139,11 @@ def cell_of_grid(
         "cudnn_persists": persists(cell, dtype, hidden, batch),
     }
     theirs, ours = setting.pair(cell, dtype, hidden, hidden)
+    fallback = convert(copied(theirs), backend=CUDNN)
     for kind in ("forward", "both"):
         contenders = {"cudnn": runs(theirs, x, grad, kind), "tilefit": runs(ours, x, grad, kind)}
+        if backend == PERSISTENT:
+            contenders["fallback"] = runs(fallback, x, grad, kind)
         ours.backend = backend or setting.ours
         try:
             contenders["tilefit"]()
@@ -237,6 +242,8 @@ def main() -> str | None:
     on_gpu = options.device == "cuda"
     if options.install and not on_gpu:
         parser.error("--install writes times of a GPU: leave out --device cpu")
+    if options.install and "grid" in names and options.backend != PERSISTENT:
+        parser.error("--install writes the grid's times of the persistent kernels: give --backend persistent")
     document = provenance(on_gpu)
     failed: list[str] = []
     started = time.perf_counter()

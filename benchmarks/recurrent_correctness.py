@@ -1,9 +1,10 @@
 """Part `correctness` of `recurrent.py`: random shapes against float64, and repeated launches bit for bit.
 
 Shapes: the error of a tensor is the norm of its difference from that of `torch.nn` in float64 on the same
-values, over the latter's norm. Ours is that of the persistent kernels, for the outputs, final states and all
-gradients; the ratio is to that of `torch.nn` (cuDNN) in the same element type, of which no less is taken than
-a quarter of the type's epsilon: what rounding an exact result to it costs.
+values, over the latter's norm. Ours is that of the persistent kernels, and of single steps by PyTorch's cell
+functions, for the outputs, final states and all gradients; the ratio is to that of `torch.nn` (cuDNN) in the
+same element type, of which no less is taken than a quarter of the type's epsilon: what rounding an exact
+result to it costs.
 
 Norms are of the tensors of several draws of weights and inputs together, how many is fixed by the shape. A
 few elements' rounding errors are chance: so is, in one draw, how near to zero a tensor of one element is, by
@@ -23,7 +24,7 @@ import random
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ from tilefit.rnn.persistent import layer as persistent_layer
 from tilefit.rnn.persistent.launch import Kernel, LaunchError
 
 BUDGET_S = 90.0
-SHAPES = 60
+#: Shapes of several steps by the persistent kernels, and of one step by PyTorch's cell functions.
+SHAPES, SINGLE_STEPS = 60, 16
 #: Draws of weights and inputs: at least, and together with at least this many hidden units; of a ReLU RNN 16
 #: times as many.
 DRAWS, UNITS = 4, 64
@@ -59,10 +61,22 @@ class Case:
     bias: bool
     ragged: bool
     initial: bool
+    backend: str
 
 
 def cases(setting: Setting) -> list[Case]:
-    source = random.Random(0)
+    several = shapes(setting, 8 if setting.tiny else SHAPES, random.Random(0))
+    source = random.Random(1)
+    single = shapes(setting, 4 if setting.tiny else SINGLE_STEPS, source)
+    steps = [
+        replace(case, cell=source.choice(["lstm", "gru"]), steps=1, ragged=False, backend="cell")
+        for case in single
+    ]
+    return [*steps, *several]
+
+
+def shapes(setting: Setting, count: int, source: random.Random) -> list[Case]:
+    """Random shapes for the persistent kernels; without a GPU, for the reference."""
 
     def spread(largest: int) -> int:
         """1 to ``largest``, evenly by its logarithm."""
@@ -81,8 +95,9 @@ def cases(setting: Setting) -> list[Case]:
             bias=source.random() < 0.8,
             ragged=source.random() < 0.4,
             initial=source.random() < 0.7,
+            backend="persistent" if setting.on_gpu else "reference",
         )
-        for _ in range(8 if setting.tiny else SHAPES)
+        for _ in range(count)
     ]
 
 
@@ -91,6 +106,7 @@ def correctness(setting: Setting) -> dict[str, Any]:
     setting.compile_ahead(
         problem
         for case in planned
+        if case.backend == "persistent"
         for problem in problems(
             case.cell,
             DTYPES[case.dtype],
@@ -189,7 +205,7 @@ def draw(setting: Setting, case: Case) -> dict[str, list[float]]:
         bidirectional=case.bidirectional,
         bias=case.bias,
     )
-    ours.backend = "persistent" if setting.on_gpu else "reference"
+    ours.backend = case.backend
     x = setting.random(case.steps, case.batch, case.inputs, dtype=dtype)
     state = (case.layers * (1 + case.bidirectional), case.batch, case.hidden)
     states = [setting.random(*state, dtype=dtype).tanh() for _ in range(2 if case.cell == "lstm" else 1)]

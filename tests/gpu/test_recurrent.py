@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_what_is_captured_runs_by_what_is_faster_in_a_graph(
     measured = Row("lstm", "fp16", 64, 4, 20, 1, True, ours, theirs, ours_captured, theirs_captured)
     h200 = gpus.get("h200")
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: h200)
-    monkeypatch.setattr(dispatch, "_table", lambda gpu: Table([measured], gpu))
+    monkeypatch.setattr(dispatch, "_table", lambda device: Table([measured], h200))
     monkeypatch.setattr(dispatch, "_choose", dispatch._choose.__wrapped__)
     monkeypatch.setattr(dispatch, "_warmed_up", set())
     module, original = layers("lstm", "persistent")
@@ -195,3 +196,47 @@ def test_the_default_runs_something() -> None:
     assert explanation.backend in BACKENDS
     assert (refusal(explanation.call) is None) or explanation.backend == "cudnn"
     assert explanation.algorithm is None or explanation.algorithm.forward == "PERSIST_STATIC_SMALL_H"
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_a_single_step(cell: str) -> None:
+    """By PyTorch's cell functions, which the GPU has kernels of its own for."""
+    module, original = layers(cell, "cell", bidirectional=True)
+    x = rows(1)
+    found, expected = module(x), original(x)
+    assert_close(found, expected)
+    assert_close(gradients(found, module), gradients(expected, original))
+    reference = convert(layers(cell, "cell", bidirectional=True)[1], backend="reference")
+    reference.load_state_dict(original.state_dict())
+    states = tuple(torch.randn(4, 4, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+    hx = states if cell == "lstm" else states[0]
+    reset = torch.tensor([[True, False, False, True]], device="cuda")
+    assert_close(module(x, hx, reset=reset), reference(x, hx, reset=reset))
+    one = torch.randn(1, 1, 64, device="cuda", dtype=torch.float64, requires_grad=True)
+    module.double()
+    assert torch.autograd.gradgradcheck(lambda x: module(x)[0], (one,), nondet_tol=1e-9)
+
+
+@cells
+@pytest.mark.parametrize("made", ["converted", "moved"])
+def test_bf16_weights_lie_as_cudnn_wants_them(cell: str, made: str) -> None:
+    """cuDNN's calls of torch.nn's bf16 layers copy the weights together each time, and warn."""
+    ours, theirs, kind = CELLS[cell]
+    original = theirs(64, 64, 2, bidirectional=True, device="cuda", dtype=torch.bfloat16, **kind)
+    if made == "converted":
+        module = theirs(64, 64, 2, bidirectional=True, device="cuda", dtype=torch.bfloat16, **kind)
+        before = list(module.parameters())
+        module = convert(module, backend="cudnn")
+        assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
+    else:
+        module = ours(64, 64, 2, bidirectional=True, backend="cudnn", **kind).bfloat16().cuda()
+    module.load_state_dict(original.state_dict())
+    assert len({weight.untyped_storage().data_ptr() for weight in module.parameters()}) == 1
+    x = rows(dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = module(x)
+        grads = gradients(found, module)
+    expected = original(x)
+    assert_close(found, expected)
+    assert_close(grads, gradients(expected, original))

@@ -139,11 +139,43 @@ def test_the_shipped_measurements_know_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: gpus.get("h200"))
     monkeypatch.delenv("TILEFIT_RNN", raising=False)
     dispatch._choose.cache_clear()
+    dispatch._table.cache_clear()
     wide = call(dtype=torch.float16, hidden=2048, input=2048, batch=64)
     small = call("rnn_tanh", dtype=torch.float16, hidden=256, input=256, training=True)
     found = [choose(each._replace(captured=c)).backend for each in (wide, small) for c in (False, True)]
     dispatch._choose.cache_clear()
+    dispatch._table.cache_clear()
     assert found == ["persistent", "cudnn", "cudnn", "persistent"]
+
+
+def test_both_are_judged_at_one_size(measured: Measure) -> None:
+    """Short calls cost the host more a step. cuDNN persists at 512 units, not at 650 and at 1536."""
+    short = row(55.0, 50.0, dtype="fp16", hidden=512, batch=16, steps=25)
+    long = row(24.0, 45.0, dtype="fp16", hidden=1536, batch=16, steps=50)
+    measured(short, long)
+    found = choose(call(dtype=torch.float16, hidden=650, batch=16, steps=35))
+    assert found.backend == "persistent"
+    assert found.reason.startswith("measured with 1536 units, mini-batch 16, 50 steps: 24.00 us a step")
+    assert choose(call(dtype=torch.float16, hidden=640, batch=16, steps=35)).backend == "cudnn"
+
+
+def test_a_single_step_with_backward_runs_by_the_cell_functions(measured: Measure) -> None:
+    measured(row(1.5, 10.0), row(1.5, 10.0, training=True), row(1.5, 10.0, cell="rnn_tanh", training=True))
+    step = call(steps=1, training=True)
+    assert choose(step).backend == "cell"
+    assert choose(call(steps=1, reset=True)).backend == "cell"
+    assert choose(call(steps=1)).backend == "persistent"
+    assert choose(step._replace(captured=True)).backend == "persistent"
+    assert choose(step._replace(steps=2)).backend == "persistent"
+    assert choose(step._replace(cell="rnn_tanh")).backend == "persistent"
+    assert choose(step._replace(ragged=True)).backend == "persistent"
+    assert choose(step._replace(proj=16)).backend == "cudnn"
+    assert choose(step._replace(device=None)).backend == "cudnn"
+
+
+def test_a_single_step_runs_by_cudnn_where_nothing_was_measured(measured: Measure) -> None:
+    measured(row(1.5, 10.0, training=True), on="a100-sxm-80gb")
+    assert choose(call(steps=1, training=True)).backend == "cudnn"
 
 
 def test_a_relu_rnn_is_taken_to_be_as_fast_as_a_tanh_rnn(measured: Measure) -> None:

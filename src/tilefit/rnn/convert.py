@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import nn
 
 from tilefit.rnn.modules import GRU, LSTM, RNN, Recurrent, configure
+from tilefit.rnn.torch_nn import flatten_bf16
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -19,8 +20,9 @@ def convert(
     """Make every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model one of ours, in place.
 
     Each module stays the object it is, with its parameters, hooks and names, and changes its class;
-    optimizers and references to it stay valid. Modules of other classes, subclasses of those three too, stay
-    as they are.
+    optimizers and references to it stay valid. bf16 parameters on CUDA move into one piece of memory, as
+    ``torch.nn`` moves those of other types: convert before what keeps their addresses, as CUDA graphs do.
+    Modules of other classes, subclasses of those three too, stay as they are.
 
     Args:
         model: The model; may be a recurrent module itself.
@@ -43,4 +45,5 @@ def convert(
             module.__class__ = _OURS[type(module)]
             assert isinstance(module, Recurrent)
             configure(module, backend, recompute)
+            flatten_bf16(module)
     return model

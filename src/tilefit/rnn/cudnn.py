@@ -14,7 +14,7 @@ from torch import Tensor
 from tilefit.rnn.cells import Cell
 
 #: cuDNN's numbers of the cells (``cudnnRNNMode_t``).
-_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 def _weights(
@@ -29,7 +29,7 @@ def _run(
     cell: Cell, x: Tensor, weights: list[Tensor], stride: int, h0: Tensor, c0: Tensor | None, train: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.aten._cudnn_rnn(  # type: ignore[no-any-return]
-        x, weights, stride, None, h0, c0, _MODES[cell.name], h0.shape[-1], 0, 1, False, 0.0, train,
+        x, weights, stride, None, h0, c0, MODES[cell.name], h0.shape[-1], 0, 1, False, 0.0, train,
         h0.shape[0] == 2, [], None,
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def backward(
     weights, stride = _weights(w_ih, w_hh, b_ih, b_hh)
     output, _, _, reserve, buffer = _run(cell, x, weights, stride, h0, c0, True)
     grad_x, grad_h0, grad_c0, grads = torch.ops.aten._cudnn_rnn_backward(
-        x, weights, stride, buffer, h0, c0, output, grad_out.flatten(2), grad_hn, grad_cn, _MODES[cell.name],
+        x, weights, stride, buffer, h0, c0, output, grad_out.flatten(2), grad_hn, grad_cn, MODES[cell.name],
         h0.shape[-1], 0, 1, False, 0.0, True, h0.shape[0] == 2, [], None, reserve,
         [True, True, cell.has_c, any(needs[1:5])],
     )  # fmt: skip

@@ -2,15 +2,16 @@
 
 - ``persistent``: our kernels, which keep the weights on chip for the whole sequence.
 - ``cudnn``: what ``torch.nn`` runs: cuDNN on CUDA, PyTorch's own code elsewhere.
+- ``cell``: PyTorch's cell functions, for a single time step of an LSTM or a GRU.
 - ``reference``: plain PyTorch, step by step: right everywhere, fast nowhere.
 
 The persistent kernels run where they can and were measured to be faster than cuDNN, outside CUDA graphs
 clearly faster (:data:`EAGER_MARGIN`). The measurements are in ``data/``, one file per GPU: microseconds per
 time step of both, by cell, element type, hidden size, mini-batch, steps, directions and whether backward is
 included; of eager calls and of those in a CUDA graph, which leaves out what the host does for a call. A size
-that was not measured takes each backend's time from the nearest one that was, by the logarithms of hidden
-size, mini-batch and steps; cuDNN's from those at which cuDNN runs the same algorithm. Beyond the largest
-hidden size or mini-batch measured, and on a GPU that no measurements hold for, cuDNN runs.
+that was not measured is judged by the nearest one that was, by the logarithms of hidden size, mini-batch and
+steps, among those at which cuDNN runs the same algorithm. Beyond the largest hidden size or mini-batch
+measured, and on a GPU that no measurements hold for, cuDNN runs.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
 from tilefit.rnn.cells import CELLS, Cell
 
-PERSISTENT, CUDNN, REFERENCE = "persistent", "cudnn", "reference"
-BACKENDS = (PERSISTENT, CUDNN, REFERENCE)
+PERSISTENT, CUDNN, CELL, REFERENCE = "persistent", "cudnn", "cell", "reference"
+BACKENDS = (PERSISTENT, CUDNN, CELL, REFERENCE)
 
 #: The environment variable that forces a backend.
 VARIABLE = "TILEFIT_RNN"
@@ -171,6 +172,16 @@ def _choose(call: Call, forced: str | None) -> Choice:
                 hint=f"Leave out backend= and {VARIABLE} to run the best backend that can.",
             )
         return Choice(forced, _ASKED_FOR)
+    if _cell_refusal(call) is None and call.device is not None and _table(call.device) is not None:
+        if call.training and not call.captured:
+            return Choice(CELL, "a single step and its backward pass, which cost the host least so")
+        if call.reset:
+            return Choice(CELL, "a single step, and the state is reset before it")
+    return _of_sequence(call)
+
+
+def _of_sequence(call: Call) -> Choice:
+    """The backend of a call that may have several steps."""
     refused = refusal(call)
     if refused is None:
         return _faster(call)
@@ -221,7 +232,22 @@ def _reference_refusal(call: Call) -> str | None:
     return "the reference has no projection (proj_size)" if call.proj else None
 
 
-_REFUSALS = {PERSISTENT: refusal, CUDNN: _torch_refusal, REFERENCE: _reference_refusal}
+def _cell_refusal(call: Call) -> str | None:
+    if call.cell not in ("lstm", "gru"):
+        return "PyTorch's cell functions of plain RNNs make larger errors than cuDNN"
+    if call.steps > 1:
+        return "PyTorch's cell functions compute a single time step"
+    if call.ragged:
+        return "PyTorch's cell functions have no lengths"
+    return "PyTorch's cell functions have no projection (proj_size)" if call.proj else None
+
+
+_REFUSALS = {
+    PERSISTENT: refusal,
+    CUDNN: _torch_refusal,
+    CELL: _cell_refusal,
+    REFERENCE: _reference_refusal,
+}
 
 
 #: How many times as fast the persistent kernels must have been outside CUDA graphs. There the host limits
@@ -234,14 +260,18 @@ def _faster(call: Call) -> Choice:
     if call.reset:
         return Choice(PERSISTENT, "only the persistent kernels can reset the state within a sequence")
     assert call.device is not None
-    gpu = gpu_of(call.device)
-    table = _table(gpu) if gpu else None
-    if gpu is None or table is None:
+    table = _table(call.device)
+    if table is None:
         return Choice(CUDNN, "the persistent kernels were not measured on this GPU")
-    ours, theirs = table.persistent_us(call), table.cudnn_us(call, gpu)
-    if ours is None or theirs is None:
+    found = table.nearest(call)
+    if found is None:
         return Choice(CUDNN, "no size like this was measured with the persistent kernels")
-    measured = f"measured at the nearest size{' in a CUDA graph' if call.captured else ''}"
+    row, by_torch = found
+    ours, theirs = row.time_us(PERSISTENT, call.captured), by_torch.time_us(CUDNN, call.captured)
+    assert ours is not None
+    assert theirs is not None
+    graph = " in a CUDA graph" if call.captured else ""
+    measured = f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps{graph}"
     if ours * (1.0 if call.captured else EAGER_MARGIN) <= theirs:
         return Choice(PERSISTENT, f"{measured}: {ours:.2f} us a step, cuDNN {theirs:.2f}")
     close = ", which is too close" if ours <= theirs else ""
@@ -314,32 +344,39 @@ class Table:
     """
 
     def __init__(self, rows: Iterable[Row], gpu: Gpu) -> None:
-        self.rows = tuple(rows)
-        self._algorithms = [_algorithm(_of_row(row), gpu) for row in self.rows]
+        self._gpu = gpu
+        self._algorithms = {row: _algorithm(_of_row(row), gpu) for row in rows}
 
-    def persistent_us(self, call: Call) -> float | None:
-        """Time of a step by the persistent kernels; None beyond what was measured."""
-        rows = self._like(call, call.dtype, PERSISTENT)
-        if not rows or call.hidden > max(r.hidden for r in rows) or call.batch > max(r.batch for r in rows):
+    def nearest(self, call: Call) -> tuple[Row, Row] | None:
+        """The measured size to judge a call by; None beyond what was measured.
+
+        It has a row in the call's element type, with the time of the persistent kernels, and one in that of
+        ``torch.nn``, with cuDNN's.
+
+        It is the nearest of those at which cuDNN runs the algorithm that it runs for the call, where there
+        are such. Both times are of one size: what a call costs the host, spread over more or fewer steps,
+        would tell apart what does not differ.
+        """
+        ours = self._like(call, call.dtype, PERSISTENT)
+        theirs = {_size(row): row for row in self._like(call, call.cudnn_dtype, CUDNN)}
+        pairs = [(row, theirs[_size(row)]) for row in ours if _size(row) in theirs]
+        if not pairs:
             return None
-        return _nearest(call, rows).time_us(PERSISTENT, call.captured)
-
-    def cudnn_us(self, call: Call, gpu: Gpu) -> float | None:
-        """Time of a step by ``torch.nn``; None if nothing like it was measured."""
-        rows = self._like(call, call.cudnn_dtype, CUDNN)
-        wanted = _algorithm(call, gpu)
-        alike = [row for row in rows if self._algorithms[self.rows.index(row)] == wanted]
-        return _nearest(call, alike or rows).time_us(CUDNN, call.captured) if rows else None
+        if call.hidden > max(row.hidden for row in ours) or call.batch > max(row.batch for row in ours):
+            return None
+        wanted = _algorithm(call, self._gpu)
+        alike = [pair for pair in pairs if self._algorithms[pair[1]] == wanted]
+        return min(alike or pairs, key=lambda pair: _distance(call, pair[0]))
 
     def _like(self, call: Call, dtype: torch.dtype, backend: str) -> list[Row]:
         """Rows of a call's kind that have a backend's time; those of one direction stand for two where two
         were not measured, and those of a tanh RNN for a ReLU RNN, which does the same work."""
-        measured = {row.cell for row in self.rows}
+        measured = {row.cell for row in self._algorithms}
         cell = "rnn_tanh" if call.cell == "rnn_relu" and call.cell not in measured else call.cell
         kind = (cell, DTYPES.get(dtype), call.training)
         rows = [
             row
-            for row in self.rows
+            for row in self._algorithms
             if (row.cell, row.dtype, row.training) == kind and row.time_us(backend, call.captured) is not None
         ]
         return [row for row in rows if row.directions == call.directions] or rows
@@ -359,24 +396,28 @@ def _algorithm(call: Call, gpu: Gpu) -> tuple[str, str]:
     return forward, cudnn_algorithm(call.op(backward=True), gpu)[0] if call.training else ""
 
 
-def _nearest(call: Call, rows: list[Row]) -> Row:
-    def distance(row: Row) -> float:
-        pairs = ((row.hidden, call.hidden), (row.batch, call.batch), (row.steps, call.steps))
-        return sum(log2(a / b) ** 2 for a, b in pairs)
+def _size(row: Row) -> tuple[int, int, int]:
+    return row.hidden, row.batch, row.steps
 
-    return min(rows, key=distance)
+
+def _distance(call: Call, row: Row) -> float:
+    pairs = ((row.hidden, call.hidden), (row.batch, call.batch), (row.steps, call.steps))
+    return sum(log2(a / b) ** 2 for a, b in pairs)
 
 
 @cache
-def _table(gpu: Gpu) -> Table | None:
+def _table(device: torch.device) -> Table | None:
     """The measurements that hold for a GPU: its own, or the H200's for its generation."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        return None
     path = DATA / f"{gpu.name}.json"
     if not path.exists() and gpu.compute_capability[0] == 9:
         path = DATA / "h200.json"
     if not path.exists():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
-    return Table((Row(**dict(zip(content["columns"], row, strict=True))) for row in content["rows"]), gpu)
+    return Table([Row(**dict(zip(content["columns"], row, strict=True))) for row in content["rows"]], gpu)
 
 
 def backend_of_layer(
@@ -409,12 +450,16 @@ def backend_of_layer(
         cell.name, x.dtype, device, x.is_meta, inputs, hidden, batch, steps, 1, directions, 0,
         lengths is not None, reset is not None, training, x.dtype, allows_tf32(x.dtype, device),
     )  # fmt: skip
-    chosen, reason = choose(call, backend)
-    if chosen != CUDNN or (device is not None and lengths is None):
+    forced = _forced(backend)
+    chosen, reason = _choose(call, forced) if forced else _of_sequence(call)
+    if chosen == CUDNN and device is not None and lengths is None:
+        return chosen
+    if chosen in (PERSISTENT, REFERENCE):
         return chosen
     if reason == _ASKED_FOR:
-        raise TilefitError(
-            "compiled code can run cuDNN on CUDA tensors only, and without lengths",
-            hint=f"Leave out backend= and {VARIABLE}, or torch.compile.",
-        )
+        cannot = {
+            CUDNN: "compiled code can run cuDNN on CUDA tensors only, and without lengths",
+            CELL: "compiled code does not call PyTorch's cell functions",
+        }
+        raise TilefitError(cannot[chosen], hint=f"Leave out backend= and {VARIABLE}, or torch.compile.")
     return PERSISTENT if refusal(call) is None else REFERENCE

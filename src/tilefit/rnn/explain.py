@@ -48,7 +48,7 @@ class Explanation:
     Attributes:
         module: Its path in the model; empty for the model itself.
         call: What it runs.
-        backend: ``persistent``, ``cudnn`` or ``reference``; all its layers run by the same.
+        backend: ``persistent``, ``cudnn``, ``cell`` or ``reference``; all its layers run by the same.
         reason: Why this one.
         algorithm: What cuDNN does, or would do, with it; None if the GPU is not known.
     """

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilefit.errors import UsageError
-from tilefit.rnn import stack, torch_nn
+from tilefit.rnn import single_step, stack, torch_nn
 from tilefit.rnn.cells import CELLS, Cell, Layers
-from tilefit.rnn.dispatch import CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device, in_graph
+from tilefit.rnn.dispatch import CELL, CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device, in_graph
 from tilefit.rnn.operator import is_traced, recurrent
 
 #: Weights of one direction of one layer: w_ih, w_hh and, with bias, b_ih and b_hh, as in ``torch.nn.LSTM``.
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
         dropout: Probability with which an element between layers is zeroed. (0.0)
         training: Dropout applies. (False)
         recompute: Save no gates for backward, compute them again. (False)
-        backend: ``persistent``, ``cudnn`` or ``reference``; None: the fastest.
+        backend: ``persistent``, ``cudnn``, ``cell`` or ``reference``; None: the fastest.
     """
 
     bidirectional: bool
@@ -209,7 +209,10 @@ def run(
     x = x if x.dtype is dtype else x.to(dtype)
     h0 = h0 if h0 is None or h0.dtype is dtype else h0.to(dtype)
     c0 = c0 if c0 is None or c0.dtype is dtype else c0.to(dtype)
-    if call is not None and not is_traced() and not torch._C._are_functorch_transforms_active():
+    transformed = torch._C._are_functorch_transforms_active()
+    if call is not None and backend == CELL and not transformed:
+        return single_step.run(layers, x, flat, h0, c0, reset, dropout)
+    if call is not None and not is_traced() and not transformed:
         return stack.run(
             layers,
             x,

@@ -8,7 +8,6 @@ own forward method, which says best what is wrong with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from tilefit.errors import UsageError
 from tilefit.rnn.cells import BY_MODE, Layers
 from tilefit.rnn.dispatch import BACKENDS, CUDNN, Call, choose, computed_dtype, in_graph
 from tilefit.rnn.functional import check_rows, describe, run
+from tilefit.rnn.torch_nn import flatten_bf16
 
 if TYPE_CHECKING:
     from tilefit.rnn.explain import Explanation
@@ -28,7 +28,7 @@ class Recurrent(nn.RNNBase):
     """What the modules share.
 
     Attributes:
-        backend: ``persistent``, ``cudnn`` or ``reference``; None: the fastest, see
+        backend: ``persistent``, ``cudnn``, ``cell`` or ``reference``; None: the fastest, see
             :mod:`tilefit.rnn.dispatch`.
         recompute: Save no gates for backward, compute them again: less memory, more time.
     """
@@ -83,6 +83,11 @@ class Recurrent(nn.RNNBase):
         rows = reset.t() if reset is not None and reset.dim() == 2 else reset
         out, state = self._padded(input.transpose(0, 1), hx, lengths, rows)
         return out.transpose(0, 1), state
+
+    def flatten_parameters(self) -> None:
+        """Let the weights lie in one piece of memory, as cuDNN wants them, also where they are bf16."""
+        super().flatten_parameters()
+        flatten_bf16(self)
 
     @property
     def last_call(self) -> Call | None:
@@ -172,7 +177,8 @@ class Recurrent(nn.RNNBase):
         return out, state
 
     def _layers(self) -> Layers:
-        return _stack_of(self.mode, self.num_layers, self.bidirectional, len(self._all_weights[0]))
+        directions = 2 if self.bidirectional else 1
+        return Layers(BY_MODE[self.mode], self.num_layers, directions, len(self._all_weights[0]))
 
     def _chosen(
         self,
@@ -273,11 +279,6 @@ def configure(module: Recurrent, backend: str | None, recompute: bool) -> None:
             f"unknown backend {backend!r} of a recurrent layer", hint=f"Use {', '.join(BACKENDS)}."
         )
     module.backend, module.recompute = backend, recompute
-
-
-@cache
-def _stack_of(mode: str, depth: int, bidirectional: bool, kinds: int) -> Layers:
-    return Layers(BY_MODE[mode], depth, 2 if bidirectional else 1, kinds)
 
 
 def _each(state: Any, change: Callable[[Tensor], Tensor]) -> Any:

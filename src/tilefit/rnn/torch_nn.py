@@ -1,4 +1,8 @@
-"""The call that ``torch.nn``'s recurrent modules make: cuDNN on CUDA, PyTorch's own code elsewhere."""
+"""The call that ``torch.nn``'s recurrent modules make: cuDNN on CUDA, PyTorch's own code elsewhere.
+
+cuDNN wants a layer's weights in one piece of memory. ``torch.nn`` lays them so, but not in bf16: there each
+call copies them together first. :func:`flatten_bf16` does it for those.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tilefit.rnn.cells import Layers
-from tilefit.rnn.dispatch import computed_dtype
+from tilefit.rnn.cells import BY_MODE, Layers
+from tilefit.rnn.cudnn import MODES
+from tilefit.rnn.dispatch import computed_dtype, cuda_device
 
 _CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 
@@ -57,3 +62,27 @@ def run(
     if out.dtype is not dtype:
         out, h_n, c_n = out.to(dtype), h_n.to(dtype), None if c_n is None else c_n.to(dtype)
     return out, h_n, c_n
+
+
+def flatten_bf16(module: nn.RNNBase) -> None:
+    """Move bf16 weights on CUDA into one piece of memory, as ``RNNBase.flatten_parameters`` moves others.
+
+    That leaves them as they are since ``torch.backends.cudnn.is_acceptable`` does not know bf16, which cuDNN
+    and PyTorch's calls of it do. The parameters stay the objects they are.
+    """
+    weights: list[Tensor] = [weight for weight in module._flat_weights if type(weight) is nn.Parameter]
+    if len(weights) < len(module._flat_weights_names) or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    if any(weight.dtype is not torch.bfloat16 or cuda_device(weight) is None for weight in weights):
+        return
+    # Two weights that are one stay so; those that lie together stay where they are.
+    if len({weight.data_ptr() for weight in weights}) < len(weights):
+        return
+    if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
+        return
+    kinds, mode = len(module._all_weights[0]), MODES[BY_MODE[module.mode].name]
+    with torch.cuda.device(weights[0].device), torch.no_grad():
+        torch._cudnn_rnn_flatten_weight(
+            weights, kinds, module.input_size, mode, module.hidden_size, module.proj_size, module.num_layers,
+            module.batch_first, module.bidirectional,
+        )  # fmt: skip
