@@ -9,7 +9,8 @@ For each part of an eager step the relative error is made small: with a fixed ti
 and one for each change of the running module (forward pass) or each parameter (backward pass, optimizer).
 Some constants are given, see GIVEN_US. It prints the constants of ``tilefit.cost.launch``, how well they fit,
 and how far off they are of a model that the others were fitted without. Steps with recurrent layers are left
-out: cuDNN launches their kernels by itself. Then, of the compiled steps whose layers are compiled each for
+out: cuDNN launches their kernels by itself. Likewise for forward passes alone, whose host's speed the run's
+reference steps tell. Then, of the compiled steps whose layers are compiled each for
 itself, what one such layer takes: the part of the step that the rest of its host time does not explain. And,
 timed here, how much less Python a fused AdamW runs for a parameter than a multi-tensor one.
 """
@@ -38,9 +39,11 @@ PARTS = {
     "backward": ("fixed", "operations", "parameters"),
     "optimizer": ("fixed", "parameters"),
 }
+#: Of a forward pass alone.
+ALONE = ("operations", "modules")
 #: What these rows cannot tell: only one has operations of many kernels, and all have the same optimizer.
 GIVEN_US: dict[str, dict[str, float]] = {
-    "forward": {},
+    "forward": {"kernels": 1e6 * KERNEL_S},
     "backward": {"kernels": 1e6 * KERNEL_S},
     "optimizer": {"operations": 1e6 * OPTIMIZER_S},
 }
@@ -64,24 +67,38 @@ def solved(shares: _Array, rest: _Array) -> _Array:
     return np.asarray(found.x)
 
 
-def fitted(rows: Sequence[dict[str, Any]], part: str, number: int) -> tuple[_Array, list[float], list[float]]:
-    """The constants in microseconds; the relative error of each row with them, and with those that were
-    fitted without the row's model."""
+def fitted(
+    rows: Sequence[dict[str, Any]], part: str, number: int, names: Sequence[str], scale: float = 1.0
+) -> tuple[_Array, list[float], list[float]]:
+    """The constants in microseconds on the model's host, where the rows' took ``scale`` times as long; the
+    relative error of each row with them, and with those that were fitted without the row's model."""
 
     def counts(names: Sequence[str]) -> _Array:
         launches = [{"fixed": 1, **row["launches"][part]} for row in rows]
         return np.array([[each[name] for name in names] for each in launches], dtype=float)
 
-    spent_us = np.array([1e3 * row["host_ms"][number] for row in rows])
+    spent_us = np.array([1e3 * row["host_ms"][number] for row in rows]) / scale
     given_us = counts([*GIVEN_US[part]]) @ np.array([*GIVEN_US[part].values()])
-    shares, rest = counts(PARTS[part]) / spent_us[:, None], 1 - given_us / spent_us
+    shares, rest = counts(names) / spent_us[:, None], 1 - given_us / spent_us
     constants = solved(shares, rest)
-    models = [row["model"].split()[0] for row in rows]
+    models = [row["model"].split()[0].rstrip(",") for row in rows]
     without = []
     for index, model in enumerate(models):
         others = np.array([other != model for other in models])
         without.append(abs(shares[index] @ solved(shares[others], rest[others]) - rest[index]))
     return constants, [*np.abs(shares @ constants - rest)], without
+
+
+def eager(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows without recurrent layers."""
+    return [row for row in result["rows"] if "recurrent" not in row["kinds"]]
+
+
+def show(part: str, names: Sequence[str], steps: int, found: tuple[_Array, list[float], list[float]]) -> None:
+    constants, *errors = found
+    stated = ", ".join(f"{name} {value:.1f}" for name, value in zip(names, constants, strict=True))
+    fit, without = (f"median {statistics.median(off):.0%}, worst {max(off):.0%}" for off in errors)
+    print(f"{part}: {stated} us; error {fit}; of a model left out {without}; {steps} steps")
 
 
 def adamw_python_us(parameters: int, **kind: bool) -> float:
@@ -108,15 +125,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=Path, default=RESULTS / "launch_steps.json")
+    parser.add_argument("--inference", type=Path, default=RESULTS / "whole_steps_inference.json")
     parser.add_argument("--compiled", type=Path, default=RESULTS / "whole_steps_compiled.json")
     options = parser.parse_args()
-    rows = json.loads(options.steps.read_text())["rows"]
-    rows = [row for row in rows if "recurrent" not in row["kinds"]]
+    rows = eager(json.loads(options.steps.read_text()))
     for number, (part, names) in enumerate(PARTS.items()):
-        constants, *errors = fitted(rows, part, number)
-        stated = ", ".join(f"{name} {value:.1f}" for name, value in zip(names, constants, strict=True))
-        fit, without = (f"median {statistics.median(off):.0%}, worst {max(off):.0%}" for off in errors)
-        print(f"{part}: {stated} us; error {fit}; of a model left out {without}; {len(rows)} steps")
+        show(part, names, len(rows), fitted(rows, part, number, names))
+    inference = json.loads(options.inference.read_text())
+    rows = eager(inference)
+    show("forward alone", ALONE, len(rows), fitted(rows, "forward", 0, ALONE, inference["host_scale"]))
     layers_ms = []
     for row in json.loads(options.compiled.read_text())["rows"]:
         if layers := row["recompiled"]:

@@ -7,10 +7,15 @@ between synchronisations, and the faster mean of two runs of steps back to back.
 kernels of one step, from the profiler; memory is the allocator's peak. Under the compiler, a model's turns
 follow each other.
 
+With ``--infer`` it is the forward pass alone, of ``model.eval()`` in ``torch.no_grad``, as ``tilefit check
+--infer`` takes it; of the same models, and of some with one sample, whose step the host limits. Some of these
+have bf16 weights and no autocast.
+
     PYTHONPATH=src python benchmarks/whole_steps.py --out benchmarks/results/whole_steps.json
+    PYTHONPATH=src python benchmarks/whole_steps.py --infer --turns 3 --out ..._inference.json
     PYTHONPATH=src python benchmarks/whole_steps.py --measured benchmarks/results/whole_steps.json --out ...
 
-The second, which needs no GPU, predicts the recorded steps and sums up the errors.
+The last, which needs no GPU, predicts recorded steps and sums up the errors.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import groupby
 from operator import sub
 from pathlib import Path
@@ -33,11 +41,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit import gpus
 from tilefit.capture import capture
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import InputOptions, Target, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, kernels
+from tilefit.cost.measured import MeasuredRun, measured
 from tilefit.gpus import Gpu
+from tilefit.measure.clocks import driver_version
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step, StepOp
 
@@ -67,9 +77,58 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
     (f"{EXAMPLES}:lstm_lm", {}, False),
 ]
 
+#: Forward passes of one sample.
+SMALL: list[tuple[str, dict[str, int], bool]] = [
+    ("hf:gpt2", {"batch": 1, "seq": 64}, False),
+    ("hf:bert", {"batch": 1, "seq": 128}, False),
+    ("hf:t5", {"batch": 1, "seq": 64}, False),
+    ("hf:opt", {"batch": 1, "seq": 64}, False),
+    ("hf:vit", {"batch": 1}, False),
+    ("hf:swin", {"batch": 1}, False),
+    ("torchvision:resnet50", {"batch": 1}, False),
+    ("torchvision:mobilenet_v3_large", {"batch": 1}, False),
+    ("timm:convnext_tiny", {"batch": 1}, False),
+]
+#: Those measured with bf16 weights too.
+HALVED = ("hf:gpt2", "hf:bert", "hf:t5", "hf:vit", "torchvision:resnet50", "torchvision:mobilenet_v3_large")
 
 #: What comes after a model's turns.
 LOOK_INSIDE = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is measured of a model: a training step under autocast, or the forward pass alone (``infer``),
+    under autocast or with weights that are ``halved``."""
+
+    target: str
+    sizes: dict[str, int]
+    channels_last: bool = False
+    compiled: bool = False
+    infer: bool = False
+    halved: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name among the rows of a result."""
+        one = ", one sample" if self.sizes.get("batch") == 1 else ""
+        return label(self.target, self.sizes, self.channels_last) + one + ", bf16 weights" * self.halved
+
+    def load(self, device: str) -> Target:
+        """The model and its inputs, made on ``device``: meta, or the CPU."""
+        loaded = load(self.target, InputOptions(train=not self.infer, device=device, **self.sizes))
+        if not self.halved:
+            return loaded
+        inputs = tree_map(lambda t: t.bfloat16() if t.is_floating_point() else t, loaded.inputs)
+        return replace(loaded, model=loaded.model.bfloat16(), inputs=inputs)
+
+
+def runs(infer: bool, compiled: bool) -> list[Run]:
+    """What is measured, in order."""
+    if not infer:
+        return [Run(*entry, compiled=compiled) for entry in MODELS]
+    halved = [Run(*entry, compiled, infer, halved=True) for entry in SMALL if entry[0] in HALVED]
+    return [*(Run(*entry, compiled, infer) for entry in (*MODELS, *SMALL)), *halved]
 
 
 def launches(step: Step, gpu: Gpu) -> dict[str, dict[str, int]]:
@@ -89,34 +148,42 @@ def launches(step: Step, gpu: Gpu) -> dict[str, dict[str, int]]:
     }
 
 
-def predicted(
-    target: str, sizes: dict[str, int], channels_last: bool, gpu: str, compiled: bool
-) -> dict[str, Any]:
-    shapes = load(target, InputOptions(**sizes))
+def host_scale(rows: Iterable[dict[str, Any]]) -> float:
+    """How much longer launching took in a run than on the host whose constants the cost model has, by the
+    reference steps between the rows."""
+    references_ms = statistics.median(min(row["reference_turns_ms"]) for row in rows)
+    return references_ms / (1e3 * REFERENCE_STEP_S)
+
+
+def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
+    shapes = run.load("meta")
     step = capture(
         shapes.model,
         shapes.inputs,
-        amp="bf16",
+        train=not run.infer,
+        amp="" if run.halved else "bf16",
         loss=shapes.loss,
-        channels_last=channels_last,
-        compiled=compiled,
+        channels_last=run.channels_last,
+        compiled=run.compiled,
     )
-    step = fuse(step) if compiled else step
-    estimate = estimate_step(step, gpus.get(gpu))
+    step = fuse(step) if run.compiled else step
+    device = gpus.get(gpu)
+    with measured(MeasuredRun(device.name, Step(()), (), (), launch_scale=scale)):
+        estimate = estimate_step(step, device)
     return {
         "predicted_ms": 1e3 * estimate.time_s,
         "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,
         "predicted_host_ms": 1e3 * estimate.host_time_s,
         "predicted_gib": step.memory.peak_bytes / 2**30,
         "operations": len(step.ops),
-        "launches": launches(step, gpus.get(gpu)),
+        "launches": launches(step, device),
         "recompiled": step.settings.recompiled,
         "kinds": sorted({entry.op.kind for entry in step.ops}),
     }
 
 
 class Measured:
-    """A model that takes training steps, and what they took.
+    """A model that takes training steps, or forward passes, and what they took.
 
     Attributes:
         turns: Of each: wall time of steps, back to back and not, the host's time in the forward pass, the
@@ -124,38 +191,43 @@ class Measured:
         once: Kernels and memory of a step, which do not vary.
     """
 
-    def __init__(
-        self, target: str, sizes: dict[str, int], channels_last: bool, device: str, compiled: bool
-    ) -> None:
-        loaded = load(target, InputOptions(device="cpu", **sizes))
+    def __init__(self, run: Run, device: str) -> None:
+        loaded = run.load("cpu")
+        self.of = run
         self.device = device
-        self.model = loaded.model.to(device).train()
+        self.model = loaded.model.to(device).train(not run.infer)
         self.loss = loaded.loss
         inputs = tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, loaded.inputs)
-        if channels_last:
+        if run.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
             inputs = tuple(t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in inputs)
         self.inputs = inputs
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
-        self.run = torch.compile(self.model) if compiled else self.model
+        self.optimizer = None if run.infer else torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+        self.run = torch.compile(self.model) if run.compiled else self.model
         self.turns: list[dict[str, Any]] = []
         self.once: dict[str, Any] = {}
+
+    def forward(self) -> Any:
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=not self.of.halved):
+            inputs = self.inputs
+            output = self.run(**inputs) if isinstance(inputs, dict) else self.run(*inputs)
+            if self.of.infer:
+                return output
+            loss = self.loss(output) if self.loss else getattr(output, "loss", output)
+            return loss.mean() if loss.dim() else loss
 
     def step(self) -> list[float]:
         """The times at which the host has launched the forward pass, the backward pass and the optimizer."""
         passed = [time.perf_counter()]
-        with torch.autocast(self.device, dtype=torch.bfloat16):
-            inputs = self.inputs
-            output = self.run(**inputs) if isinstance(inputs, dict) else self.run(*inputs)
-            loss = self.loss(output) if self.loss else getattr(output, "loss", output)
-            if loss.dim():
-                loss = loss.mean()
+        with torch.set_grad_enabled(not self.of.infer):
+            loss = self.forward()
         passed.append(time.perf_counter())
-        loss.backward()
-        passed.append(time.perf_counter())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        passed.append(time.perf_counter())
+        if self.optimizer:
+            loss.backward()
+            passed.append(time.perf_counter())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            passed.append(time.perf_counter())
         return passed
 
     def synchronize(self) -> None:
@@ -175,19 +247,20 @@ class Measured:
             times.append(1e3 * (time.perf_counter() - start))
         # Back to back, as a training loop runs: the host may be ahead of the GPU.
         sustained = []
+        steps = 10 if self.of.infer else 5
         for _ in range(2):
             start = time.perf_counter()
-            for _ in range(5):
+            for _ in range(steps):
                 self.step()
             self.synchronize()
-            sustained.append(1e3 * (time.perf_counter() - start) / 5)
+            sustained.append(1e3 * (time.perf_counter() - start) / steps)
         self.turns.append(
             {
                 "wall_ms": statistics.median(times),
                 "sustained_ms": min(sustained),
                 # A host that runs ahead far enough has to wait for the GPU: of a GPU-bound step these say
                 # little.
-                "host_ms": [  # forward, backward, optimizer
+                "host_ms": [  # forward; backward, optimizer
                     1e3 * statistics.median(part)
                     for part in zip(*(map(sub, p[1:], p) for p in launched), strict=True)
                 ],
@@ -226,7 +299,8 @@ class Measured:
 
     def own_bytes(self) -> int:
         """Memory of what is alive between steps: other models have theirs beside it."""
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        states = self.optimizer.state.values() if self.optimizer else ()
+        state = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
         leaves = [*self.model.parameters(), *self.model.buffers(), *state, *tree_leaves(self.inputs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -249,10 +323,13 @@ def _short(name: str) -> str:
 def predict_again(recorded: Path, gpu: str, out: Path | None) -> None:
     """Predict recorded steps with the cost model as it stands and print how far off it is."""
     result = json.loads(recorded.read_text())
-    by_name = {label(*entry): entry for entry in MODELS}
-    for row in result["rows"]:
-        target, sizes, channels_last = by_name[row["model"]]
-        row.update(predicted(target, sizes, channels_last, gpu, result.get("compiled", False)))
+    known = {run.label: run for run in runs(result.get("infer", False), result.get("compiled", False))}
+    rows = [row for row in result["rows"] if "gpu_ms" in row]
+    # The training steps were measured on the very host that the constants are for.
+    scale = result["host_scale"] = host_scale(rows) if result.get("infer") else 1.0
+    print(f"The host is taken to need {scale:.2f} times as long to launch as the model assumes.")
+    for row in rows:
+        row.update(predicted(known[row["model"]], gpu, scale))
         row.update(errors(row))
         print(
             f"{row['model']:46} GPU {row['predicted_gpu_ms']:7.2f} of {row['gpu_ms']:7.2f} ms "
@@ -260,7 +337,7 @@ def predict_again(recorded: Path, gpu: str, out: Path | None) -> None:
             f"({row['error_wall']:+.1%})  memory {row['predicted_gib']:6.2f} of {row['peak_gib']:6.2f} GiB"
         )
     for kind in ("gpu", "wall", "memory"):
-        off = sorted(abs(row[f"error_{kind}"]) for row in result["rows"])
+        off = sorted(abs(row[f"error_{kind}"]) for row in rows)
         result[f"median_error_{kind}"] = statistics.median(off)
         result[f"worst_error_{kind}"] = off[-1]
         print(f"{kind}: median {statistics.median(off):.1%}, worst {off[-1]:.1%} of {len(off)} steps")
@@ -288,8 +365,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gpu", default="h200", help="the GPU to predict for")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="measure targets whose name contains this")
+    parser.add_argument("--only", default="", help="measure runs whose name contains this")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile")
+    parser.add_argument("--infer", action="store_true", help="the forward pass alone")
     parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
     parser.add_argument("--measured", type=Path, help="predict the steps recorded in this file")
@@ -302,14 +380,14 @@ def main() -> None:
     start = time.perf_counter()
     models: dict[str, Measured] = {}
     rows: dict[str, dict[str, Any]] = {}
-    wanted = [entry for entry in MODELS if options.only in entry[0]]
+    wanted = [run for run in runs(options.infer, options.compiled) if options.only in run.label]
     turns = range(options.turns)
     if options.compiled:
-        schedule = [(entry, turn) for entry in wanted for turn in (*turns, LOOK_INSIDE)]
+        schedule = [(run, turn) for run in wanted for turn in (*turns, LOOK_INSIDE)]
     else:
-        schedule = [(entry, turn) for turn in (*turns, LOOK_INSIDE) for entry in wanted]
-    for entry, turn in schedule:
-        name = label(*entry)
+        schedule = [(run, turn) for turn in (*turns, LOOK_INSIDE) for run in wanted]
+    for run, turn in schedule:
+        name = run.label
         row = rows.get(name, {})
         is_late = time.perf_counter() - start > options.budget_s
         if "failure" in row or (turn == LOOK_INSIDE and not row) or (turn != LOOK_INSIDE and is_late):
@@ -319,12 +397,12 @@ def main() -> None:
             continue
         try:
             if name not in models:
-                models[name] = Measured(*entry, options.device, options.compiled)
+                models[name] = Measured(run, options.device)
             if turn == LOOK_INSIDE:
                 models[name].look_inside()
             else:
                 models[name].turn()
-            rows[name] = {"model": name, **entry[1], **models[name].row()}
+            rows[name] = {"model": name, **run.sizes, **models[name].row()}
             print(f"{turn} {name:46} {rows[name]['sustained_ms']:7.2f} ms", flush=True)
         except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
             rows[name] = {"model": name, "failure": f"{type(error).__name__}: {error}"[:300]}
@@ -340,8 +418,11 @@ def main() -> None:
             result = {
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+                "driver": driver_version(),
                 "torch": torch.__version__,
+                "transformers": version("transformers"),
                 "compiled": options.compiled,
+                "infer": options.infer,
                 "rows": list(rows.values()),
             }
             options.out.write_text(json.dumps(result, indent=1) + "\n")

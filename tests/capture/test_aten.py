@@ -283,6 +283,22 @@ def test_functions_of_each_element_are_priced_in_place_too(function: Any) -> Non
     }
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_that_is_given_its_statistics_applies_them_in_two_kernels(training: bool) -> None:
+    def normalised(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.norm.train(training)
+        return self.norm(x).sum()
+
+    step = captured(normalised, rows(4, 8, 16, 16), parts={"norm": nn.BatchNorm2d(8)})
+    norm = next(entry for entry in entries(step, Streaming) if entry.name == "aten.native_batch_norm")
+    assert isinstance(norm.op, Streaming)
+    assert norm.op.role == "normalization"
+    # In training, the statistics of the 4 * 16 * 16 elements of each channel.
+    assert (norm.op.function, norm.op.inner, norm.op.kernels) == (
+        ("native_batch_norm", 1024, 1) if training else ("batch_norm_elemt", 0, 2)
+    )
+
+
 def test_normalisation_softmax_loss_and_pooling_have_their_roles() -> None:
     def roles(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = F.avg_pool2d(self.norm(x), 2).flatten(1)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tilefit.capture import capture
 from tilefit.capture.targets import InputOptions, load
@@ -375,3 +377,15 @@ def test_kernels_and_traffic_are_about_what_inductor_schedules(model: str) -> No
     moved = sum((read + write) * count for _, _, read, write, _, count in generated)
     assert sum(op.kernels for op in ours) == pytest.approx(kernels, rel=0.2)
     assert sum(op.moved_bytes for op in ours) == pytest.approx(moved, rel=0.12)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_given_statistics_are_applied_in_the_kernel_that_goes_on_with_the_result(train: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(64), nn.ReLU())
+    step = capture(model, torch.empty(8, 64, 32, 32, device="meta"), train=train, compiled=True)
+    norm = next(entry.op for entry in fuse(step).ops if entry.name == "fused(native_batch_norm, relu)")
+    assert isinstance(norm, Streaming)
+    size = 8 * 64 * 32 * 32 * 4
+    # Statistics are made in three stages, and the input is read once more to apply them.
+    assert norm.kernels == (4 if train else 1)
+    assert norm.read_bytes == pytest.approx((2 if train else 1) * size, rel=0.01)

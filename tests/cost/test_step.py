@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import LAUNCH, estimate, estimate_step
-from tilefit.cost.launch import FIXED_S, RECOMPILED_S, RECURRENT_STEP_S, around_s, launch_s
+from tilefit.cost.launch import FIXED_S, MODULE_S, RECOMPILED_S, RECURRENT_STEP_S, around_s, launch_s
 from tilefit.gpus import get
 from tilefit.ops import (
     FORWARD,
@@ -49,12 +49,14 @@ def test_small_operations_wait_for_the_host() -> None:
     assert predicted.bound_time_s[LAUNCH] > predicted.gpu_time_s
 
 
-def test_a_forward_pass_alone_costs_the_host_its_launches() -> None:
-    alone = Settings(training=False)
-    predicted = estimate_step(step(SMALL, settings=alone), H200)
-    launches_s = sum(around_s(step(SMALL))) + launch_s(SMALL, FORWARD, H200, alone)
-    assert predicted.host_time_s == pytest.approx(launches_s)
-    assert estimate_step(step(SMALL), H200).host_time_s == pytest.approx(FIXED_S["forward"] + launches_s)
+def test_a_forward_pass_alone_costs_the_host_its_launches_and_no_modules() -> None:
+    ops = tuple(StepOp(SMALL, FORWARD, Site(name)) for name in ("first", "second", "second"))
+    training, alone = (Step(ops, settings=Settings(training=each)) for each in (True, False))
+    launches_s = 3 * launch_s(SMALL, FORWARD, H200, Settings())
+    assert estimate_step(alone, H200).host_time_s == pytest.approx(launches_s)
+    assert estimate_step(training, H200).host_time_s == pytest.approx(
+        FIXED_S["forward"] + 2 * MODULE_S + launches_s
+    )
 
 
 def test_the_host_runs_ahead_during_a_long_kernel() -> None:

@@ -362,6 +362,16 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
     return 0, None
 
 
+def _batch_norm(call: Call, recorder: Recorder) -> list[Described]:
+    """With statistics that are given, as in inference, nothing is normalised together: one kernel makes
+    factors of the variances, another scales and shifts, as ``batch_norm_elemt`` does."""
+    op, phase, reads, writes = _streaming(call, recorder, "normalization")
+    if not call.named("training"):
+        assert isinstance(op, Streaming)
+        op = replace(op, inner=0, kernels=2, function="batch_norm_elemt")
+    return [(op, phase, reads, writes)]
+
+
 def _mutated(call: Call) -> list[torch.Tensor]:
     """The tensors an operation without results writes into."""
     written: list[torch.Tensor] = []
@@ -630,6 +640,11 @@ _HANDLERS: dict[str, Callable[[Call, Recorder], list[Described]]] = {
     "index_copy_": _scatter,
     **dict.fromkeys(
         ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"), _picked_loss
+    ),
+    **dict.fromkeys(
+        """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+        cudnn_batch_norm""".split(),
+        _batch_norm,
     ),
     "slice_backward": _slice_backward,
     "select_backward": _slice_backward,

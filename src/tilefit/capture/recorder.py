@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.muted:
             return
         if isinstance(op, Streaming):
-            op = replace(op, function=function_of(name))
+            op = replace(op, function=op.function or function_of(name))
         node, recomputed = self._autograd_state()
         if node is None:
             site = self.sites.forward_site()

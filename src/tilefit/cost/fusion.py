@@ -29,14 +29,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from tilefit.cost.streaming import GENERATED
 from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.ops.peaks import fullest
 from tilefit.ops.scaling import tensors_that_stay
 
-#: ``Streaming.function`` of a kernel that the compiler wrote.
-GENERATED = "generated"
 #: ``StepOp.name`` of a copy that pads a product's operand.
 PAD = "pad"
 #: Roles that are generated code.

@@ -2,7 +2,9 @@
 
 The constants are seconds on one H200's host (PyTorch 2.11, 16 virtual cores). ``benchmarks/fit_launch.py``
 fits them to what 19 eager training steps spent in their forward pass, backward pass and optimizer
-(``benchmarks/results/launch_steps.json``), and prints how far off they are of a model left out of the fit.
+(``benchmarks/results/launch_steps.json``), and prints how far off they are of a model left out of the fit. It
+also tells what of it a forward pass alone takes, by 27 of these (``benchmarks/results/
+whole_steps_inference.json``).
 Another host moves them all together: two of the same kind differed by up to a factor of two. ``tilefit
 calibrate`` measures that factor. A step that the GPU bounds does not depend on them.
 """
@@ -33,8 +35,10 @@ REFERENCE_STEP_S = 9.6e-3
 #: One operation of the forward pass or of the backward pass, with the views that go with it.
 FORWARD_S = 22e-6
 BACKWARD_S = 17.5e-6
-#: A forward operation of another module than the one before: the Python of the modules that are left and
-#: entered.
+#: A forward operation of a training step of another module than the one before. Forward passes alone, fitted
+#: with both constants, take 22.3 us for an operation and nothing for a module. So it does not stand for the
+#: Python of the modules, but for what comes with them in training alone: a ResNet-50's forward pass, whose
+#: norms then make statistics and count batches, takes the host about twice as long as in inference.
 MODULE_S = 14e-6
 #: A parameter in the backward pass, where its gradient is accumulated; and in the optimizer, which in all the
 #: steps is the multi-tensor AdamW. A fused one takes less of the host by its Python alone: 0.5 to 0.7 times
@@ -102,10 +106,10 @@ def begin_s(part: str, step: Step) -> float:
 def around_s(step: Step) -> Iterator[float]:
     """Host time around each operation, beside its launch.
 
-    In the forward pass, for the modules that are left and entered before it; in the backward pass, for the
-    gradients of its module's parameters, which are accumulated when it gets there; in the optimizer, for an
-    equal share of the parameters. A graph, the compiler's or CUDA's, knows neither modules nor parameters.
-    Layers that are compiled each for itself are shared by the forward operations.
+    In the forward pass of a training step, for the modules that are left and entered before it; in the
+    backward pass, for the gradients of its module's parameters, which are accumulated when it gets there; in
+    the optimizer, for an equal share of the parameters. A graph, the compiler's or CUDA's, knows neither
+    modules nor parameters. Layers that are compiled each for itself are shared by the forward operations.
     """
     eager = not step.settings.compiled and not step.settings.cuda_graph
     trained = _trained(step)
@@ -118,7 +122,7 @@ def around_s(step: Step) -> Iterator[float]:
         if entry.phase == OPTIMIZER:
             around = update_s * len(trained) / count[OPTIMIZER]
         elif eager and entry.phase == FORWARD:
-            around = MODULE_S * (entry.site.module != module)
+            around = MODULE_S * (step.settings.training and entry.site.module != module)
             module = entry.site.module
         elif entry.phase == FORWARD:
             around = RECOMPILED_S * step.settings.recompiled / count[FORWARD]

@@ -9,6 +9,7 @@ from tilefit.cost.analytic import analytic
 from tilefit.cost.calibrated import Profile
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.lookup import profile
+from tilefit.cost.streaming import traffic, with_work
 from tilefit.gpus import Gpu
 from tilefit.ops import Op
 
@@ -43,12 +44,15 @@ def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
     new = {key[0]: None for key in keys if key not in _KNOWN}
     covered: dict[str, list[Op]] = {}
     for op in new:
-        _KNOWN[op, gpu, fitted] = analytic(op, gpu, fitted.constants if fitted else None)
-        if fitted is not None and fitted.covers(op):
+        _KNOWN[op, gpu, fitted] = analytic(traffic(op), gpu, fitted.constants if fitted else None)
+        if fitted is not None and fitted.covers(traffic(op)):
             covered.setdefault(op.kind, []).append(op)
     for together in covered.values():
         assert fitted is not None
         first = [_KNOWN[op, gpu, fitted] for op in together]
-        for op, corrected in zip(together, fitted.correct(together, gpu, first), strict=True):
+        moved = [traffic(op) for op in together]
+        for op, corrected in zip(together, fitted.correct(moved, gpu, first), strict=True):
             _KNOWN[op, gpu, fitted] = corrected
+    for op in new:
+        _KNOWN[op, gpu, fitted] = with_work(op, _KNOWN[op, gpu, fitted], gpu)
     return [_KNOWN[key] for key in keys]

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import hypot
 
 from tilefit import gpus
-from tilefit.cost.estimate import BOUNDS, LAUNCH, MATH, Estimate, StepEstimate
-from tilefit.cost.fusion import GENERATED
+from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
 from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, kernels, launch_s
 from tilefit.cost.lookup import profile
 from tilefit.cost.measured import measured_run
 from tilefit.cost.model import estimate_all
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Op, Step, StepOp, Streaming
+from tilefit.ops import OPTIMIZER, Step
 
 #: Half-width of the 80 % interval of the time the GPU waits for the host: hosts differ by this much.
 _LAUNCH_SPREAD = 0.4
-
-
-def _traffic(op: Op) -> Op:
-    """A generated kernel that does nothing but move its bytes."""
-    return replace(op, flop_per_element=0.0) if isinstance(op, Streaming) and op.function == GENERATED else op
-
-
-def _with_work(entry: StepOp, estimate: Estimate, gpu: Gpu) -> Estimate:
-    """A generated kernel's traffic is priced as that of a library's; what it computes comes on top."""
-    op = entry.op
-    if not isinstance(op, Streaming) or op.function != GENERATED:
-        return estimate
-    math_s = op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
-    return replace(
-        estimate,
-        time_s=estimate.time_s + math_s,
-        low_s=estimate.low_s + math_s,
-        high_s=estimate.high_s + math_s,
-        math_s=math_s,
-        bound=MATH if math_s > estimate.time_s else estimate.bound,
-    )
 
 
 def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | None = None) -> StepEstimate:
@@ -55,8 +32,7 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
     device = gpus.get(gpu) if isinstance(gpu, str) else gpu
     run = measured_run(device.name)
     if estimates is None:
-        estimates = estimate_all((_traffic(entry.op) for entry in step.ops), device)
-        estimates = [_with_work(*pair, device) for pair in zip(step.ops, estimates, strict=True)]
+        estimates = estimate_all((entry.op for entry in step.ops), device)
         if run is not None:
             estimates = [run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)

@@ -146,7 +146,7 @@ def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]
     before = [w for i in forward for w in flow.writers[i].values() if is_cast(step.ops[w])]
     activations = [w for w in before if not step.ops[w].inputs[0].parameter]
     replaced.update((index, ()) for index in activations[1:])
-    _join(step, replaced, [w for w in before if w not in activations])
+    _join(step, replaced, [w for w in before if w not in activations], at=0)
 
     weight = [call.backward_weight for call in group if call.backward_weight is not None]
     if len(weight) == len(group):
@@ -187,15 +187,16 @@ def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]
     return replaced
 
 
-def _join(step: Step, replaced: dict[int, tuple[StepOp, ...]], indices: list[int]) -> None:
-    """Casts of weights and sums for biases run once for all parts: for matrices and for vectors apart."""
+def _join(step: Step, replaced: dict[int, tuple[StepOp, ...]], indices: list[int], at: int = -1) -> None:
+    """Casts of weights and sums for biases run once for all parts: for matrices and for vectors apart; in the
+    place of the last one, or of the first (``at=0``), where the merged product waits for them."""
     kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index in dict.fromkeys(indices):
         entry = step.ops[index]
         kinds[entry.name, len(entry.inputs[0].shape)].append(index)
     for same in kinds.values():
         replaced.update((index, ()) for index in same)
-        replaced[same[-1]] = (together([step.ops[index] for index in same]),)
+        replaced[same[at]] = (together([step.ops[index] for index in same]),)
 
 
 def _concatenation(reader: StepOp, product: Gemm, outputs: int) -> StepOp:
