@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import tilefit
 from tilefit.capture.child import CaptureOptions, capture_in_child, capture_target, captures_in_child
-from tilefit.errors import CaptureError, TargetError, UsageError
+from tilefit.errors import CaptureError, TargetError, TilefitError, UsageError
+from tilefit.ops import Step
 
 FILE = """
 import os, signal, sys, time
@@ -87,11 +89,11 @@ def test_a_child_that_dies_between_captures_is_told(file: Path) -> None:
 
 def test_all_options_reach_the_capture(file: Path) -> None:
     options = CaptureOptions(
-        inputs=("float32[6,8]",), train=True, amp="fp16", tf32=True, optimizer="adamw", fused_optimizer=True,
-        channels_last=True, compiled=True,
+        inputs=("float32[6,2,2,8]",), train=True, amp="fp16", tf32=True, optimizer="adamw",
+        fused_optimizer=True, channels_last=True, compiled=True,
     )  # fmt: skip
     step = capture_in_child(f"{file}:fine", options)
-    assert step.inputs == ("0: float32[6,8]",)
+    assert step.inputs == ("0: float32[6,2,2,8]",)
     settings = step.settings
     assert (settings.amp, settings.tf32, settings.optimizer) == ("fp16", True, "adamw")
     assert settings.fused_optimizer
@@ -184,3 +186,103 @@ def _alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+# ---- files called like modules of the standard library -----------------------------------------
+
+_OWN = "import torch\ndef build():\n    return torch.nn.Linear(8, 8), (torch.zeros(4, 8),)\n"
+
+
+@pytest.mark.parametrize("name", ["random", "types", "select", "json", "statistics"])
+def test_a_file_may_be_called_like_a_module_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    assert capture_in_child(f"{name}.py:build", OPTIONS).model == f"{name}.py:build"
+
+
+def test_the_users_code_finds_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with ``python train.py``: what nothing has imported yet is theirs.
+    (tmp_path / "this.py").write_text(_OWN)
+    (tmp_path / "select.py").write_text("")
+    (tmp_path / "train.py").write_text("from this import build\n")
+    monkeypatch.chdir(tmp_path)
+    assert capture_in_child("train.py:build", OPTIONS).ops
+
+
+def test_a_module_that_python_has_is_told_from_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "select.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError) as caught:
+        capture_in_child("select:build", OPTIONS)
+    assert caught.value.hint == "select is a module that Python has, not your file: write select.py:build."
+
+
+def test_the_command_is_found_beside_such_a_file(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text(_OWN)
+    ran = subprocess.run(
+        [sys.executable, "-m", "tilefit", "check", "random.py:build", "--gpu", "h200"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(tilefit.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode < 2, ran.stderr
+    assert ran.stdout.startswith("random.py:build")
+
+
+# ---- more tokens than a configuration is for ---------------------------------------------------
+
+_SMALL = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def _of_config(folder: Path, seq: int | None, **values: object) -> Step:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**_SMALL, "intermediate_size": 16, "max_position_embeddings": 16, **values}))
+    return capture_target(f"hf:{path}", CaptureOptions(batch=2, seq=seq))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "most", "what"),
+    [
+        ("gpt2", 16, "row 16 of transformer.wpe.weight is looked up, and it has rows 0 to 15"),
+        ("opt", 16, "row 18 of model.decoder.embed_positions.weight"),
+        ("bert", 16, "The expanded size of the tensor"),
+        ("roberta", 14, "15 tokens are too long: the configuration is for at most 14 tokens"),
+    ],
+)
+def test_more_tokens_than_learned_positions_are_refused(
+    tmp_path: Path, model_type: str, most: int, what: str
+) -> None:
+    values = {"model_type": model_type, "pad_token_id": 1}
+    assert _of_config(tmp_path, None, **values).inputs[0] == f"input_ids: int64[2,{most}]"
+    with pytest.raises(TilefitError, match=what) as caught:
+        _of_config(tmp_path, most + 1, **values)
+    assert f"Take --seq {most} or less (max_position_embeddings of the configuration)" in caught.value.hint
+
+
+def test_inputs_that_were_made_are_named_where_the_model_wants_others(tmp_path: Path) -> None:
+    path = tmp_path / "odd_channels.py"
+    path.write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n    def forward(self, x):\n        return super().forward(x[:, :3])\n"
+        "build = lambda: Net(nn.Conv2d(4, 8, 3))\n"
+    )
+    with pytest.raises(CaptureError) as caught:
+        capture_target(f"{path}:build", CaptureOptions(batch=2, image_size=8))
+    assert caught.value.hint.startswith(
+        "The inputs were made for it here: 0: float32[2,4,8,8]. Where it wants"
+    )
+    with pytest.raises(CaptureError) as caught:
+        capture_target(f"{path}:build", CaptureOptions(inputs=("float32[2,4,8,8]",)))
+    assert caught.value.hint.startswith("Check the shapes and element types of the inputs (--input)")
+
+
+def test_rotary_positions_go_on_with_a_note(tmp_path: Path) -> None:
+    note = "Longer than trained for: the configuration is for at most 16 tokens (max_position_embeddings)."
+    assert note in _of_config(tmp_path, 17, model_type="llama").notes
+    assert note not in _of_config(tmp_path, 16, model_type="llama").notes

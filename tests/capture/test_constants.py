@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from capturing import captured, rows
 from tilefit.errors import CaptureError
@@ -86,3 +87,18 @@ def test_reading_a_constant_costs_nothing() -> None:
     assert [entry.name for entry in captured(run, rows(2, 3), train=False).ops] == [
         "aten.ones", "aten.all", "aten.exp",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("positions", [8, 9])
+def test_positions_beyond_their_table_are_refused(positions: int) -> None:
+    def run(self: Any, words: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(words.shape[1], device=words.device) + 2
+        return self.words(words) + self.places(at)
+
+    parts = {"words": nn.Embedding(4, 8), "places": nn.Embedding(10, 8)}
+    words = torch.empty((2, positions), dtype=torch.int64, device="meta")
+    if positions == 8:
+        assert captured(run, words, parts=parts).ops
+        return
+    with pytest.raises(CaptureError, match=r"row 10 of places\.weight is looked up, and it has rows 0 to 9"):
+        captured(run, words, parts=parts)

@@ -99,6 +99,24 @@ def test_a_transformer_layer_is_seen_whole_in_training_and_inference(train: bool
     assert len(_ops(step, Attention)) == (2 if train else 1)
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_transformer_encoder_with_padding_is_captured_in_inference(on_cpu: bool) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    step = captured(
+        lambda self, x, padding: self.encoder(x, src_key_padding_mask=padding),
+        torch.zeros(2, 16, 64),
+        torch.zeros(2, 16, dtype=torch.bool),
+        parts={"encoder": nn.TransformerEncoder(layer, 2)},
+        train=False,
+        on_cpu=on_cpu,
+    )
+    assert [op.m for op in _ops(step, Gemm)] == [32] * 8
+    assert len(_ops(step, Attention)) == 2
+    assert step.notes == (
+        "nn.TransformerEncoder computes padded tokens here; on a GPU it may leave them out.",
+    )
+
+
 RECURRENT: list[tuple[type[nn.Module], str, dict[str, Any]]] = [
     (nn.LSTM, "LSTM", {}),
     (nn.LSTM, "LSTM", {"bidirectional": True, "num_layers": 2}),

@@ -76,6 +76,11 @@ def test_inputs_may_be_one_tensor_a_tuple_or_a_mapping() -> None:
     assert capture(nn.Linear(8, 2), a, train=False).inputs == ("0: float32[4,8]",)
 
 
+def test_tensors_in_a_mapping_among_the_inputs_are_told() -> None:
+    step = captured(lambda self, batch: batch["x"] * 2, {"x": rows(2, 3), "count": 3}, train=False)
+    assert (step.inputs, step.batch) == (("0.x: float32[2,3]",), 2)
+
+
 def test_an_input_that_wants_a_gradient_gets_one() -> None:
     step = capture(nn.Linear(8, 2), torch.zeros(4, 8, requires_grad=True), optimizer="none")
     assert "backward-data" in {phase for phase, *_ in products(step)}
@@ -393,3 +398,42 @@ def test_the_batch_of_a_time_first_recurrent_model_is_not_its_length() -> None:
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(UsageError, match="of type int, which cannot be called"):
         capture(3, torch.empty(2))
+
+
+# ---- settings without effect -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"amp": "bf16"}, "--amp bf16 has no effect: step is a function"),
+        ({"optimizer": "sgd"}, "--optimizer sgd has no effect"),
+        ({"fused_optimizer": True}, "--fused-optimizer has no effect"),
+        ({"channels_last": True}, "--channels-last has no effect"),
+        ({"train": False}, "--infer .* has no effect"),
+    ],
+)
+def test_a_function_that_does_the_whole_step_is_not_told_how(settings: dict[str, Any], what: str) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+
+    def step() -> None:
+        model(torch.zeros(4, 8)).sum().backward()
+
+    assert not capture(step).settings.amp
+    with pytest.raises(UsageError, match=what):
+        capture(step, **settings)
+
+
+def test_a_function_that_trains_nothing_may_be_called_inference() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    step = capture(lambda: model(torch.zeros(4, 8)), train=False)
+    assert (step.settings.training, names(step)) == (False, ["zeros", "addmm"])
+
+
+def test_nhwc_is_refused_where_nothing_has_four_dimensions() -> None:
+    with pytest.raises(UsageError, match="--channels-last has no effect"):
+        capture(nn.Linear(8, 8), rows(4, 8), channels_last=True)
+    pooled = capture(nn.AvgPool2d(2), rows(2, 8, 4, 4), train=False, channels_last=True)
+    assert pooled.settings.channels_last

@@ -310,13 +310,28 @@ def test_inputs_are_what_the_model_takes(tmp_path: Path) -> None:
         ("torchvision:s3d", [(8, 3, 16, 224, 224)]),
         ("hf:timesformer", [(8, 8, 3, 224, 224)]),
         ("hf:audio-spectrogram-transformer", [(16, 1024, 128)]),
+        ("hf:dac", [(16, 1, 80000)]),
+        ("hf:depth_anything", [(64, 3, 224, 224)]),
+        ("hf:speech_to_text", [(16, 6000, 80), (16, 1024)]),
         ("hf:blip", [(64, 3, 384, 384), (64, 512)]),
+        (
+            "hf:git",
+            [(64, 3, 224, 224), (64, 1024)],
+        ),  # its text model sees the image's features before the words
+        ("hf:vilt", [(64, 3, 384, 384), (64, 40)]),
+        ("hf:smolvlm_vision", [(64, 3, 224, 224)]),  # says that it takes tokens, and does not
     ],
 )
 def test_clips_spectrograms_and_described_images(target: str, shapes: list[tuple[int, ...]]) -> None:
     inputs = _load(target, train=False).inputs
     tensors = inputs.values() if isinstance(inputs, dict) else inputs
     assert [tuple(t.shape) for t in tensors] == shapes
+
+
+def test_images_that_tokens_stand_for_are_left_out_and_that_is_said() -> None:
+    note = "The inputs are text alone: what the model does with images is left out."
+    for target, notes in (("hf:llava", (note,)), ("hf:git", ()), ("hf:gpt2", ())):
+        assert _load(target, batch=2, seq=8).notes == notes
 
 
 def test_positions_never_exceed_what_the_model_has(tmp_path: Path) -> None:

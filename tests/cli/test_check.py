@@ -107,7 +107,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
             "--batch",
             "4",
         ),
-        *("--seq", "128", "--image-size", "96", "--infer", "--amp", "fp16", "--tf32", "--optimizer", "sgd"),
+        *("--seq", "128", "--image-size", "96", "--amp", "fp16", "--tf32", "--optimizer", "sgd"),
         *("--fused-optimizer", "--channels-last", "--compile", "--on-cpu", "--timeout", "7"),
     )
     assert captured == [
@@ -118,7 +118,6 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
                 batch=4,
                 seq=128,
                 image_size=96,
-                train=False,
                 amp="fp16",
                 tf32=True,
                 optimizer="sgd",
@@ -130,6 +129,35 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
             7.0,
         )
     ]
+    tilefit("check", "m", "--gpu", "h200", "--infer")
+    assert captured[1][1] == CaptureOptions(train=False)
+
+
+@pytest.mark.parametrize("verb", ["check", "fix", "sweep", "profile", "curve"])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--infer", "--optimizer", "sgd"], "--optimizer has no effect: --infer runs no optimizer"),
+        (["--infer", "--fused-optimizer"], "--fused-optimizer has no effect: --infer runs no optimizer"),
+        (["--optimizer", "none", "--fused-optimizer"], "--fused-optimizer has no effect: --optimizer none"),
+    ],
+)
+def test_an_optimizer_is_not_described_where_none_runs(
+    tilefit, captured, verb: str, options: list[str], why: str
+) -> None:
+    over = {"sweep": ["--over", "batch=1,2"], "curve": ["--over", "batch"]}.get(verb, [])
+    ran = tilefit(verb, "m.py:f", "--gpu", "h200", *over, *options)
+    assert (ran.code, ran.out, captured) == (2, "", [])
+    assert ran.err.startswith(f"error: {why}")
+
+
+def test_a_step_of_very_many_operations_is_said_to_take_long(
+    tilefit, captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilefit.cli.check._MANY_OPS", 3)
+    assert tilefit("check", "m", "--gpu", "h200").err == ""  # it has three
+    monkeypatch.setattr("tilefit.cli.check._MANY_OPS", 2)
+    assert "the step has 3 operations" in tilefit("check", "m", "--gpu", "h200").err
 
 
 def test_defaults_are_a_training_step_as_pytorch_runs_it(tilefit, captured) -> None:

@@ -70,8 +70,8 @@ m       time   80 % interval          rate
     knee m     time          rate  best m     time          rate  dips
 TN      61  64.0 µs  32.0 TFLOP/s      64  64.0 µs  33.6 TFLOP/s     0
 
-TN: the rate falls right after 64, 128, 192
-TN: no size is slower than a larger one nearby.
+TN: the rate falls by at least 5 % right after 64, 128, 192
+TN: no dips (a size up to 25 % larger takes at least 5 % less time)
 
 Times: from the GPU's datasheet.\
 """)
@@ -124,13 +124,13 @@ do not overlap at 0 of 21.
 80 % interval of a predicted time, in the median: TN −50 to +100 %, NT −50 to
 +100 %.
 
-TN: sizes slower than a larger one
+TN: dips (a size up to 25 % larger takes at least 5 % less time)
 n        sizes  slowest  next n     time  speedup  kernels
 500–503      4   320 µs     504  64.0 µs    5.00x  sm80 -> sm90
 505–511      7   320 µs     512  64.0 µs    5.00x  sm80 -> sm90
 513–519      7   360 µs     520  72.0 µs    5.00x  sm80 -> sm90
 
-NT: sizes slower than a larger one
+NT: dips (a size up to 25 % larger takes at least 5 % less time)
 n        sizes  slowest  next n     time  speedup  kernels
 500–503      4   320 µs     504  64.0 µs    5.00x  sm80 -> sm90
 505–511      7   320 µs     512  64.0 µs    5.00x  sm80 -> sm90

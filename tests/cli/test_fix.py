@@ -54,6 +54,14 @@ def make_step():
 
     return step
 """
+_LOOP = """
+from torch.optim import SGD
+
+def train(model, x):
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+"""
 _ARGUMENTS = ("--gpu", "h200", "--amp", "bf16", "--fused-optimizer", "--select", "ALN,NTC003", "--no-verify")
 
 
@@ -238,3 +246,21 @@ def test_in_processes_of_its_own(tilefit, tmp_path: Path) -> None:
     assert ran.code == 1
     assert "loading" not in ran.out
     assert "Net(4096), torch.empty(16384, 2048)" in (tmp_path / "train.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("loop", "options", "optimizer"),
+    [
+        (_LOOP, (), "SGD"),
+        (_LOOP.replace("lr=0.1", "lr=0.1, fused=True"), (), "fused SGD"),
+        (_LOOP, ("--optimizer", "adamw"), "AdamW"),
+        (_LOOP + _LOOP.replace("SGD", "AdamW"), (), "AdamW"),  # which of the two is not known
+    ],
+)
+def test_a_model_is_priced_with_the_optimizer_of_its_own_files(
+    tilefit, script: Path, loop: str, options: tuple[str, ...], optimizer: str
+) -> None:
+    script.write_text(_SCRIPT.partition("\n\ndef make_step")[0] + loop)
+    options = ("--gpu", "h200", "--select", "NTC003", "--no-verify", *options)
+    ran = tilefit("fix", f"{script}:build", *options)
+    assert f" · {optimizer} · " in ran.out.splitlines()[1]

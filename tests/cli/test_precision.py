@@ -55,6 +55,20 @@ def test_an_option_behind_the_script_is_the_scripts_and_that_is_said(tilefit, sc
     assert "arguments ['--steps=2', '--unscale']" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--no-numerics", "--every", "5"], "--every has no effect: --no-numerics"),
+        (["--no-numerics", "--find-non-finite"], "--find-non-finite has no effect: --no-numerics"),
+        (["--find-non-finite", "--every", "5"], "--every has no effect: --find-non-finite"),
+    ],
+)
+def test_options_without_effect_are_refused(tilefit, script: Path, options: list[str], why: str) -> None:
+    ran = tilefit("precision", *options, str(script))
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"error: {why}")
+
+
 def test_a_healthy_script_is_nothing_wrong(tilefit, script: Path) -> None:
     ran = tilefit("precision", "--steps", "5", str(script), "--unscale", "--steps", "7")
     assert ran.code == 0

@@ -105,6 +105,7 @@ def test_best_batch_without_a_gpu(tilefit, model: str) -> None:
         (["--over", "compile=off,on", "--compile"], "compile varies, and --compile fixes it"),
         (["--over", "dtype=fp32,bf16", "--no-tf32"], "dtype varies, and --tf32 fixes it"),
         (["--over", "tensor_parallel=2", "--tensor-parallel", "4"], "--tensor-parallel fixes it"),
+        (["--over", "optimizer=sgd", "--infer"], "--over optimizer has no effect: --infer runs no optimizer"),
         (["--over", "batch=,"], "--over batch: no value is given"),
         (["--tensor-parallel", "two"], "--tensor-parallel: 'two' is neither a size nor a range"),
         (["--over", "batch=1,2", "--output-file", "a.svg"], "pictures are drawn by --plot"),

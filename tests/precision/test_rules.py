@@ -123,6 +123,15 @@ def test_a_loss_in_half_precision(dtype: str, autocast: bool, severity: str) -> 
     assert _severities("AMP011", event) == [severity]
 
 
+def test_a_loss_in_half_precision_is_told_in_plain_words() -> None:
+    (alarm,) = _alarms("AMP011", LossInHalf(operation="Mean", dtype="float16", autocast=True, scale=65536.0))
+    assert alarm.message == "the loss is computed in float16, not in float32 (by Mean)"
+    assert alarm.arithmetic == (
+        "float16 keeps 11 bits: the loss is rounded by up to 0.05 %",
+        "backward() starts from the loss scale, 65536, which is inf in float16: the largest number is 65504",
+    )
+
+
 @pytest.mark.parametrize(
     ("terms", "error", "severities"),
     [(63, None, []), (64, None, ["note"]), (64, 0.005, ["note"]), (64, 0.02, ["warning"])],

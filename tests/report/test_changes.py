@@ -144,6 +144,12 @@ def test_gpus_are_compared_each_with_itself(comparison: Comparison) -> None:
     first, second = comparison.reports
     pairs = changes(comparison, Comparison((second, first)))
     assert [(each.first.gpu, each.second.gpu) for each in pairs] == [("big", "big"), ("small", "small")]
+    assert [each.settings for each in pairs] == [(), ()]
+    # A GPU that only one of them has is told.
+    (pair,) = changes(comparison, first)
+    assert pair.settings == (f"{second.device.title} only in A: not compared",)
+    (pair,) = changes(second, comparison)
+    assert pair.settings == (f"{first.device.title} only in B: not compared",)
     # One report against another is a comparison of their GPUs.
     assert len(changes(first, second)) == 1
     with pytest.raises(UsageError, match="no GPU in common"):

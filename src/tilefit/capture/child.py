@@ -17,6 +17,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from tilefit import errors
@@ -24,6 +25,10 @@ from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
 
 _POLL_S = 0.02
+#: Where this package is, and what the child runs. Unlike ``-m``, ``-P -c`` does not search the current
+#: folder: a file of the user's called like a module of the standard library is not to take its place.
+_ROOT = str(Path(__file__).parents[2])
+_START = "import sys; sys.path.append(sys.argv[2]); from tilefit.capture.child import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,8 @@ def capture_target(target: str, options: CaptureOptions) -> Step:
 
 
 def _capture_target(target: str, options: CaptureOptions) -> Step:
-    from tilefit.capture.run import capture
+    from tilefit.capture.run import CHECK_INPUTS, capture
+    from tilefit.capture.semantic import SHORTER_INPUTS
     from tilefit.capture.targets import InputOptions, load
 
     device = "cpu" if options.on_cpu else "meta"
@@ -69,21 +75,26 @@ def _capture_target(target: str, options: CaptureOptions) -> Step:
             options.inputs, *sizes, options.train, device, options.arguments, options.varied
         )
         loaded = load(target, inputs)
-    return capture(
-        loaded.model,
-        loaded.inputs,
-        train=options.train,
-        amp=options.amp,
-        tf32=options.tf32,
-        optimizer=options.optimizer,
-        fused_optimizer=options.fused_optimizer,
-        channels_last=options.channels_last,
-        compiled=options.compiled,
-        on_cpu=options.on_cpu,
-        loss=loaded.loss,
-        name=loaded.name,
-        notes=loaded.notes,
-    )
+    try:
+        return capture(
+            loaded.model,
+            loaded.inputs,
+            train=options.train,
+            amp=options.amp,
+            tf32=options.tf32,
+            optimizer=options.optimizer,
+            fused_optimizer=options.fused_optimizer,
+            channels_last=options.channels_last,
+            compiled=options.compiled,
+            on_cpu=options.on_cpu,
+            loss=loaded.loss,
+            name=loaded.name,
+            notes=loaded.notes,
+        )
+    except CaptureError as error:
+        known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
+        error.hint = known.get(error.hint) or error.hint
+        raise
 
 
 @contextmanager
@@ -133,7 +144,7 @@ def captures_in_child(
     """
     with tempfile.TemporaryDirectory(prefix="tilefit-") as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tilefit.capture.child", folder],
+            [sys.executable, "-P", "-c", _START, folder, _ROOT],
             stdin=subprocess.PIPE,
             stdout=2,  # what the model prints must not mix with the report
             text=True,
@@ -193,6 +204,8 @@ def main() -> None:
     """The child's side."""
     request = json.load(sys.stdin)
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
+    # Before the user's folders come first on the path, for the same reason.
+    import_module("tilefit.capture.targets")
     sys.stdin = open(os.devnull)  # noqa: SIM115 - a model that asks for input must not wait for it
     for index, options in enumerate(request["options"]):
         try:
@@ -209,7 +222,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking PyTorch down module by module would take half a second
-
-
-if __name__ == "__main__":
-    main()

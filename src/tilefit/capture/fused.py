@@ -439,6 +439,15 @@ def dropout(mode: SemanticMode, x: torch.Tensor, p: float = 0.5, train: bool = T
     return torch.native_dropout(x, p, train)[0]
 
 
+def padding_is_last(mode: SemanticMode, *args: Any) -> bool:
+    """Whether padded tokens come last: then ``nn.TransformerEncoder`` leaves them out (nested tensors).
+
+    How many they are depends on values, so here it computes them, as it does where they are elsewhere.
+    """
+    mode.notes["nn.TransformerEncoder computes padded tokens here; on a GPU it may leave them out."] = None
+    return False
+
+
 #: Replacements by the name of the function PyTorch calls; each may return ``NotImplemented``.
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
@@ -450,6 +459,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "lstm_cell": _cell(2),
     "gru_cell": _cell(1),
     "dropout": dropout,
+    "_nested_tensor_from_mask_left_aligned": padding_is_last,
     "rms_norm": rms_norm,
     "_grouped_mm": grouped_mm,
     "grouped_mm": grouped_mm,

@@ -46,6 +46,8 @@ _ELSEWHERE = (
 )
 #: What to do where code depends on values.
 ON_CPU = "Capture with real data instead: --on-cpu (on_cpu=True), with a small batch."
+#: What to do where the model refuses its inputs.
+CHECK_INPUTS = "Check the shapes and element types of the inputs (--input), or the model itself."
 
 
 def capture(
@@ -73,7 +75,8 @@ def capture(
         model: A module; or a callable that does a whole step itself, whose ``inputs`` are its arguments.
         inputs: A tensor, a tuple of positional arguments or a mapping of keyword arguments. Only shapes
             and element types matter (with ``on_cpu``, the values too).
-        train: Include loss, backward and optimizer. Ignored for a step callable.
+        train: Include loss, backward and optimizer. A step callable does as it does: it is refused what
+            would say otherwise of these, of ``amp`` and of ``channels_last``.
         amp: ``"bf16"``, ``"fp16"`` (with the gradient scaler's work) or empty.
         tf32: Let fp32 products use TF32; None means PyTorch's defaults: convolutions yes, matrix products no.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or what makes one of a list of parameters.
@@ -89,7 +92,7 @@ def capture(
 
     Raises:
         CaptureError: The step needs what shapes cannot give, or the model itself fails; names the line.
-        UsageError: An option is not understood.
+        UsageError: An option is not understood, or has no effect.
     """
     if not callable(model):
         raise UsageError(
@@ -109,6 +112,17 @@ def capture(
         )
     device = "cpu" if on_cpu else "meta"
     is_module = isinstance(model, nn.Module)
+    function = "" if is_module else getattr(model, "__name__", type(model).__name__)
+    if function:
+        _refuse_settings(
+            {
+                f"--amp {amp}": bool(amp),
+                f"--optimizer {optimizer}": optimizer != "adamw",
+                "--fused-optimizer": fused_optimizer,
+                "--channels-last": channels_last,
+            },
+            function,
+        )
     inputs = on_device(inputs, device)
     if isinstance(model, nn.Module):
         model = copied(model, device)
@@ -125,6 +139,7 @@ def capture(
             call(model, inputs)
             session.check_something_ran()
     trained = train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
+    _refuse_settings({"--infer (train=False)": trained and not train}, function)
     settings = Settings(
         training=trained,
         amp=amp or session.amp_seen,
@@ -139,10 +154,23 @@ def capture(
     )
     return session.step(
         settings,
-        name or (type(model).__name__ if is_module else getattr(model, "__name__", "")),
+        name or function or type(model).__name__,
         inputs,
         notes,
     )
+
+
+def _refuse_settings(given: Mapping[str, bool], name: str) -> None:
+    """Refuse settings of a model's step for a function, which makes its own.
+
+    Raises:
+        UsageError: one was given.
+    """
+    for setting in (setting for setting, is_given in given.items() if is_given):
+        raise UsageError(
+            f"{setting} has no effect: {name} is a function that does the whole step itself",
+            hint="Leave it out, and say it in the function; or give a factory that returns (model, inputs).",
+        )
 
 
 class _Session:
@@ -244,7 +272,7 @@ class _Session:
         return CaptureError(
             f"the model raised {type(error).__name__}: {text}",
             where=where,
-            hint="Check the shapes and element types of the inputs (--input), or the model itself.",
+            hint=CHECK_INPUTS,
         )
 
     def _adopt(self, prefix: str, model: nn.Module) -> None:
@@ -335,7 +363,7 @@ class _Session:
             parameters=parameters,
             modules=dict(self.sites.classes),
             model=name,
-            notes=(*notes, *self.notes),
+            notes=(*notes, *self.notes, *self.semantic.notes),
         )
 
 
@@ -533,6 +561,15 @@ def _materialised(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _to_channels_last(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
+    """The model and the images among its inputs in NHWC.
+
+    Raises:
+        UsageError: there is nothing to convert.
+    """
+    if all(tensor.dim() != 4 for tensor in (*model.parameters(), *model.buffers(), *tensors(inputs))):
+        raise UsageError(
+            "--channels-last has no effect: no weight and no input has four dimensions", hint="Leave it out."
+        )
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def convert(leaf: Any) -> Any:
@@ -553,6 +590,9 @@ def describe_inputs(inputs: Any) -> Iterator[str]:
         else [(str(i), v) for i, v in enumerate(inputs or ())]
     )
     for name, value in named:
+        if isinstance(value, Mapping):
+            yield from describe_inputs({f"{name}.{key}": each for key, each in value.items()})
+            continue
         several = isinstance(value, (list, tuple))
         first = next(tensors(value), None) if several else value
         if isinstance(first, torch.Tensor):

@@ -26,6 +26,10 @@ from tilefit.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+#: More indices are of pairs of tokens (relative positions, by their distance), and take memory to compute.
+_MOST_POSITIONS = 1 << 20
+#: What to do where a table of positions ends.
+SHORTER_INPUTS = "Take shorter inputs (--seq N), or give the model a longer table of positions."
 
 
 def _not_overridden(*args: Any) -> bool:
@@ -48,6 +52,8 @@ class SemanticMode(TorchFunctionMode):
         self.constants = Constants()
         #: How often code asked for the value of a tensor.
         self.values_read = 0
+        #: What was assumed, each once.
+        self.notes: dict[str, None] = {}
         self._empty = False
         self._copies: dict[FunctionType, FunctionType] = {}
         self._calling: list[FunctionType] = []
@@ -65,6 +71,8 @@ class SemanticMode(TorchFunctionMode):
             kwargs = {**kwargs, "device": self._real_device(kwargs["device"])}
         if self.autocast.enabled:
             args, kwargs = self.autocast.cast_arguments(name, args, kwargs)
+        if name == "embedding" and self.device.type == "meta":
+            self._check_lookup(*args[:2])
         replacement = fused.REPLACEMENTS.get(name)
         if replacement is not None:
             with self:
@@ -97,6 +105,25 @@ class SemanticMode(TorchFunctionMode):
             with torch._C.DisableTorchFunction(), self.recorder.silent():
                 for gradient in gradients:
                     gradient.zero_()
+
+    def _check_lookup(self, table: torch.Tensor, indices: torch.Tensor) -> None:
+        """Refuse to look up rows that a table has not, where they are known: positions, not words.
+
+        Raises:
+            CaptureError: the largest index is beyond the table.
+        """
+        if indices.numel() > _MOST_POSITIONS:
+            return
+        with torch._C.DisableTorchFunction(), self.recorder.silent():
+            known = self.constants.value(indices)
+        largest = int(known.max()) if known is not None and known.numel() else 0
+        if largest >= len(table):
+            name = self.recorder.reference(table).parameter or "an embedding"
+            raise CaptureError(
+                f"row {largest} of {name} is looked up, and it has rows 0 to {len(table) - 1}: with data "
+                "this is an index error",
+                hint=SHORTER_INPUTS,
+            )
 
     def _call_entered(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch that is written in Python so that what it calls is seen too."""

@@ -22,7 +22,7 @@ from tilefit.capture import detection
 from tilefit.capture.autocast import constructible
 from tilefit.capture.inputs import make, parse_inputs
 from tilefit.capture.packages import package_of
-from tilefit.capture.run import ON_CPU
+from tilefit.capture.run import ON_CPU, describe_inputs
 from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers, tolerated
 from tilefit.errors import CaptureError, TargetError, TilefitError, UsageError
@@ -36,6 +36,8 @@ DEFAULT_IMAGE_SIZE = 224
 DEFAULT_CLIP_BATCH = 8
 FRAMES = 16
 RESNET_CLIP_SIZE = 112
+#: Of a spectrogram: ten seconds at a hundred frames each.
+DEFAULT_FRAMES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Target:
         name: What to call it.
         loss: Makes the loss of the output, where the model does not.
         notes: What was assumed.
+        hint: What to do where the model refuses its inputs; empty where nothing is known.
+        shorter: What to do where it has no positions for so many tokens; likewise.
     """
 
     model: nn.Module | Callable[..., Any]
@@ -55,6 +59,8 @@ class Target:
     name: str
     loss: Callable[[Any], torch.Tensor] | None = None
     notes: tuple[str, ...] = ()
+    hint: str = ""
+    shorter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +137,11 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
     if factory is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(factory_name, names, 1)
-        raise TargetError(
-            f"{path} has no {factory_name!r}",
-            hint=f"Did you mean {near[0]!r}?" if near else f"It has: {_listed(names)}.",
-        )
+        hint = f"Did you mean {near[0]!r}?" if near else f"It has: {_listed(names)}."
+        own = Path(f"{path.replace('.', os.sep)}.py")
+        if own.is_file() and not own.samefile(getattr(module, "__file__", None) or os.devnull):
+            hint = f"{path} is a module that Python has, not your file: write {own}:{factory_name}."
+        raise TargetError(f"{path} has no {factory_name!r}", hint=hint)
     arguments = _named(options.arguments, _parameters(factory), f"{path}:{factory_name}")
     if isinstance(factory, nn.Module):
         made: Any = factory
@@ -143,6 +150,7 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
     else:
         raise TargetError(f"{factory_name!r} is a {type(factory).__name__}, not a callable", where=path)
     inputs: Any = None
+    hint = ""
     if isinstance(made, tuple):
         if len(made) != 2:
             raise TargetError(
@@ -161,9 +169,11 @@ def _user_factory(path: str, factory_name: str, options: InputOptions) -> Target
         inputs = parse_inputs(options.specs, options.device)
     elif inputs is None and isinstance(made, nn.Module):
         inputs = _inputs_by_signature(made, options, path)
+        hint = _others(inputs)
     else:
         options.refuse_sizes(f"{factory_name} makes the inputs itself")
-    return Target(made, inputs, f"{Path(path).name if path.endswith('.py') else path}:{factory_name}")
+    name = f"{Path(path).name if path.endswith('.py') else path}:{factory_name}"
+    return Target(made, inputs, name, hint=hint)
 
 
 def _import_file(path: Path) -> Any:
@@ -402,7 +412,8 @@ def _image_target(
     options.refuse_sizes("images have no tokens", ["seq"])
     batch = options.batch or (DEFAULT_CLIP_BATCH if frames else DEFAULT_IMAGE_BATCH)
     shape = (batch, channels, *([frames] if frames else []), size, size)
-    return Target(model, (make(shape, torch.float32, options.device),), name, _image_loss)
+    inputs = (make(shape, torch.float32, options.device),)
+    return Target(model, inputs, name, _image_loss, hint=_others(inputs))
 
 
 def _image_loss(output: Any) -> torch.Tensor:
@@ -433,6 +444,7 @@ _HEADS = (
     "AutoModelForSequenceClassification",
     "AutoModelForSemanticSegmentation",
     "AutoModelForObjectDetection",
+    "AutoModelForDepthEstimation",
     "AutoModel",
 )
 #: What a model may call its main input: tokens, images, a spectrogram, a waveform.
@@ -471,9 +483,23 @@ def _transformers(name: str, options: InputOptions) -> Target:
     if options.specs:
         return Target(model, parse_inputs(options.specs, options.device), f"hf:{name}")
     inputs = _transformers_inputs(model, config, mapping, options)
-    if mapping == "AutoModelForImageTextToText" and "pixel_values" not in inputs:
+    limit = _Limit.of(model, config)
+    shorter = limit.hint if 0 < limit.tokens < (options.seq or 0) else ""
+    if shorter:
+        notes.append(f"Longer than trained for: {limit}.")
+    if "pixel_values" in inspect.signature(model.forward).parameters.keys() - inputs.keys():
         notes.append("The inputs are text alone: what the model does with images is left out.")
-    return Target(model, inputs, f"hf:{name}", notes=tuple(notes))
+    hint = shorter or _others(inputs)
+    return Target(model, inputs, f"hf:{name}", notes=tuple(notes), hint=hint, shorter=shorter)
+
+
+def _others(inputs: Mapping[str, Any] | tuple[Any, ...]) -> str:
+    """What to do where a model does not take the inputs that were made for it."""
+    return (
+        f"The inputs were made for it here: {'; '.join(describe_inputs(inputs))}. Where it wants others, "
+        'give each of them: --input "name: type[sizes]"; or return (model, inputs) from a factory: '
+        "file.py:factory."
+    )
 
 
 def _silent(*args: Any, **kwargs: Any) -> None:
@@ -556,28 +582,28 @@ def _kind_of(transformers: Any, config: Any, cls: Any) -> str:
 
 def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptions) -> dict[str, Any]:
     """Inputs by the model's own main input name, and labels for its head."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = next(
-        (
-            getattr(text, key)
-            for key in ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx")
-            if isinstance(getattr(text, key, None), int) and getattr(text, key) > 2
-        ),
-        DEFAULT_SEQUENCE,
-    )
-    if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet"):
-        longest -= 2  # positions start behind the padding index
-    seq = options.seq or min(DEFAULT_SEQUENCE, longest)
+    limit = _Limit.of(model, config)
+    seq = options.seq or min(DEFAULT_SEQUENCE, limit.tokens or DEFAULT_SEQUENCE)
+    if limit.starts_behind_padding and seq > limit.tokens:
+        raise TargetError(f"{seq} tokens are too long: {limit}", hint=limit.hint)
+    arguments = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
+    if main not in arguments and "pixel_values" in arguments:
+        main = "pixel_values"  # a part of a larger model, which does not say so
     if main not in _INPUTS:
         raise UsageError(
             f"the model's input is called {main}, and what it holds is not known here",
             hint=f'Say it: --input "{main}: float32[…]", and the labels in the same way, or --infer.',
         )
-    arguments = inspect.signature(model.forward).parameters
     compares = head in _COMPARING  # images with texts
-    describes = head == "AutoModelForImageTextToText" and main == "pixel_values" and "input_ids" in arguments
-    sees = compares or main == "pixel_values"
+    # Where tokens stand for images, which ones do depends on values.
+    beside = "pixel_values" in arguments and not any("image_token" in name for name in vars(config))
+    describes = (
+        (compares or head == "AutoModelForImageTextToText")
+        and main == "pixel_values"
+        and "input_ids" in arguments
+    )
+    sees = compares or main == "pixel_values" or (beside and head != "AutoModelForImageTextToText")
     writes = options.train and head in _WRITING and "labels" in arguments
     decodes = (
         not options.train
@@ -598,15 +624,13 @@ def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptio
         shape = (batch, *clip, channels, *_sides(config, options.image_size))
         inputs["pixel_values"] = make(shape, torch.float32, options.device)
     if main == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 1500)
-        inputs[main] = make(
-            (batch, getattr(config, "num_mel_bins", 80), frames), torch.float32, options.device
-        )
-        seq = min(seq, longest)
+        inputs[main] = make((batch, *_spectrogram(config)), torch.float32, options.device)
     elif main == "input_values":
         bins = getattr(config, "num_mel_bins", None)  # of a spectrogram; a waveform has none
         length = options.seq or (config.max_length if bins else 16000 * 5)
         sizes = (batch, length, bins) if bins else (batch, length)
+        if hasattr(config, "codebook_size"):  # a codec of sound, which may have several channels
+            sizes = (batch, getattr(config, "audio_channels", 1), length)
         inputs[main] = make(sizes, torch.float32, options.device)
     elif main != "pixel_values" or describes:
         inputs["input_ids" if describes else main] = make((batch, seq), torch.int64, options.device)
@@ -625,6 +649,53 @@ def _transformers_inputs(model: Any, config: Any, head: str, options: InputOptio
     elif options.train and head.endswith("Classification"):
         inputs["labels"] = make((batch,), torch.int64, options.device)
     return inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The most tokens that a transformers model is for.
+
+    Attributes:
+        tokens: How many; 0 where the configuration does not say.
+        name: What the configuration calls it.
+        starts_behind_padding: Positions are counted from the tokens' values, behind the row of padding.
+    """
+
+    tokens: int = 0
+    name: str = ""
+    starts_behind_padding: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Any) -> _Limit:
+        """The limit of a model by its configuration and its table of positions."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        for name in ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"):
+            rows = getattr(text, name, None)
+            if isinstance(rows, int) and rows > 2:
+                tables = (m for path, m in model.named_modules() if "position" in path)
+                own = (m for m in tables if isinstance(m, nn.Embedding) and m.num_embeddings == rows)
+                first = next((m.padding_idx + 1 for m in own if m.padding_idx is not None), 0)
+                return cls(rows - first, name, first > 0)
+        return cls()
+
+    def __str__(self) -> str:
+        return f"the configuration is for at most {self.tokens} tokens ({self.name})"
+
+    @property
+    def hint(self) -> str:
+        """What to do with more."""
+        return (
+            f"Take --seq {self.tokens} or less ({self.name} of the configuration), or set it in a "
+            "config.json and check that: hf:config.json."
+        )
+
+
+def _spectrogram(config: Any) -> tuple[int, int]:
+    """Bins and frames of the spectrograms a configuration is for, in the order the model takes them."""
+    for name in ("input_feat_per_channel", "feature_projection_input_dim"):
+        if bins := getattr(config, name, 0):
+            return getattr(config, "max_source_positions", DEFAULT_FRAMES), bins
+    return getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
 
 
 def _sides(config: Any, asked: int | None) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.step_options import codes
 
 _RULES = "Rules"
+#: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
+_MANY_OPS = 100_000
 
 
 def check(
@@ -79,7 +81,12 @@ def check(
     split = Split(tensor_parallel, pipeline_parallel, data_parallel, micro_batches)
     if not split.is_trivial:
         step = rank_step(plan(step, split), devices)
-    with output.progress("Looking for waste"):
+    if len(step.ops) > _MANY_OPS:
+        output.note(
+            f"the step has {len(step.ops):,} operations, as a loop over tokens or time steps makes them: "
+            "looking for waste takes minutes; a shorter input (--seq) takes less"
+        )
+    with output.progress(f"Looking for waste in {len(step.ops):,} operations"):
         document = assess(
             step,
             devices,

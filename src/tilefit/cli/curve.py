@@ -128,6 +128,7 @@ def linear(
 
 @app.command()
 def target(
+    context: typer.Context,
     target: step_options.Target,
     batch: Annotated[str | None, typer.Option(metavar="N", help="Samples, or a range.")] = None,
     seq: Annotated[str | None, typer.Option(metavar="N", help="Tokens per sample, or a range.")] = None,
@@ -177,6 +178,7 @@ def target(
     Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
     interpolated where the step allows it; the other sizes are captured one by one.
     """
+    step_options.refuse_optimizer(context)
     where = destination(output_format, output_file, plot)
     named = {"batch": batch, "seq": seq, "image_size": image_size, "hidden": hidden, "vocab": vocab}
     over = over.replace("-", "_") if over else None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from tilefit import units
 from tilefit.cli import output
-from tilefit.cost.curve import Curve, Point
+from tilefit.cost.curve import LEAST_GAIN, Curve, Point
+from tilefit.cost.explain import MOST_GROWTH
 from tilefit.cost.lookup import title as source_of
 from tilefit.report import text as words
 from tilefit.report.plot import Line, Row, braille, ceiling, svg
@@ -29,6 +30,7 @@ _ROWS = 8
 _DIPS = 8
 _STEPS = 8
 _WIDEST = 100
+_DIP = f"a size up to {100 * MOST_GROWTH:.0f} % larger takes at least {100 * LEAST_GAIN:.0f} % less time"
 _COLORS = ("cyan", "green")
 
 
@@ -364,10 +366,12 @@ def _found(over: str, curve: Curve) -> list[RenderableType]:
     if curve.steps:
         named = ", ".join(str(point.size) for point in curve.steps[:_STEPS])
         rest = f" and {len(curve.steps) - _STEPS} more" if len(curve.steps) > _STEPS else ""
-        parts.append(Text(f"{name}: the rate falls right after {named}{rest}"))
+        parts.append(
+            Text(f"{name}: the rate falls by at least {100 * LEAST_GAIN:.0f} % right after {named}{rest}")
+        )
     if not curve.dips:
-        return [*parts, Text(f"{name}: no size is slower than a larger one nearby.", "green")]
-    parts += [Text(f"{name}: sizes slower than a larger one", "bold"), _dips(over, curve)]
+        return [*parts, Text(f"{name}: no dips ({_DIP})", "green")]
+    parts += [Text(f"{name}: dips ({_DIP})", "bold"), _dips(over, curve)]
     if (more := len(curve.dips) - _DIPS) > 0:
         parts.append(Text(f"and {more} more; --output-format json lists them all", "dim"))
     return parts

@@ -154,6 +154,8 @@ def fix(
         per_module_ignores=settled.per_module_ignores,
         min_gain=min_gain if min_gain is not None else settled.min_gain,
         timeout_s=timeout,
+        own_optimizer=train
+        and not any(step_options.given(context, name) for name in ("optimizer", "fused_optimizer")),
     )
     outcome = replace(_outcome(target, options, wishes), source_wanted=diff or write)
     if write:
@@ -169,7 +171,8 @@ def fix(
 
 @dataclass(frozen=True, kw_only=True)
 class _Wishes:
-    """What the user wants to be fixed, and how."""
+    """What the user wants to be fixed, and how; with the optimizer of their own program where no option names
+    one."""
 
     gpu: Gpu
     level: str
@@ -180,6 +183,7 @@ class _Wishes:
     per_module_ignores: Mapping[str, Sequence[str]]
     min_gain: float | None
     timeout_s: float
+    own_optimizer: bool
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -238,13 +242,19 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
         step = fuse(step) if step.settings.compiled else step
         return Context(step, wishes.gpu, estimate_step(step, wishes.gpu))
 
-    context = priced(step)
-    findings = find(context)
     sizes = (options.batch, options.seq, options.image_size)
     real = options.on_cpu or wishes.measure
     inputs = InputOptions(options.inputs, *sizes, options.train, "cpu" if real else "meta")
     with output.progress("Choosing fixes"), redirect_stdout(sys.stderr):
         program = Program(target, inputs)
+        own = _with_own_optimizer(program, options, wishes)
+    if own != options:
+        options = own
+        with output.progress(f"Capturing {target} with its own optimizer"):
+            step = capture_in_child(target, options, wishes.timeout_s)
+    context = priced(step)
+    findings = find(context)
+    with output.progress("Choosing fixes"), redirect_stdout(sys.stderr):
         plan = _plan(program, options, wishes, min_gain)
     patches = Patches()
     if has_source(target):
@@ -269,6 +279,17 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
         fuses=fuses,
         place=program.built_at,
     )
+
+
+def _with_own_optimizer(program: Program, options: CaptureOptions, wishes: _Wishes) -> CaptureOptions:
+    """The options with the optimizer that the user's files make for a model; a function runs its own."""
+    from torch import nn
+
+    from tilefit.fixes.source.optimizer import optimizer_of
+    from tilefit.fixes.source.program import has_source
+
+    is_models = isinstance(program.loaded.model, nn.Module) and has_source(program.target)
+    return replace(options, **optimizer_of(program)) if wishes.own_optimizer and is_models else options
 
 
 def _plan(program: Program, options: CaptureOptions, wishes: _Wishes, min_gain: float) -> Plan | None:

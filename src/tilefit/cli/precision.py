@@ -61,6 +61,10 @@ def precision(
     """
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
+    if not numerics:
+        step_options.refuse(context, ("every", "find_non_finite"), "--no-numerics looks at no step closely")
+    if find_non_finite:
+        step_options.refuse(context, ["every"], "--find-non-finite looks at every step")
     step_options.note_misplaced(context, str(script), arguments or ())
     from tilefit.precision.script import run_script
     from tilefit.precision.watching import Watch

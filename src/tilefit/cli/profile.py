@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,13 +43,6 @@ def _is_script(text: str) -> bool:
 
 def _is_trace(text: str) -> bool:
     return text.endswith(_TRACES) and not text.startswith("hf:")
-
-
-def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
-    """Options that would have no effect are not ignored."""
-    for name in names:
-        if step_options.given(context, name):
-            raise UsageError(f"{step_options.spelled(name)} has no effect: {why}", hint="Leave it out.")
 
 
 def profile(
@@ -159,14 +151,14 @@ def profile(
         )
     error: TilefitError | None = None
     if _is_trace(target):
-        _refuse(context, (*_OF_MODELS, *_OF_RUNS), "a trace tells which steps it is of")
+        step_options.refuse(context, (*_OF_MODELS, *_OF_RUNS), "a trace tells which steps it is of")
         from tilefit.profiling.imported import Imported
 
         with output.progress(f"Reading {target}"):
             run: Imported | Profile = Imported(Path(target), gpu, **rules)
             document = run.report
     elif _is_script(target):
-        _refuse(context, _OF_MODELS, "a script makes its own steps")
+        step_options.refuse(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments or ())
         run, error = _script(Path(target), list(arguments or ()), gpu, steps, skip, plain, rules)
         if error is not None and not run.profiled:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
     from tilefit.capture.child import CaptureOptions
@@ -121,10 +123,38 @@ def given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Options that would have no effect are not ignored.
+
+    Raises:
+        UsageError: one of them was given; says ``why`` it is of no use.
+    """
+    for name in names:
+        if given(context, name):
+            raise UsageError(f"{spelled(name)} has no effect: {why}", hint="Leave it out.")
+
+
+def refuse_optimizer(context: typer.Context) -> None:
+    """Refuse what is said of an optimizer where none runs.
+
+    Raises:
+        UsageError: something is.
+    """
+    if not context.params["train"]:
+        refuse(context, ("optimizer", "fused_optimizer"), "--infer runs no optimizer")
+    if context.params["optimizer"] == "none":
+        refuse(context, ["fused_optimizer"], "--optimizer none runs no optimizer")
+
+
 def capture_options(context: typer.Context) -> CaptureOptions:
-    """How the step is to be captured, as the options of a command say."""
+    """How the step is to be captured, as the options of a command say.
+
+    Raises:
+        UsageError: one of them would have no effect.
+    """
     from tilefit.capture.child import CaptureOptions
 
+    refuse_optimizer(context)
     asked = context.params
     same = ("batch", "seq", "image_size", "train", "tf32", "optimizer", "fused_optimizer", "channels_last")
     return CaptureOptions(

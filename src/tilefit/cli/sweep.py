@@ -111,7 +111,7 @@ def sweep(
     where = destination(output_format, output_file, plot)
     splits = (tensor_parallel, pipeline_parallel, data_parallel, micro_batches)
     axes = read_axes(over or ())
-    _none_fixed(context, axes)
+    _check_settings(context, axes)
     for name, text in zip(SPLITS, splits, strict=True):
         if text is not None:
             axes.append(read_axis(name, text, step_options.spelled(name)))
@@ -231,7 +231,8 @@ def _run(
         raise KeyboardInterrupt
 
 
-def _none_fixed(context: typer.Context, axes: Iterable[Axis]) -> None:
+def _check_settings(context: typer.Context, axes: Iterable[Axis]) -> None:
+    """Refuse what is both fixed and varied, and an optimizer varied where none runs."""
     for axis in axes:
         for name in ("amp", "tf32") if axis.name == "dtype" else (axis.name,):
             if step_options.given(context, name):
@@ -240,6 +241,11 @@ def _none_fixed(context: typer.Context, axes: Iterable[Axis]) -> None:
                     f"{axis.name} varies, and {option} fixes it",
                     hint=f"Leave out {option}, or --over {axis.name}.",
                 )
+        if axis.name in ("optimizer", "fused_optimizer") and not context.params["train"]:
+            raise UsageError(
+                f"--over {axis.name.replace('_', '-')} has no effect: --infer runs no optimizer",
+                hint="Leave it out.",
+            )
 
 
 def _batches(axes: list[Axis]) -> list[Axis]:

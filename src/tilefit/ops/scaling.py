@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 from tilefit.errors import UsageError
@@ -35,6 +36,12 @@ def scale_batch(step: Step, factor: float) -> Step:
     shapes = _shapes(step.parameters)
     fixed: set[int] = set()
     known: dict[tuple[object, ...], Op] = {}
+    # A step has many operations and few different shapes.
+    larger = cache(lambda shape: _larger(shape, factor))
+
+    def scaled_ref(ref: TensorRef) -> TensorRef:
+        return ref if _stays(ref, fixed) else TensorRef(ref.id, larger(ref.shape), ref.dtype, ref.parameter)
+
     ops = []
     for entry in step.ops:
         reads = _shares(entry.inputs, fixed)
@@ -46,11 +53,8 @@ def scale_batch(step: Step, factor: float) -> Step:
         scaled = known.get(key)
         if scaled is None:
             scaled = known[key] = _scaled(entry, factor, reads, writes, grows)
-        inputs, outputs = (
-            tuple(ref if _stays(ref, fixed) else _larger(ref, factor) for ref in refs)
-            for refs in (entry.inputs, entry.outputs)
-        )
-        ops.append(replace(entry, op=scaled, inputs=inputs, outputs=outputs))
+        inputs, outputs = (tuple(map(scaled_ref, refs)) for refs in (entry.inputs, entry.outputs))
+        ops.append(StepOp(scaled, entry.phase, entry.site, entry.name, inputs, outputs, entry.recomputed))
     return replace(
         step,
         ops=tuple(ops),
@@ -78,10 +82,9 @@ def _times(size: int, factor: float) -> int:
     return max(1, round(size * factor))
 
 
-def _larger(ref: TensorRef, factor: float) -> TensorRef:
-    axis = next((i for i, size in enumerate(ref.shape) if not size * factor % 1), 0)
-    shape = (*ref.shape[:axis], _times(ref.shape[axis], factor), *ref.shape[axis + 1 :])
-    return TensorRef(ref.id, shape, ref.dtype, ref.parameter)
+def _larger(shape: tuple[int, ...], factor: float) -> tuple[int, ...]:
+    axis = next((i for i, size in enumerate(shape) if not size * factor % 1), 0)
+    return (*shape[:axis], _times(shape[axis], factor), *shape[axis + 1 :])
 
 
 def _scaled_input(text: str, batch: int, factor: float) -> str:

@@ -54,7 +54,8 @@ class Changes:
 
     Attributes:
         first, second: The reports.
-        settings: What is different about the steps and what the times rest on, a phrase each.
+        settings: What is different about the steps, what the times rest on, and the GPUs that only one of two
+            comparisons has, a phrase each.
         ops: The operations whose time changed, the largest change first. Their changes add up to that of the
             GPU's time.
         gone, new: Findings that only the first report has, and only the second.
@@ -87,16 +88,23 @@ def changes(first: Document, second: Document) -> list[Changes]:
     pairs = [(report, by_gpu[report.gpu]) for report in first.reports if report.gpu in by_gpu]
     if not pairs:
         raise UsageError("the two reports have no GPU in common", hint="Check for the same GPUs.")
-    return [_changes(*pair) for pair in pairs]
+    common = {report.gpu for report, _ in pairs}
+    alone = [
+        f"{text.plain(report.device.title)} only in {side}: not compared"
+        for side, document in (("A", first), ("B", second))
+        for report in document.reports
+        if report.gpu not in common
+    ]
+    return [_changes(*pair, alone) for pair in pairs]
 
 
-def _changes(first: Report, second: Report) -> Changes:
+def _changes(first: Report, second: Report, alone: Sequence[str] = ()) -> Changes:
     before = {(finding.code, finding.module) for finding in first.findings}
     after = {(finding.code, finding.module) for finding in second.findings}
     return Changes(
         first,
         second,
-        tuple(_settings(first, second)),
+        (*_settings(first, second), *alone),
         tuple(_ops(first, second)),
         tuple(finding for finding in first.findings if (finding.code, finding.module) not in after),
         tuple(finding for finding in second.findings if (finding.code, finding.module) not in before),

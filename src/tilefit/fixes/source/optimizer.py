@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import libcst as cst
 
+from tilefit.capture.optimizer import OPTIMIZERS
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, SourceFix, keyword, lines, with_argument
 from tilefit.fixes.source.file import Edit
@@ -44,6 +47,20 @@ class FusedOptimizer(SourceFix):
         if not edits:
             raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
         return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
+
+
+def optimizer_of(program: Program) -> dict[str, Any]:
+    """The options of a capture that say which optimizer the program makes; none where that is not clear."""
+    try:
+        calls, _ = _constructors(program)
+    except RefusedError:
+        return {}
+    names = {name.rpartition(".")[2].lower() for syntax, call in calls for name in syntax.means(call.func)}
+    if len(names) != 1 or not names <= OPTIMIZERS.keys():
+        return {}
+    fused = [(syntax, keyword(call, "fused")) for syntax, call in calls]
+    is_fused = all(each is not None and syntax.code(each.value) == "True" for syntax, each in fused)
+    return {"optimizer": names.pop(), "fused_optimizer": is_fused}
 
 
 def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool]:
