@@ -44,10 +44,10 @@ import recurrent_peers
 import torch
 from recurrent_common import DTYPES, NAMES, Row, Setting, backend_of, copied, geomean, problems, runs
 
+from tilefit.cost.recurrent_times import CUDNN, PERSISTENT
+from tilefit.cost.recurrent_times import Row as TableRow
 from tilefit.errors import TilefitError
 from tilefit.nn import convert
-from tilefit.rnn.dispatch import CUDNN, PERSISTENT
-from tilefit.rnn.dispatch import Row as TableRow
 
 STEPS = 256
 HIDDEN = (256, 512, 768, 1024, 1536, 2048)
@@ -88,7 +88,7 @@ def grid(setting: Setting, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-TABLE = Path(__file__).parent.parent / "src" / "tilefit" / "rnn" / "data" / "h200.json"
+TABLE = Path(__file__).parent.parent / "src" / "tilefit" / "cost" / "data" / "recurrent" / "h200.json"
 
 
 def provenance(on_gpu: bool) -> dict[str, object]:

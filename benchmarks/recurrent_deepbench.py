@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from recurrent_common import DTYPES, NAMES, Row, Setting, backend_of, geomean, problems, runs, table
 
+from tilefit.cost.recurrent_times import Row as TableRow
 from tilefit.measure.suites import deepbench_rnn
 from tilefit.ops import FORWARD, Recurrent
-from tilefit.rnn.dispatch import Row as TableRow
 
 BUDGET_S = 34.0
 _CELLS = {"RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}

@@ -414,6 +414,23 @@ def applied(code: str, measured: Result) -> Iterator[str]:
         yield measured.provenance
 
 
+def converted(measured: Result) -> Iterator[str]:
+    rows = [
+        (
+            f"{row['model']}, {row['variant']}, {row['dtype']}",
+            f"{row['baseline_ms']:.1f}",
+            f"{row['tilefit_ms']:.1f}",
+            f"{row['baseline_ms'] / row['tilefit_ms']:.2f}",
+        )
+        for row in measured.data["models"]
+        if row["baseline"] == "torch"
+    ]
+    yield "Training steps of models under autocast, by `torch.nn` and by `tilefit.nn`, in ms:"
+    yield table("model | torch.nn | tilefit.nn | times as fast", rows)
+    yield "Single layers: [recurrent layers](../recurrent.md#measured)."
+    yield measured.provenance
+
+
 def _questions(page: Callable[[Result], Iterator[str]]) -> Callable[[], Iterator[str]]:
     return lambda: page(result("deepbench_h200.json"))
 
@@ -430,6 +447,7 @@ _MEASURED: dict[str, Callable[[], Iterator[str]]] = {
     "LAY003": _questions(twins),
     "NTC001": lambda: compiled(result("whole_steps.json"), result("whole_steps_compiled.json")),
     "PRC002": _questions(half_over_tf32),
+    "RNN003": lambda: converted(result("recurrent_h200.json")),
 }
 
 

@@ -357,6 +357,11 @@ def rnn001():
     return nn.LSTM(1024, 1024), torch.empty(256, 12, 1024)
 
 
+@case("--amp bf16")
+def rnn003():
+    return nn.LSTM(1024, 1024, num_layers=2), torch.empty(256, 8, 1024)
+
+
 @case("")
 def rnn002():
     class Loop(nn.Module):

@@ -1,7 +1,8 @@
-"""A model with tilefit's recurrent modules is captured as one with torch's."""
+"""A model with tilefit's recurrent modules is captured as one with torch's, by other kernels."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_without_more_arguments_it_is_the_same_operation(layer: type[nn.RNNBase]
     ours = captured(run, X, parts={"rnn": convert(layer(24, 32, **options))}, on_cpu=on_cpu)
     theirs = captured(run, X, parts={"rnn": layer(24, 32, **options)}, on_cpu=on_cpu)
     assert [(e.op, e.phase, e.site.module) for e in entries(ours, Recurrent)] == [
-        (e.op, e.phase, e.site.module) for e in entries(theirs, Recurrent)
+        (replace(e.op, persistent="training"), e.phase, e.site.module) for e in entries(theirs, Recurrent)
     ]
     assert len(entries(ours, Recurrent)) == 3
 
@@ -56,6 +57,7 @@ def test_with_them_each_layer_is_one(layer: type[nn.RNNBase], function: Any) -> 
             bidirectional=True,
             packed=function is ragged,
             dtype="bf16",
+            persistent="training",
         )
         for inputs in (24, 64)
     ]
@@ -65,3 +67,15 @@ def test_with_them_each_layer_is_one(layer: type[nn.RNNBase], function: Any) -> 
         == len(entries(step, Recurrent, "backward-weight"))
         == 2
     )
+
+
+def test_under_autocast_the_output_has_the_type_of_the_region() -> None:
+    """cuDNN computes in fp16 there, and what follows casts that."""
+    steps = [
+        captured(run, X, parts={"rnn": convert(rnn) if ours else rnn}, amp="bf16")
+        for ours, rnn in ((True, nn.GRU(24, 32)), (False, nn.GRU(24, 32)))
+    ]
+    outputs = [entries(step, Recurrent, "forward")[0].outputs[0].dtype for step in steps]
+    assert outputs == ["bf16", "fp16"]
+    casts = [[entry.name for entry in step.ops].count("aten._to_copy") for step in steps]
+    assert casts[0] <= casts[1]

@@ -11,9 +11,10 @@ from torch import nn
 
 from recurrence import CELLS, tensors
 from tilefit import gpus
+from tilefit.cost.recurrent_times import Row, Table
 from tilefit.nn import convert
 from tilefit.rnn import dispatch
-from tilefit.rnn.dispatch import Row, Table, refusal
+from tilefit.rnn.dispatch import refusal
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,12 @@ import torch
 
 from recurrence import assert_same, pair, tensors
 from tilefit import gpus
+from tilefit.cost import recurrent_times
+from tilefit.cost.recurrent_times import Row, Table
 from tilefit.errors import TilefitError, UsageError
 from tilefit.nn import LSTM
 from tilefit.rnn import dispatch, passes, reference
-from tilefit.rnn.dispatch import Call, Row, Table, choose
+from tilefit.rnn.dispatch import Call, choose
 
 CUDA = torch.device("cuda", 0)
 COLUMNS = list(Row._fields)
@@ -55,14 +57,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
         monkeypatch.setattr(dispatch, "gpu_of", lambda device: gpus.get(on))
 
     monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=refusal))
-    monkeypatch.setattr(dispatch, "DATA", tmp_path)
+    monkeypatch.setattr(recurrent_times, "DATA", tmp_path)
     monkeypatch.delenv("TILEFIT_RNN", raising=False)
     monkeypatch.setattr(dispatch, "_warmed_up", set())
     dispatch._choose.cache_clear()
     dispatch._table.cache_clear()
+    recurrent_times.table.cache_clear()
     yield measure
     dispatch._choose.cache_clear()
     dispatch._table.cache_clear()
+    recurrent_times.table.cache_clear()
 
 
 def test_the_faster_one_runs(measured: Measure) -> None:
@@ -140,11 +144,13 @@ def test_the_shipped_measurements_know_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("TILEFIT_RNN", raising=False)
     dispatch._choose.cache_clear()
     dispatch._table.cache_clear()
+    recurrent_times.table.cache_clear()
     wide = call(dtype=torch.float16, hidden=2048, input=2048, batch=64)
     small = call("rnn_tanh", dtype=torch.float16, hidden=256, input=256, training=True)
     found = [choose(each._replace(captured=c)).backend for each in (wide, small) for c in (False, True)]
     dispatch._choose.cache_clear()
     dispatch._table.cache_clear()
+    recurrent_times.table.cache_clear()
     assert found == ["persistent", "cudnn", "cudnn", "persistent"]
 
 
@@ -182,6 +188,7 @@ def test_a_relu_rnn_is_taken_to_be_as_fast_as_a_tanh_rnn(measured: Measure) -> N
     measured(row(1.2, 6.0, cell="rnn_tanh"), row(9.0, 3.0))
     assert choose(call("rnn_relu")).backend == "persistent"
     dispatch._table.cache_clear()
+    recurrent_times.table.cache_clear()
     dispatch._choose.cache_clear()
     measured(row(1.2, 6.0, cell="rnn_tanh"), row(7.0, 6.0, cell="rnn_relu"))
     assert choose(call("rnn_relu")).backend == "cudnn"
@@ -290,9 +297,32 @@ def test_the_choice_of_compiled_code(measured: Measure) -> None:
         dispatch.backend_of_layer(x, w_hh, lstm, None, None, False, "cudnn")
 
 
-@pytest.mark.skipif(not list(dispatch.DATA.glob("*.json")), reason="no measurements are shipped yet")
+def test_compiled_code_is_judged_once_and_calls_no_cell_functions(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its operator asks at every call, and looking for the nearest size takes the time of many steps."""
+    asked: list[Any] = []
+    nearest = Table.nearest
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        asked.append(arguments)
+        return nearest(*arguments, **options)
+
+    measured(row(1.5, 10.0, training=True))
+    monkeypatch.setattr(dispatch, "cuda_device", lambda x: CUDA)
+    monkeypatch.setattr(Table, "nearest", counted)
+    w_hh = torch.empty(1, 4096, 1024, dtype=torch.bfloat16, device="meta")
+    for steps in (256, 1):
+        x = torch.empty(steps, 8, 1024, dtype=torch.bfloat16, device="meta")
+        for _ in range(3):
+            found = dispatch.backend_of_layer(x, w_hh, dispatch.CELLS["lstm"], None, None, True, "")
+            assert found == "persistent"
+    assert len(asked) == 2
+
+
+@pytest.mark.skipif(not list(recurrent_times.DATA.glob("*.json")), reason="no measurements are shipped yet")
 def test_measurements_shipped_are_complete() -> None:
-    for path in dispatch.DATA.glob("*.json"):
+    for path in recurrent_times.DATA.glob("*.json"):
         content = json.loads(path.read_text("utf-8"))
         rows = [Row(**dict(zip(content["columns"], values, strict=True))) for values in content["rows"]]
         Table(rows, gpus.get(path.stem))

@@ -299,13 +299,22 @@ def test_arguments_that_do_not_fit_get_torchs_own_error(shape: tuple[int, ...], 
         ({"lengths": torch.tensor([1, 2, 3])}, "lengths is"),
         ({"lengths": torch.tensor([1, 5])}, "within 0 and 4"),
         ({"lengths": torch.tensor([1.0, 2.0])}, "lengths is"),
+        ({"lengths": [1, 2]}, "lengths is a list"),
         ({"reset": torch.zeros(2, 4)}, "reset is"),
     ],
 )
-def test_lengths_and_resets_that_do_not_fit(rest: dict[str, torch.Tensor], message: str) -> None:
+def test_lengths_and_resets_that_do_not_fit(rest: dict[str, Any], message: str) -> None:
     module, _ = pair("gru", 5, 3)
     with pytest.raises(UsageError, match=message):
         module(rows(4, 2, 5), **rest)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_reset_of_another_layout_is_told_as_it_was_given(batch_first: bool) -> None:
+    module, _ = pair("gru", 5, 3, batch_first=batch_first)
+    with pytest.raises(UsageError) as caught:
+        module(rows(4, 2, 5), reset=torch.zeros(2, 4))
+    assert (caught.value.what, "Give [4, 2]" in caught.value.hint) == ("reset is [2, 4]", True)
 
 
 def test_lengths_go_with_padded_batches_only() -> None:

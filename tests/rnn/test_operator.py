@@ -92,6 +92,19 @@ def test_whole_graphs_compile(cell: str, backend: str, recompute: bool) -> None:
     )
 
 
+def test_flattening_the_weights_does_not_break_a_graph() -> None:
+    """Models call it in their forward methods, for torch.nn.DataParallel."""
+    module, _ = pair("gru", 5, 4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        module.flatten_parameters()
+        return module(x)[0]
+
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    compiled = torch.compile(forward, fullgraph=True, backend="eager")
+    assert_same([compiled(x)], [forward(x)])
+
+
 def test_compiled_code_that_casts() -> None:
     torch._dynamo.reset()
     module = LSTM(8, 4)

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilefit.capture.aten import check_alike
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import touched_bytes
+from tilefit.cost.persistent import INFERENCE, TRAINING
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,
@@ -28,6 +29,7 @@ from tilefit.ops import (
 )
 from tilefit.ops.recurrent import GATES
 from tilefit.ops.step import DIMENSIONS, MASK
+from tilefit.rnn.modules import Recurrent as Persistent
 
 if TYPE_CHECKING:
     from tilefit.capture.semantic import SemanticMode
@@ -225,12 +227,17 @@ def _recurrent(mode_name: str) -> Callable[..., Any]:
             x, hx, weights, _, layers, _, _, bidirectional, batch_first = args
             batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
         states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+        persistent = mode.recorder.sites.is_running(Persistent)
         if mode.autocast.enabled:
-            # Always fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on 2.11).
-            x, states, weights = mode.autocast.cast((x, states, list(weights)), torch.float16)
+            # cuDNN's always in fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on
+            # 2.11).
+            to = mode.autocast.dtype if persistent else torch.float16
+            x, states, weights = mode.autocast.cast((x, states, list(weights)), to)
+        dtype = DTYPES[x.dtype]
+        if mode.autocast.enabled and dtype == "bf16":
+            dtype = "fp16"  # what cuDNN would take decides who runs it, and both kernels take as long
         hidden = weights[1].shape[0] // GATES[mode_name]
         projected = weights[1].shape[1]
-        dtype = DTYPES[x.dtype]
         op = Recurrent(
             mode=mode_name,
             input_size=x.shape[-1],
@@ -242,11 +249,18 @@ def _recurrent(mode_name: str) -> Callable[..., Any]:
             proj_size=projected if projected != hidden else 0,
             packed=packed,
             dtype="tf32" if dtype == "fp32" and mode.recorder.tf32_conv else dtype,
+            persistent=_purpose(x, *states, *weights) if persistent else "",
         )
         shape = (*x.shape[:-1], op.directions * op.output_size)
         return _Recurrence.apply(mode, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
 
     return replacement
+
+
+def _purpose(*tensors: torch.Tensor) -> str:
+    """What a layer of :mod:`tilefit.nn` is for, as :class:`~tilefit.ops.Recurrent` names it."""
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return TRAINING if differentiated else INFERENCE
 
 
 def recurrent_layer(
@@ -267,6 +281,7 @@ def recurrent_layer(
     steps, batch, inputs = x.shape
     directions, _, hidden = w_hh.shape
     dtype = DTYPES[x.dtype]
+    tensors = [t for t in (x, w_ih, w_hh, b_ih, b_hh, h0, c0) if t is not None]
     op = Recurrent(
         mode=cell.upper(),
         input_size=inputs,
@@ -276,8 +291,8 @@ def recurrent_layer(
         bidirectional=directions == 2,
         packed=lengths is not None,
         dtype="tf32" if dtype == "fp32" and mode.recorder.tf32_conv else dtype,
+        persistent=_purpose(*tensors),
     )
-    tensors = [t for t in (x, w_ih, w_hh, b_ih, b_hh, h0, c0) if t is not None]
     shape = (steps, batch, directions, hidden)
     out, *states = _Recurrence.apply(mode, op, shape, *tensors)  # type: ignore[no-untyped-call]
     # What the operator saves for backward, this autograd function has saved already.

@@ -53,6 +53,7 @@ class SiteTracker:
         self._on_backward = on_backward
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
+        self._types: dict[str, type[nn.Module]] = {}
         self._stack: list[str] = []
         self._modules_outside = 0  # that were running when the backward pass began
         self._creates_graph = False  # the backward pass is to be differentiated itself
@@ -65,6 +66,10 @@ class SiteTracker:
     def classes(self) -> dict[str, str]:
         """Class name of every module by its path."""
         return self._classes
+
+    def is_running(self, kind: type[nn.Module]) -> bool:
+        """Whether the innermost module that runs is of a class."""
+        return bool(self._stack) and issubclass(self._types[self._stack[-1]], kind)
 
     def is_repeated_forward(self) -> bool:
         """Whether what runs within a backward pass is a forward pass again (activation checkpointing).
@@ -83,6 +88,7 @@ class SiteTracker:
             path = (prefix + name).removesuffix(".")
             self._names.setdefault(id(module), path)
             self._classes.setdefault(path, type(module).__name__)
+            self._types.setdefault(path, type(module))
         self._on_root(prefix, root)
 
     @contextmanager

@@ -7,8 +7,8 @@ from tilefit.cost.collective import estimate_collective
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.persistent import estimate_layers
 from tilefit.cost.profiles import Constants, constants
-from tilefit.cost.recurrent import estimate_recurrent
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import Attention, Collective, Conv, Gemm, Op, Recurrent, Streaming
@@ -36,7 +36,7 @@ def analytic(op: Op, gpu: Gpu, fitted: Constants | None = None) -> Estimate:
         case Attention():
             return estimate_attention(op, gpu, fitted)
         case Recurrent():
-            return estimate_recurrent(op, gpu, fitted)
+            return estimate_layers(op, gpu, fitted)
         case Collective():
             return estimate_collective(op, gpu)
         case _:

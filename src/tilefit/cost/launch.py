@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import (
@@ -78,6 +79,9 @@ GRAPHED_S = 0.35e-6
 #: layer and direction: the lower quartiles over the host-bound cells of
 #: ``benchmarks/results/recurrent_grid_h200.json``, of which other processes disturbed some.
 RECURRENT_S = 300e-6
+#: What the persistent kernels of ``tilefit.nn`` launch in each pass of a layer: two products or a product and
+#: a sum, the filling of the exchange buffer and the recurrence.
+PERSISTENT_KERNELS = 4
 RECURRENT_STEP_S = 14e-6
 RECURRENT_BACKWARD_STEP_S = 20e-6
 
@@ -88,6 +92,8 @@ def kernels(op: Op, gpu: Gpu) -> int:
         return op.kernels
     if isinstance(op, Attention):
         return 1 if op.direction == FORWARD else 3
+    if isinstance(op, Recurrent) and persistent_steps(op, gpu) is not None:
+        return PERSISTENT_KERNELS * op.num_layers
     if isinstance(op, Recurrent) and cudnn_algorithm(op, gpu)[0] == STANDARD:
         return 2 * op.seq_len * op.num_layers * op.directions
     return 1
@@ -138,6 +144,8 @@ def _trained(step: Step) -> list[str]:
 
 def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
     """Host time to launch an operation."""
+    if isinstance(op, Recurrent) and persistent_steps(op, gpu) is not None:
+        return RECURRENT_S * op.num_layers
     if isinstance(op, Recurrent):
         steps = op.seq_len * op.num_layers * op.directions
         if op.direction == BACKWARD_WEIGHT or cudnn_algorithm(op, gpu)[0] != STANDARD:

@@ -26,6 +26,8 @@ class Recurrent(Op):
         packed: The input is a ``PackedSequence``.
         dtype: Element type.
         direction: ``forward``, ``backward-data`` or ``backward-weight``.
+        persistent: ``inference`` or ``training``: what a layer of ``tilefit.nn`` is for, which runs
+            persistent kernels where they were measured to be faster for that; empty: cuDNN runs it.
     """
 
     kind: ClassVar[str] = "recurrent"
@@ -41,6 +43,7 @@ class Recurrent(Op):
     packed: bool = False
     dtype: str = "bf16"
     direction: str = FORWARD
+    persistent: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in GATES:

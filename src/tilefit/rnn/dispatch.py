@@ -6,23 +6,15 @@
 - ``reference``: plain PyTorch, step by step: right everywhere, fast nowhere.
 
 The persistent kernels run where they can and were measured to be faster than cuDNN, outside CUDA graphs
-clearly faster (:data:`EAGER_MARGIN`). The measurements are in ``data/``, one file per GPU: microseconds per
-time step of both, by cell, element type, hidden size, mini-batch, steps, directions and whether backward is
-included; of eager calls and of those in a CUDA graph, which leaves out what the host does for a call. A size
-that was not measured is judged by the nearest one that was, by the logarithms of hidden size, mini-batch and
-steps, among those at which cuDNN runs the same algorithm. Beyond the largest hidden size or mini-batch
-measured, and on a GPU that no measurements hold for, cuDNN runs.
+clearly faster: :mod:`tilefit.cost.recurrent_times`. Beyond the largest hidden size or mini-batch measured,
+and on a GPU that no measurements hold for, cuDNN runs.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
 from functools import cache, lru_cache
 from importlib import import_module
-from math import log2
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,19 +22,18 @@ import torch
 from torch import Tensor
 
 from tilefit import gpus
-from tilefit.cost.recurrent import cudnn_algorithm
+from tilefit.cost import recurrent_times
+from tilefit.cost.recurrent_times import CUDNN, PERSISTENT, Table
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
 from tilefit.rnn.cells import CELLS, Cell
 
-PERSISTENT, CUDNN, CELL, REFERENCE = "persistent", "cudnn", "cell", "reference"
+CELL, REFERENCE = "cell", "reference"
 BACKENDS = (PERSISTENT, CUDNN, CELL, REFERENCE)
 
 #: The environment variable that forces a backend.
 VARIABLE = "TILEFIT_RNN"
-
-DATA = Path(__file__).parent / "data"
 
 DTYPES = {
     torch.float16: "fp16",
@@ -159,7 +150,7 @@ def _forced(backend: str | None) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _choose(call: Call, forced: str | None) -> Choice:
+def _choose(call: Call, forced: str | None, *, compiled: bool = False) -> Choice:
     if forced:
         if forced not in BACKENDS:
             raise UsageError(
@@ -172,16 +163,12 @@ def _choose(call: Call, forced: str | None) -> Choice:
                 hint=f"Leave out backend= and {VARIABLE} to run the best backend that can.",
             )
         return Choice(forced, _ASKED_FOR)
-    if _cell_refusal(call) is None and call.device is not None and _table(call.device) is not None:
+    measured = call.device is not None and _table(call.device) is not None
+    if measured and not compiled and _cell_refusal(call) is None:
         if call.training and not call.captured:
             return Choice(CELL, "a single step and its backward pass, which cost the host least so")
         if call.reset:
             return Choice(CELL, "a single step, and the state is reset before it")
-    return _of_sequence(call)
-
-
-def _of_sequence(call: Call) -> Choice:
-    """The backend of a call that may have several steps."""
     refused = refusal(call)
     if refused is None:
         return _faster(call)
@@ -250,11 +237,6 @@ _REFUSALS = {
 }
 
 
-#: How many times as fast the persistent kernels must have been outside CUDA graphs. There the host limits
-#: short calls, and what it takes varies by more than this from run to run.
-EAGER_MARGIN = 1.1
-
-
 def _faster(call: Call) -> Choice:
     """Of the persistent kernels and cuDNN, the one measured to be faster."""
     if call.reset:
@@ -263,16 +245,13 @@ def _faster(call: Call) -> Choice:
     table = _table(call.device)
     if table is None:
         return Choice(CUDNN, "the persistent kernels were not measured on this GPU")
-    found = table.nearest(call)
+    found = table.nearest(call.op(), DTYPES[call.dtype], training=call.training, captured=call.captured)
     if found is None:
         return Choice(CUDNN, "no size like this was measured with the persistent kernels")
-    row, by_torch = found
-    ours, theirs = row.time_us(PERSISTENT, call.captured), by_torch.time_us(CUDNN, call.captured)
-    assert ours is not None
-    assert theirs is not None
+    row, ours, theirs, is_faster = found
     graph = " in a CUDA graph" if call.captured else ""
     measured = f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps{graph}"
-    if ours * (1.0 if call.captured else EAGER_MARGIN) <= theirs:
+    if is_faster:
         return Choice(PERSISTENT, f"{measured}: {ours:.2f} us a step, cuDNN {theirs:.2f}")
     close = ", which is too close" if ours <= theirs else ""
     return Choice(CUDNN, f"{measured}: {theirs:.2f} us a step, persistent {ours:.2f}{close}")
@@ -311,113 +290,11 @@ def gpu_of(device: torch.device) -> Gpu | None:
         return None
 
 
-class Row(NamedTuple):
-    """One measured size: microseconds per time step, forward, or forward and backward if ``training``.
-
-    ``captured_us`` are those of calls in a CUDA graph.
-    """
-
-    cell: str
-    dtype: str
-    hidden: int
-    batch: int
-    steps: int
-    directions: int
-    training: bool
-    persistent_us: float | None
-    cudnn_us: float | None
-    persistent_captured_us: float | None
-    cudnn_captured_us: float | None
-
-    def time_us(self, backend: str, captured: bool) -> float | None:
-        """Time of a step by the persistent kernels or cuDNN."""
-        if backend == PERSISTENT:
-            return self.persistent_captured_us if captured else self.persistent_us
-        return self.cudnn_captured_us if captured else self.cudnn_us
-
-
-class Table:
-    """What was measured on one GPU.
-
-    The file is JSON: ``columns`` names the fields of :class:`Row`, ``rows`` lists their values (null: not
-    measured); beside them stands what they were measured with.
-    """
-
-    def __init__(self, rows: Iterable[Row], gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._algorithms = {row: _algorithm(_of_row(row), gpu) for row in rows}
-
-    def nearest(self, call: Call) -> tuple[Row, Row] | None:
-        """The measured size to judge a call by; None beyond what was measured.
-
-        It has a row in the call's element type, with the time of the persistent kernels, and one in that of
-        ``torch.nn``, with cuDNN's.
-
-        It is the nearest of those at which cuDNN runs the algorithm that it runs for the call, where there
-        are such. Both times are of one size: what a call costs the host, spread over more or fewer steps,
-        would tell apart what does not differ.
-        """
-        ours = self._like(call, call.dtype, PERSISTENT)
-        theirs = {_size(row): row for row in self._like(call, call.cudnn_dtype, CUDNN)}
-        pairs = [(row, theirs[_size(row)]) for row in ours if _size(row) in theirs]
-        if not pairs:
-            return None
-        if call.hidden > max(row.hidden for row in ours) or call.batch > max(row.batch for row in ours):
-            return None
-        wanted = _algorithm(call, self._gpu)
-        alike = [pair for pair in pairs if self._algorithms[pair[1]] == wanted]
-        return min(alike or pairs, key=lambda pair: _distance(call, pair[0]))
-
-    def _like(self, call: Call, dtype: torch.dtype, backend: str) -> list[Row]:
-        """Rows of a call's kind that have a backend's time; those of one direction stand for two where two
-        were not measured, and those of a tanh RNN for a ReLU RNN, which does the same work."""
-        measured = {row.cell for row in self._algorithms}
-        cell = "rnn_tanh" if call.cell == "rnn_relu" and call.cell not in measured else call.cell
-        kind = (cell, DTYPES.get(dtype), call.training)
-        rows = [
-            row
-            for row in self._algorithms
-            if (row.cell, row.dtype, row.training) == kind and row.time_us(backend, call.captured) is not None
-        ]
-        return [row for row in rows if row.directions == call.directions] or rows
-
-
-def _of_row(row: Row) -> Call:
-    (dtype,) = (dtype for dtype, name in DTYPES.items() if name == row.dtype)
-    return Call(
-        row.cell, dtype, None, False, row.hidden, row.hidden, row.batch, row.steps, 1, row.directions, 0,
-        False, False, row.training, dtype, False,
-    )  # fmt: skip
-
-
-def _algorithm(call: Call, gpu: Gpu) -> tuple[str, str]:
-    """cuDNN's algorithms of the forward and the backward pass."""
-    forward = cudnn_algorithm(call.op(), gpu)[0]
-    return forward, cudnn_algorithm(call.op(backward=True), gpu)[0] if call.training else ""
-
-
-def _size(row: Row) -> tuple[int, int, int]:
-    return row.hidden, row.batch, row.steps
-
-
-def _distance(call: Call, row: Row) -> float:
-    pairs = ((row.hidden, call.hidden), (row.batch, call.batch), (row.steps, call.steps))
-    return sum(log2(a / b) ** 2 for a, b in pairs)
-
-
 @cache
 def _table(device: torch.device) -> Table | None:
-    """The measurements that hold for a GPU: its own, or the H200's for its generation."""
+    """The measurements that hold for a CUDA device."""
     gpu = gpu_of(device)
-    if gpu is None:
-        return None
-    path = DATA / f"{gpu.name}.json"
-    if not path.exists() and gpu.compute_capability[0] == 9:
-        path = DATA / "h200.json"
-    if not path.exists():
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return Table([Row(**dict(zip(content["columns"], row, strict=True))) for row in content["rows"]], gpu)
+    return None if gpu is None else recurrent_times.table(gpu)
 
 
 def backend_of_layer(
@@ -450,8 +327,7 @@ def backend_of_layer(
         cell.name, x.dtype, device, x.is_meta, inputs, hidden, batch, steps, 1, directions, 0,
         lengths is not None, reset is not None, training, x.dtype, allows_tf32(x.dtype, device),
     )  # fmt: skip
-    forced = _forced(backend)
-    chosen, reason = _choose(call, forced) if forced else _of_sequence(call)
+    chosen, reason = _choose(call, _forced(backend), compiled=True)
     if chosen == CUDNN and device is not None and lengths is None:
         return chosen
     if chosen in (PERSISTENT, REFERENCE):

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilefit.cost.recurrent_times import CUDNN
 from tilefit.errors import UsageError
 from tilefit.rnn import single_step, stack, torch_nn
 from tilefit.rnn.cells import CELLS, Cell, Layers
-from tilefit.rnn.dispatch import CELL, CUDNN, Call, allows_tf32, choose, computed_dtype, cuda_device, in_graph
+from tilefit.rnn.dispatch import CELL, Call, allows_tf32, choose, computed_dtype, cuda_device, in_graph
 from tilefit.rnn.operator import is_traced, recurrent
 
 #: Weights of one direction of one layer: w_ih, w_hh and, with bias, b_ih and b_hh, as in ``torch.nn.LSTM``.
@@ -282,6 +283,10 @@ def check_rows(
     """
     steps, batch, _ = x.shape
     if lengths is not None:
+        if not isinstance(lengths, Tensor):
+            raise UsageError(
+                f"lengths is a {type(lengths).__name__}", hint=f"Give a tensor of integers [{batch}]."
+            )
         if lengths.shape != (batch,) or lengths.is_floating_point():
             raise UsageError(
                 f"lengths is {lengths.dtype}{list(lengths.shape)}", hint=f"Give integers [{batch}]."

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from tilefit.cost.recurrent_times import CUDNN
 from tilefit.errors import UsageError
 from tilefit.rnn.cells import BY_MODE, Layers
-from tilefit.rnn.dispatch import BACKENDS, CUDNN, Call, choose, computed_dtype, in_graph
+from tilefit.rnn.dispatch import BACKENDS, Call, choose, computed_dtype, in_graph
 from tilefit.rnn.functional import check_rows, describe, run
 from tilefit.rnn.torch_nn import flatten_bf16
 
@@ -72,6 +73,11 @@ class Recurrent(nn.RNNBase):
         batch = (input.shape[0 if self.batch_first else 1],) if batched else ()
         if input.dim() not in (2, 3) or not self._fits(input, hx, batch):
             return self._by_torch(input, hx)
+        if reset is not None and reset.shape != input.shape[:-1]:
+            raise UsageError(
+                f"reset is {list(reset.shape)}",
+                hint=f"Give {list(input.shape[:-1])}, the input's sizes but the last.",
+            )
         if not batched:
             if lengths is not None:
                 raise UsageError("lengths= goes with a batch of sequences, and the input is one")
@@ -80,14 +86,15 @@ class Recurrent(nn.RNNBase):
             return out.squeeze(1), _each(state, _without_batch)
         if not self.batch_first:
             return self._padded(input, hx, lengths, reset)
-        rows = reset.t() if reset is not None and reset.dim() == 2 else reset
+        rows = reset.t() if reset is not None else None
         out, state = self._padded(input.transpose(0, 1), hx, lengths, rows)
         return out.transpose(0, 1), state
 
     def flatten_parameters(self) -> None:
         """Let the weights lie in one piece of memory, as cuDNN wants them, also where they are bf16."""
         super().flatten_parameters()
-        flatten_bf16(self)
+        if not torch.compiler.is_compiling():  # compiled code has no addresses, and cannot ask for cuDNN
+            flatten_bf16(self)
 
     @property
     def last_call(self) -> Call | None:

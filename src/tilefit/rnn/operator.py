@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefit.cost.recurrent_times import CUDNN
 from tilefit.rnn import cudnn, passes, products
 from tilefit.rnn.cells import CELLS, Cell, Layers
-from tilefit.rnn.dispatch import CUDNN, backend_of_layer
+from tilefit.rnn.dispatch import backend_of_layer
 from tilefit.rnn.passes import ALL, NOTHING, STATES, Weights
 
 #: x, w_ih, w_hh, b_ih, b_hh, h0 and c0: the arguments that can have gradients.

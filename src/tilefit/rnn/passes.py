@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilefit.cost.recurrent_times import PERSISTENT
 from tilefit.rnn import products, reference
 from tilefit.rnn.cells import Backward, Cell, Forward
-from tilefit.rnn.dispatch import PERSISTENT, persistent
+from tilefit.rnn.dispatch import persistent
 from tilefit.rnn.states import final
 
 #: What a forward pass keeps for backward: nothing; outputs and cell states; the gates too.

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilefit.cost.recurrent_times import PERSISTENT
 from tilefit.rnn import passes, products
 from tilefit.rnn.cells import PIECE_BYTES, Layers
-from tilefit.rnn.dispatch import PERSISTENT
 from tilefit.rnn.operator import joined_weights, layer_weights, reference_gradients
 from tilefit.rnn.packing import Gradients, Packing, Plain
 from tilefit.rnn.passes import ALL, NOTHING, STATES

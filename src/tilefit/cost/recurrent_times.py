@@ -1,0 +1,176 @@
+"""What was measured of recurrent layers: of the persistent kernels of ``tilefit.nn``, and of cuDNN.
+
+The measurements are in ``data/recurrent``, one file per GPU: microseconds per time step of both, by cell,
+element type, hidden size, mini-batch, steps, directions and whether backward is included; of eager calls and
+of those in a CUDA graph, which leaves out what the host does for a call. A size that was not measured is
+judged by the nearest one that was, by the logarithms of hidden size, mini-batch and steps, among those at
+which cuDNN runs the same algorithm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+from tilefit.cost.recurrent import cudnn_algorithm
+from tilefit.gpus import Gpu
+from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
+
+PERSISTENT, CUDNN = "persistent", "cudnn"
+
+DATA = Path(__file__).parent / "data" / "recurrent"
+
+#: How many times as fast the persistent kernels must have been outside CUDA graphs. There the host limits
+#: short calls, and what it takes varies by more than this from run to run.
+EAGER_MARGIN = 1.1
+
+
+class Row(NamedTuple):
+    """One measured size: microseconds per time step, forward, or forward and backward if ``training``.
+
+    ``captured_us`` are those of calls in a CUDA graph.
+    """
+
+    cell: str
+    dtype: str
+    hidden: int
+    batch: int
+    steps: int
+    directions: int
+    training: bool
+    persistent_us: float | None
+    cudnn_us: float | None
+    persistent_captured_us: float | None
+    cudnn_captured_us: float | None
+
+    def time_us(self, backend: str, captured: bool) -> float | None:
+        """Time of a step by the persistent kernels or cuDNN."""
+        if backend == PERSISTENT:
+            return self.persistent_captured_us if captured else self.persistent_us
+        return self.cudnn_captured_us if captured else self.cudnn_us
+
+
+class Judged(NamedTuple):
+    """A measured size that a layer is judged by.
+
+    Attributes:
+        row: The size.
+        persistent_us, cudnn_us: Microseconds of a time step, of layers of one direction.
+        is_faster: The persistent kernels are faster, and outside CUDA graphs clearly faster.
+    """
+
+    row: Row
+    persistent_us: float
+    cudnn_us: float
+    is_faster: bool
+
+
+class Table:
+    """What was measured on one GPU.
+
+    The file is JSON: ``columns`` names the fields of :class:`Row`, ``rows`` lists their values (null: not
+    measured); beside them stands what they were measured with.
+    """
+
+    def __init__(self, rows: Iterable[Row], gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._algorithms = {row: _algorithms(_layer(row), gpu, row.training) for row in rows}
+
+    def nearest(
+        self, layer: Recurrent, dtype: str, *, training: bool, captured: bool = False
+    ) -> Judged | None:
+        """The measured size to judge a layer by; None beyond what was measured.
+
+        It has a row in the layer's element type, with the time of the persistent kernels, and one in that of
+        ``torch.nn``, with cuDNN's. It is the nearest of those at which cuDNN runs the algorithm that it runs
+        for the layer, where there are such. Both times are of one size: what a call costs the host, spread
+        over more or fewer steps, would tell apart what does not differ.
+
+        Args:
+            layer: What ``torch.nn`` would run.
+            dtype: Element type of the persistent kernels.
+            training: Backward follows.
+            captured: In a CUDA graph.
+        """
+        ours = self._like(layer, dtype, PERSISTENT, training, captured)
+        theirs = {_size(row): row for row in self._like(layer, layer.dtype, CUDNN, training, captured)}
+        pairs = [(row, theirs[_size(row)]) for row in ours if _size(row) in theirs]
+        if not pairs or layer.hidden_size > max(row.hidden for row in ours):
+            return None
+        if layer.batch > max(row.batch for row in ours):
+            return None
+        wanted = _algorithms(layer, self._gpu, training)
+        alike = [pair for pair in pairs if self._algorithms[pair[1]] == wanted]
+        row, by_torch = min(alike or pairs, key=lambda pair: _distance(layer, pair[0]))
+        own_us, other_us = row.time_us(PERSISTENT, captured), by_torch.time_us(CUDNN, captured)
+        assert own_us is not None
+        assert other_us is not None
+        return Judged(row, own_us, other_us, own_us * (1.0 if captured else EAGER_MARGIN) <= other_us)
+
+    def persistent(self, layer: Recurrent, *, training: bool, captured: bool) -> tuple[Row, float] | None:
+        """The nearest size measured, and microseconds of a time step by the persistent kernels at it."""
+        rows = self._like(layer, layer.dtype, PERSISTENT, training, captured)
+        if not rows:
+            return None
+        row = min(rows, key=lambda row: _distance(layer, row))
+        own_us = row.time_us(PERSISTENT, captured)
+        assert own_us is not None
+        return row, own_us
+
+    def _like(self, layer: Recurrent, dtype: str, backend: str, training: bool, captured: bool) -> list[Row]:
+        """Rows of a layer's kind that have a backend's time; those of one direction stand for two where two
+        were not measured, and those of a tanh RNN for a ReLU RNN, which does the same work."""
+        cell = layer.mode.lower()
+        if cell == "rnn_relu" and cell not in {row.cell for row in self._algorithms}:
+            cell = "rnn_tanh"
+        kind = (cell, "fp32" if dtype == "tf32" else dtype, training)
+        rows = [
+            row
+            for row in self._algorithms
+            if (row.cell, row.dtype, row.training) == kind and row.time_us(backend, captured) is not None
+        ]
+        return [row for row in rows if row.directions == layer.directions] or rows
+
+
+def _layer(row: Row) -> Recurrent:
+    return Recurrent(
+        mode=row.cell.upper(),
+        input_size=row.hidden,
+        hidden_size=row.hidden,
+        seq_len=row.steps,
+        batch=row.batch,
+        bidirectional=row.directions == 2,
+        dtype=row.dtype,
+    )
+
+
+def _algorithms(layer: Recurrent, gpu: Gpu, training: bool) -> tuple[str, ...]:
+    """cuDNN's algorithms of the forward pass and, in training, the backward pass."""
+    directions = (FORWARD, BACKWARD_DATA) if training else (FORWARD,)
+    return tuple(cudnn_algorithm(replace(layer, direction=direction), gpu)[0] for direction in directions)
+
+
+def _size(row: Row) -> tuple[int, int, int]:
+    return row.hidden, row.batch, row.steps
+
+
+def _distance(layer: Recurrent, row: Row) -> float:
+    pairs = ((row.hidden, layer.hidden_size), (row.batch, layer.batch), (row.steps, layer.seq_len))
+    return sum(log2(a / b) ** 2 for a, b in pairs)
+
+
+@cache
+def table(gpu: Gpu) -> Table | None:
+    """The measurements that hold for a GPU: its own, or the H200's for its generation."""
+    path = DATA / f"{gpu.name}.json"
+    if not path.exists() and gpu.compute_capability[0] == 9:
+        path = DATA / "h200.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return Table([Row(**dict(zip(content["columns"], row, strict=True))) for row in content["rows"]], gpu)

@@ -1,0 +1,78 @@
+"""Recurrent layers by persistent kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import nn
+
+from tilefit.cost.persistent import INFERENCE, TRAINING, persistent_steps
+from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.run import Run
+from tilefit.fixes.swap import require_plain, submodule
+from tilefit.nn import convert
+from tilefit.ops import Recurrent
+from tilefit.rules.sites import pattern
+
+_KINDS = (nn.LSTM, nn.GRU, nn.RNN)
+
+
+@dataclass(frozen=True)
+class Persistent(Candidate):
+    """Recurrent layers that become those of ``tilefit.nn``."""
+
+    #: cuDNN draws its own random numbers for dropout.
+    same_random_numbers: ClassVar[bool] = False
+
+    @property
+    def summary(self) -> str:
+        where = pattern(self.modules) if any(self.modules) else "the model"
+        return f"Run {where} by persistent kernels (tilefit.nn.convert)."
+
+    def apply(self, run: Run) -> Undo:
+        modules = [submodule(run.model, path) for path in self.modules]
+        for path, module in zip(self.modules, modules, strict=True):
+            kind = next((kind for kind in _KINDS if type(module) is kind), None)
+            if kind is None:
+                raise RefusedError(f"{path or 'the model'} is no plain LSTM, GRU or RNN of torch.nn")
+            require_plain(module, path, kind)
+        for module in modules:
+            convert(module)
+
+        def undo() -> None:
+            for module in modules:
+                convert(module, back=True)
+
+        return undo
+
+
+class PersistentLayers(Fix):
+    """Runs LSTMs, GRUs and RNNs by the persistent kernels of ``tilefit.nn``, where these were measured to be
+    faster than cuDNN.
+
+    The modules stay the objects they are, with their parameters, and change their class. They compute the
+    same function but for rounding: under bf16 autocast in bf16, where ``torch.nn`` computes in fp16. Where
+    the kernels cannot run (no CUDA GPU of the generation they were measured on, a size that does not fit)
+    the layers run as before.
+
+    RefusedError: subclasses of the three, parametrised weights, modules whose ``forward`` was replaced.
+    """
+
+    name = "persistent-kernels"
+    rules = ("RNN003",)
+
+    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+        purpose = TRAINING if context.step.settings.training else INFERENCE
+        found = dict.fromkeys(
+            entry.site.module
+            for entry in context.step.ops
+            if isinstance(entry.op, Recurrent)
+            and not entry.op.persistent
+            and persistent_steps(replace(entry.op, persistent=purpose), context.gpu) is not None
+        )
+        modules = dict(context.run.model.named_modules())
+        layers = tuple(path for path in found if isinstance(modules.get(path), _KINDS))
+        if layers:
+            yield Persistent(layers)

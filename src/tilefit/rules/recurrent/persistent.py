@@ -1,0 +1,85 @@
+"""RNN003: persistent kernels would run a recurrent layer faster."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilefit.cost.persistent import INFERENCE, TRAINING, persistent_steps
+from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
+from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent, StepOp
+from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.sites import pattern
+
+
+class PersistentKernels(Rule):
+    """Persistent kernels would run a recurrent layer faster than cuDNN does.
+
+    What it sees: A layer that cuDNN runs, of a cell, an element type and a size for which the persistent
+    kernels of `tilefit.nn` were measured to be faster on this GPU.
+
+    Why it costs time: In each time step cuDNN's standard algorithm launches a product and a pointwise
+    kernel, and the product loads the recurrent weights again. The persistent kernels run all time steps in
+    one launch and keep the weights on chip.
+
+    Arithmetic: What both take for a time step was measured on an H200, whose figures stand for other GPUs
+    of compute capability 9. A size in between counts as the nearest one measured. Layers, and the two
+    directions of one, count one after another.
+
+    Example: `model = tilefit.nn.convert(model)` makes every `nn.LSTM`, `GRU` and `RNN` one of `tilefit.nn`,
+    with the same parameters and `state_dict`.
+
+    It is the same function but for rounding; under bf16 autocast the layers of `tilefit.nn` compute in bf16,
+    where `torch.nn` computes in fp16.
+
+    Source: Diamos et al., "Persistent RNNs: Stashing Recurrent Weights On-Chip" (2016).
+    """
+
+    code = "RNN003"
+    title = "recurrent layer without persistent kernels"
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step, gpu = context.step, context.gpu
+        layers: dict[tuple[str, Recurrent], list[int]] = defaultdict(list)
+        for index, entry in enumerate(step.ops):
+            if isinstance(entry.op, Recurrent) and not entry.op.persistent:
+                layers[entry.site.module, replace(entry.op, direction=FORWARD)].append(index)
+        found: dict[Recurrent, list[tuple[str, list[int]]]] = defaultdict(list)
+        for (module, op), indices in layers.items():
+            trained = any(step.ops[i].op.direction == BACKWARD_DATA for i in indices)  # type: ignore[attr-defined]
+            found[replace(op, persistent=TRAINING if trained else INFERENCE)].append((module, indices))
+        for op, places in found.items():
+            steps = persistent_steps(op, gpu)
+            if steps is None:
+                continue
+            replaced: dict[int, tuple[StepOp, ...]] = {}
+            for _, indices in places:
+                for index in indices:
+                    entry = step.ops[index]
+                    assert isinstance(entry.op, Recurrent)
+                    replaced[index] = (replace(entry, op=replace(entry.op, persistent=op.persistent)),)
+            algorithm = cudnn_algorithm(op, gpu)[0]
+            backward = f", {steps.backward_us:.2f} us backward" if steps.backward_us else ""
+            row = steps.row
+            lines = [
+                f"{op.shape}, {op.dtype}: {steps.forward_us:.2f} us a time step forward{backward} by "
+                f"persistent kernels (measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} "
+                "steps)",
+                f"cuDNN: {algorithm}"
+                + (", a product and a pointwise kernel per time step" if algorithm == STANDARD else ""),
+            ]
+            if step.settings.amp == "bf16" and op.dtype == "fp16":
+                lines.append("in bf16, as the autocast region says; torch.nn computes in fp16 there")
+            yield Proposal(
+                module=pattern(module for module, _ in places),
+                source=step.ops[places[0][1][0]].site.source,
+                message=f"cuDNN's {algorithm} algorithm takes longer than persistent kernels, which keep the "
+                "recurrent weights on chip for the whole sequence",
+                fix="Run it by persistent kernels: model = tilefit.nn.convert(model).",
+                safety=SAFE,
+                change=Change(replaced),
+                arithmetic=tuple(lines),
+                sites=len(places),
+            )
