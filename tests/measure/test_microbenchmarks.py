@@ -151,6 +151,17 @@ def test_recurrent_layers_run_their_passes(pool: Pool, mode: str, packed: bool) 
     assert len(both) == 1 + 16  # type: ignore[arg-type]  # 2 layers x 2 directions x 4 weights
 
 
+def test_layers_of_tilefit_are_measured_as_what_they_are(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Recurrent("GRU", 6, 8, 5, 3, dtype="fp32", persistent="training")
+    inference = replace(training, persistent="inference")
+    assert instance(training, pool)()[0].requires_grad  # type: ignore[index]
+    assert not instance(inference, pool)()[0].requires_grad  # type: ignore[index]
+    monkeypatch.setenv("TILEFIT_RNN", "persistent")
+    instance(replace(training, persistent=""), pool)()
+    with pytest.raises(TilefitError, match="not on a CUDA device"):
+        instance(training, pool)()
+
+
 def test_a_projected_lstm_runs(pool: Pool) -> None:
     out, _ = instance(Recurrent("LSTM", 6, 8, 5, 3, proj_size=4, dtype="fp32"), pool)()  # type: ignore[misc]
     assert out.shape == (5, 3, 4)

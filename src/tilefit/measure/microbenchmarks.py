@@ -8,6 +8,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from tilefit.cost.persistent import INFERENCE
 from tilefit.errors import UsageError
 from tilefit.measure import streaming
 from tilefit.measure.pool import TORCH_DTYPES, Pool
@@ -22,6 +23,7 @@ from tilefit.ops import (
     Recurrent,
     Streaming,
 )
+from tilefit.rnn.convert import convert
 
 #: A call that runs one operation once.
 Call = Callable[[], object]
@@ -184,7 +186,8 @@ def _mask(op: Attention, pool: Pool) -> torch.Tensor | None:
 
 
 def _recurrent(op: Recurrent, pool: Pool) -> Call:
-    """Forward in training mode; ``backward-data`` alone; ``backward-weight`` **with** the data gradient.
+    """Forward in training mode, but of a layer of ``tilefit.nn`` for inference; ``backward-data`` alone;
+    ``backward-weight`` **with** the data gradient.
 
     PyTorch has no call for the weight gradient alone: subtract the data gradient's time to get it.
     """
@@ -202,6 +205,8 @@ def _recurrent(op: Recurrent, pool: Pool) -> Call:
         **nonlinearity,
         **({"proj_size": op.proj_size} if op.proj_size else {}),
     )
+    if op.persistent:
+        layer = convert(layer)
     set_tf32(op)
     x = pool.take((op.seq_len, op.batch, op.input_size), dtype).requires_grad_()
     inputs: torch.Tensor | torch.nn.utils.rnn.PackedSequence = x
@@ -209,7 +214,7 @@ def _recurrent(op: Recurrent, pool: Pool) -> Call:
         # Equal lengths: the same arithmetic, the packed code path.
         inputs = torch.nn.utils.rnn.pack_padded_sequence(x, torch.full((op.batch,), op.seq_len))
     if op.direction == FORWARD:
-        return lambda: layer(inputs)
+        return torch.no_grad()(lambda: layer(inputs)) if op.persistent == INFERENCE else lambda: layer(inputs)
     out = layer(inputs)[0]
     out = out.data if op.packed else out
     dy = pool.take(out.shape, dtype)
