@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,20 @@ def test_reading_a_constant_costs_nothing() -> None:
     assert [entry.name for entry in captured(run, rows(2, 3), train=False).ops] == [
         "aten.ones", "aten.all", "aten.exp",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_a_lookup_may_name_its_arguments(last: int) -> None:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(last + 1, device=x.device)
+        return x + torch.embedding(indices=at, weight=self.places.weight).sum()
+
+    step = partial(captured, run, rows(2, 3), parts={"places": nn.Embedding(4, 8)}, train=False)
+    if last == 3:
+        assert "aten.embedding" in [entry.name for entry in step().ops]
+        return
+    with pytest.raises(CaptureError, match=r"row 4 of places\.weight is looked up"):
+        step()
 
 
 @pytest.mark.parametrize("positions", [8, 9])

@@ -176,6 +176,23 @@ def test_compiled_code_runs_as_python() -> None:
     assert names(step) == ["exp"]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_that_is_looked_at_eagerly_is_noted(in_place: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8))
+    if in_place:
+        model[0].compile()
+    else:
+        model = torch.compile(model)
+    x = torch.empty(4, 8)
+
+    def step() -> None:
+        model(torch.empty(4, 8)).sum().backward()
+
+    assert any("--compile" in note for note in capture(model, x).notes)
+    assert any("--compile" in note for note in capture(step, on_cpu=True).notes)
+    assert not any("--compile" in note for note in capture(model, x, compiled=True).notes)
+
+
 def test_a_model_that_asks_is_told_that_it_is_compiled() -> None:
     class Asking(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -398,6 +415,17 @@ def test_the_batch_of_a_time_first_recurrent_model_is_not_its_length() -> None:
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(UsageError, match="of type int, which cannot be called"):
         capture(3, torch.empty(2))
+
+
+def test_a_wrapped_model_is_refused_before_its_communication_fails() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="DistributedDataParallel") as caught:
+            capture(nn.parallel.DistributedDataParallel(nn.Linear(8, 8)), torch.empty(2, 8))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "model.module" in caught.value.hint
 
 
 # ---- settings without effect -------------------------------------------------------------------

@@ -43,6 +43,12 @@ def number():
 def broken():
     raise ValueError("no such thing")
 
+def missing():
+    import no_such_package
+
+def elsewhere():
+    open("config.json")
+
 ready = nn.Linear(8, 4)
 text = "not a factory"
 """
@@ -117,6 +123,8 @@ def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
         ("{folder}/nett.py:pair", TargetError, "there is no file", "net.py"),
         ("no_such_package.x:f", TargetError, "there is no module 'no_such_package'", ""),
         ("{file}:broken", TargetError, "raised ValueError: no such thing", ""),
+        ("{file}:missing", TargetError, "No module named 'no_such_package'", "-m pip"),
+        ("{file}:elsewhere", TargetError, "No such file or directory: 'config.json'", "that tilefit runs in"),
         ("{file}:triple", TargetError, "returned 3 values", "(model, inputs)"),
         ("{file}:number", TargetError, "returned a int", "(model, inputs)"),
         ("{file}:text", TargetError, "is a str", ""),

@@ -151,6 +151,11 @@ def test_an_optimizer_is_not_described_where_none_runs(
     assert ran.err.startswith(f"error: {why}")
 
 
+def test_a_forward_pass_may_be_said_to_have_no_optimizer(tilefit, captured) -> None:
+    assert tilefit("check", "m", "--gpu", "h200", "--infer", "--optimizer", "none").err == ""
+    assert captured[0][1] == CaptureOptions(train=False, optimizer="none")
+
+
 def test_a_step_of_very_many_operations_is_said_to_take_long(
     tilefit, captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,17 @@ def test_formats(tilefit, script: Path, tmp_path: Path) -> None:
     assert "**AMP001**" in markdown.read_text()
 
 
+@pytest.mark.parametrize(("name", "why"), [("no/run.json", "there is no folder"), (".", "it is a folder")])
+def test_a_file_that_could_not_be_written_is_refused_before_the_script_runs(
+    tilefit, script: Path, tmp_path: Path, name: str, why: str
+) -> None:
+    script.write_text("open('ran', 'w')\n")
+    ran = tilefit("precision", "--output-file", str(tmp_path / name), str(script))
+    assert ran.code == 2
+    assert f"cannot be written: {why}" in ran.err
+    assert not Path("ran").exists()
+
+
 def test_rules_are_selected(tilefit, script: Path) -> None:
     assert tilefit("precision", "--ignore", "AMP001", str(script)).code == 0
     ran = tilefit("precision", "--ignore", "AMQ", str(script))

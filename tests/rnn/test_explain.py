@@ -87,6 +87,31 @@ def test_every_recurrent_module_is_explained() -> None:
     assert "cuDNN: PERSIST_STATIC_SMALL_H forward, PERSIST_STATIC_SMALL_H backward on h200" in text
 
 
+def test_without_a_gpu_the_measurements_tell_what_would_run_on_the_one_named() -> None:
+    x = torch.zeros(64, 4, 256, dtype=torch.bfloat16)
+    module = LSTM(256, 256, dtype=torch.bfloat16)
+    there = module.explain(x, gpu="h200").there
+    assert there is not None
+    assert there.backend == "persistent"
+    assert f"on h200 persistent: {there.reason}" in str(module.explain(gpu="h200"))
+    assert "us a step, cuDNN" in there.reason
+    single = module.explain(x[:1], gpu="h200").there
+    assert single is not None
+    assert single.backend == "cell"
+    for silent in (
+        module.explain(x, gpu="l4"),  # where nothing was measured
+        module.explain(x),
+        LSTM(256, 256, proj_size=64, dtype=torch.bfloat16).explain(x, gpu="h200"),
+        LSTM(256, 256, dtype=torch.bfloat16, backend="cudnn").explain(x, gpu="h200"),
+    ):
+        assert silent.there is None
+
+
+def test_explanations_read_the_same_in_a_notebook() -> None:
+    found = explain(convert(Model()), torch.zeros(5, 3, 8))
+    assert repr(found) == str(found)
+
+
 def test_a_module_tells_of_its_last_call() -> None:
     module = LSTM(8, 16)
     with pytest.raises(UsageError, match="no recurrent module"):

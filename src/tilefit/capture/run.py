@@ -99,6 +99,11 @@ def capture(
             f"the model is of type {type(model).__name__}, which cannot be called",
             hint="Give a torch.nn.Module, or a function that runs one step.",
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "the model is wrapped in DistributedDataParallel, whose communication shapes alone cannot do",
+            hint="Give what it wraps, model.module.",
+        )
     if amp not in ("", *AMP_DTYPES):
         raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
     if train and isinstance(model, torch.jit.ScriptModule):
@@ -124,6 +129,7 @@ def capture(
             function,
         )
     inputs = on_device(inputs, device)
+    is_compiled = isinstance(model, nn.Module) and _is_compiled(model)  # a copy is not
     if isinstance(model, nn.Module):
         model = copied(model, device)
         model.train(train)
@@ -138,6 +144,11 @@ def capture(
         else:
             call(model, inputs)
             session.check_something_ran()
+    if not compiled and (is_compiled or any(_is_compiled(root) for _, root in session.sites.roots)):
+        notes = (
+            *notes,
+            "The model was compiled, and is looked at as it runs eagerly: add --compile (compile=True).",
+        )
     trained = train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
     _refuse_settings({"--infer (train=False)": trained and not train}, function)
     settings = Settings(
@@ -158,6 +169,11 @@ def capture(
         inputs,
         notes,
     )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` made the model or a part of it, or compiled it in place."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
 
 
 def _refuse_settings(given: Mapping[str, bool], name: str) -> None:

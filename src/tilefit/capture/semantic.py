@@ -71,8 +71,8 @@ class SemanticMode(TorchFunctionMode):
             kwargs = {**kwargs, "device": self._real_device(kwargs["device"])}
         if self.autocast.enabled:
             args, kwargs = self.autocast.cast_arguments(name, args, kwargs)
-        if name == "embedding" and self.device.type == "meta":
-            self._check_lookup(*args[:2])
+        if func is torch.embedding and self.device.type == "meta":
+            self._check_lookup(*args, **kwargs)
         replacement = fused.REPLACEMENTS.get(name)
         if replacement is not None:
             with self:
@@ -106,8 +106,11 @@ class SemanticMode(TorchFunctionMode):
                 for gradient in gradients:
                     gradient.zero_()
 
-    def _check_lookup(self, table: torch.Tensor, indices: torch.Tensor) -> None:
+    def _check_lookup(self, weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
         """Refuse to look up rows that a table has not, where they are known: positions, not words.
+
+        Args:
+            weight, indices, *_, **__: Those of ``torch.embedding``.
 
         Raises:
             CaptureError: the largest index is beyond the table.
@@ -117,10 +120,10 @@ class SemanticMode(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), self.recorder.silent():
             known = self.constants.value(indices)
         largest = int(known.max()) if known is not None and known.numel() else 0
-        if largest >= len(table):
-            name = self.recorder.reference(table).parameter or "an embedding"
+        if largest >= len(weight):
+            name = self.recorder.reference(weight).parameter or "an embedding"
             raise CaptureError(
-                f"row {largest} of {name} is looked up, and it has rows 0 to {len(table) - 1}: with data "
+                f"row {largest} of {name} is looked up, and it has rows 0 to {len(weight) - 1}: with data "
                 "this is an index error",
                 hint=SHORTER_INPUTS,
             )

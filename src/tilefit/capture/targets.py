@@ -233,7 +233,16 @@ def _told(error: Exception | SystemExit, doing: str) -> TargetError:
     else:
         where = user_line(error)
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return TargetError(f"{doing} raised {type(error).__name__}: {text}", where=where)
+    return TargetError(f"{doing} raised {type(error).__name__}: {text}", where=where, hint=_remedy(error))
+
+
+def _remedy(error: Exception) -> str:
+    """What to do where the user's code lacks something that is elsewhere."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"Install it where tilefit runs ({sys.executable} -m pip install), or run where it is found."
+    if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename or "/"):
+        return f"Its path is relative to the folder that tilefit runs in: {os.getcwd()}"
+    return ""
 
 
 def _build(factory: Callable[[], Any], name: str, device: str) -> Any:

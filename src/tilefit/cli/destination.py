@@ -31,12 +31,22 @@ OutputFormat = Annotated[
 OutputFile = Annotated[
     Path | None,
     typer.Option(
-        "--output-file", "--output", metavar="FILE", help="Write there, not to stdout.", rich_help_panel=PANEL
+        "--output-file",
+        "--output",
+        metavar="FILE",
+        callback=output.writable,
+        help="Write there, not to stdout.",
+        rich_help_panel=PANEL,
     ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw it too: FILE.svg or FILE.png.", rich_help_panel=PANEL),
+    typer.Option(
+        metavar="FILE",
+        callback=output.writable,
+        help="Draw it too: FILE.svg or FILE.png.",
+        rich_help_panel=PANEL,
+    ),
 ]
 
 

@@ -87,6 +87,19 @@ def by_ending(file: Path | None, forms: Mapping[str, Form], otherwise: Form) -> 
     return forms.get(file.suffix.lower(), otherwise) if file else otherwise
 
 
+def writable(path: Path | None) -> Path | None:
+    """The file of an option, refused before anything runs where it could not be written in the end.
+
+    Raises:
+        UsageError: there is no such folder, or the name is that of one.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"cannot be written: there is no folder {path.parent}", where=str(path))
+    if path is not None and path.is_dir():
+        raise UsageError("cannot be written: it is a folder", where=str(path), hint="Name a file in it.")
+    return path
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a report or a picture to a file.
 

@@ -38,7 +38,12 @@ OutputFormat = Annotated[
 ]
 OutputFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write there instead of to stdout.", rich_help_panel=PANEL),
+    typer.Option(
+        metavar="FILE",
+        callback=output.writable,
+        help="Write there instead of to stdout.",
+        rich_help_panel=PANEL,
+    ),
 ]
 ShowAll = Annotated[
     bool, typer.Option("--all", help="Every finding with all its arithmetic.", rich_help_panel=PANEL)

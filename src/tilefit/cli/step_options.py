@@ -140,10 +140,10 @@ def refuse_optimizer(context: typer.Context) -> None:
     Raises:
         UsageError: something is.
     """
-    if not context.params["train"]:
-        refuse(context, ("optimizer", "fused_optimizer"), "--infer runs no optimizer")
-    if context.params["optimizer"] == "none":
+    if context.params["optimizer"] == "none":  # with --infer it says the same
         refuse(context, ["fused_optimizer"], "--optimizer none runs no optimizer")
+    elif not context.params["train"]:
+        refuse(context, ("optimizer", "fused_optimizer"), "--infer runs no optimizer")
 
 
 def capture_options(context: typer.Context) -> CaptureOptions:

@@ -94,7 +94,10 @@ def optimize(
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("the model was scripted or traced, and cannot be changed", hint="Optimize it first.")
     if hasattr(model, "_orig_mod"):
-        raise UsageError("the model is compiled already", hint="Optimize first: torch.compile(plan.model).")
+        raise UsageError(
+            "the model is compiled already",
+            hint="Give it as it was before, with compile=True (--compile), and compile plan.model.",
+        )
     devices = resolve(gpu)
     if len(devices) != 1:
         raise UsageError("a plan is made for one GPU", hint='Name one: gpu="h200".')

@@ -164,11 +164,8 @@ def _choose(call: Call, forced: str | None, *, compiled: bool = False) -> Choice
             )
         return Choice(forced, _ASKED_FOR)
     measured = call.device is not None and _table(call.device) is not None
-    if measured and not compiled and _cell_refusal(call) is None:
-        if call.training and not call.captured:
-            return Choice(CELL, "a single step and its backward pass, which cost the host least so")
-        if call.reset:
-            return Choice(CELL, "a single step, and the state is reset before it")
+    if measured and not compiled and (by_cell := _by_cell(call)):
+        return by_cell
     refused = refusal(call)
     if refused is None:
         return _faster(call)
@@ -179,6 +176,30 @@ def _choose(call: Call, forced: str | None, *, compiled: bool = False) -> Choice
     if by_reference is None:
         return Choice(REFERENCE, f"{refused}; and {by_torch}")
     raise TilefitError(f"no backend can run this {CELLS[call.cell].mode}: {by_torch}, and {by_reference}")
+
+
+def _by_cell(call: Call) -> Choice | None:
+    """The cell functions, where they run a call on a GPU whose recurrent layers were measured."""
+    if _cell_refusal(call) is not None:
+        return None
+    if call.training and not call.captured:
+        return Choice(CELL, "a single step and its backward pass, which cost the host least so")
+    return Choice(CELL, "a single step, and the state is reset before it") if call.reset else None
+
+
+def expected(call: Call, gpu: Gpu, backend: str | None = None) -> Choice | None:
+    """The backend of a call on a GPU that is not at hand, as far as measurements tell.
+
+    Whether a layer fits on the chip is not asked: what was measured did.
+
+    Returns:
+        None where nothing was measured, or a backend is asked for.
+    """
+    table = recurrent_times.table(gpu)
+    if table is None or call.proj or _forced(backend):
+        return None
+    chosen = _by_cell(call) or _judged(call, table)
+    return None if call.reset and chosen.backend == CUDNN else chosen
 
 
 @cache
@@ -245,6 +266,10 @@ def _faster(call: Call) -> Choice:
     table = _table(call.device)
     if table is None:
         return Choice(CUDNN, "the persistent kernels were not measured on this GPU")
+    return _judged(call, table)
+
+
+def _judged(call: Call, table: Table) -> Choice:
     found = table.nearest(call.op(), DTYPES[call.dtype], training=call.training, captured=call.captured)
     if found is None:
         return Choice(CUDNN, "no size like this was measured with the persistent kernels")

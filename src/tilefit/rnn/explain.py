@@ -11,7 +11,7 @@ from tilefit import gpus
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
-from tilefit.rnn.dispatch import Call, choose, gpu_of
+from tilefit.rnn.dispatch import Call, Choice, choose, expected, gpu_of
 from tilefit.rnn.modules import Recurrent
 from tilefit.rules.recurrent.algorithm import cheapest_change
 
@@ -51,6 +51,8 @@ class Explanation:
         backend: ``persistent``, ``cudnn``, ``cell`` or ``reference``; all its layers run by the same.
         reason: Why this one.
         algorithm: What cuDNN does, or would do, with it; None if the GPU is not known.
+        there: What would run it on the GPU that was named, where it did not run on one; None if measurements
+            do not tell.
     """
 
     module: str
@@ -58,6 +60,7 @@ class Explanation:
     backend: str
     reason: str
     algorithm: Algorithm | None
+    there: Choice | None = None
 
     def __str__(self) -> str:
         op = self.call.op()
@@ -68,6 +71,8 @@ class Explanation:
             f"  {self.backend}: {self.reason}",
             f"  cuDNN: {self.algorithm or 'name a known GPU (gpu=) to see its algorithm'}",
         ]
+        if self.algorithm and self.there:
+            lines.insert(2, f"  on {self.algorithm.gpu} {self.there.backend}: {self.there.reason}")
         return "\n".join(lines)
 
 
@@ -79,6 +84,8 @@ class Explanations(tuple[Explanation, ...]):
     def __str__(self) -> str:
         return "\n".join(map(str, self))
 
+    __repr__ = __str__  # what a notebook shows
+
 
 def explain(model: nn.Module, *inputs: Any, gpu: str = "", **arguments: Any) -> Explanations:
     """Which backend runs each of our recurrent modules in a model, and why.
@@ -86,7 +93,8 @@ def explain(model: nn.Module, *inputs: Any, gpu: str = "", **arguments: Any) -> 
     Args:
         model: A model, or a recurrent module.
         *inputs, **arguments: The model is called once with them, as it is. Without any, the last call tells.
-        gpu: Name of the GPU to tell cuDNN's algorithm for; empty: the one the module ran on.
+        gpu: Name of the GPU to tell for what cuDNN's algorithm is there, and of a module that ran on none
+            which backend would be; empty: the one the module ran on.
 
     Raises:
         UsageError: no module of ours was called, or the GPU is unknown.
@@ -110,9 +118,10 @@ def explain(model: nn.Module, *inputs: Any, gpu: str = "", **arguments: Any) -> 
 
 def _explained(path: str, module: Recurrent, call: Call, gpu: Gpu | None) -> Explanation:
     backend, reason = choose(call, module.backend)
+    there = expected(call, gpu, module.backend) if gpu and call.device is None else None
     if gpu is None and call.device is not None:
         gpu = gpu_of(call.device)
-    return Explanation(path, call, backend, reason, algorithm(call, gpu) if gpu else None)
+    return Explanation(path, call, backend, reason, algorithm(call, gpu) if gpu else None, there)
 
 
 def algorithm(call: Call, gpu: Gpu) -> Algorithm:

@@ -30,6 +30,13 @@ def test_identical_layers_are_one_finding_with_their_pattern(h200: Gpu) -> None:
     assert (finding.module, finding.sites) == ("transformer.h.*.mlp.c_fc", 12)
 
 
+def test_a_model_that_is_one_layer_has_no_path_to_name(h200: Gpu) -> None:
+    b = StepBuilder()
+    b.linear("", 16384, 768, 3071)
+    (finding,) = run(b.step(), h200, select=["ALN"])
+    assert finding.fix.startswith("Change out_features 3071 -> 3072 ")
+
+
 def test_the_change_covers_the_products_and_what_lies_between(h200: Gpu) -> None:
     step = llama(intermediate=5461, features=2048, layers=1)
     (proposal,) = get("ALN001").check(Context(step, h200, estimate_step(step, h200)))

@@ -42,6 +42,14 @@ def test_a_head_without_a_table_is_found_by_its_loss(h200: Gpu) -> None:
     assert finding.code == "ALN002"
 
 
+def test_features_that_are_padded_too_are_named_with_the_vocabulary(h200: Gpu) -> None:
+    b = StepBuilder()
+    b.head("classes", 16384, 766, 21841)
+    (finding,) = run(b.step(), h200, select=["ALN"])
+    assert finding.message.startswith("a vocabulary of 21841 and 766 features are no multiple of 8")
+    assert "pays together with 766 -> 768" in finding.fix
+
+
 @pytest.mark.parametrize("vocabulary", [50304, 50264, 32008])
 def test_a_multiple_of_sixteen_bytes_is_left_alone(vocabulary: int, h200: Gpu, a100: Gpu) -> None:
     for gpu in (h200, a100):

@@ -57,7 +57,8 @@ class LinearFeatures(Rule):
             for name in ("out_features", "in_features"):
                 modules = [layer.module for layer in group.layers if getattr(layer, name) == old]
                 if modules:
-                    changes.append(f"{name} of {pattern(modules)} {old} -> {new}")
+                    of = f" of {pattern(modules)}" if any(modules) else ""  # the model itself has no path
+                    changes.append(f"{name}{of} {old} -> {new}")
         return Proposal(
             module=pattern(layer.module for layer in group.layers),
             source=group.layers[0].source,

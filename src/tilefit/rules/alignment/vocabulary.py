@@ -60,7 +60,10 @@ class Vocabulary(Rule):
         ranks, whole = next(
             ((s.ranks, s.size) for s in step.shards if s.what == "vocabulary" and s.per_rank == old), (1, old)
         )
-        shard = f"a rank's {old} tokens of the vocabulary are" if ranks > 1 else f"a vocabulary of {old} is"
+        shard = f"a rank's {old} tokens of the vocabulary" if ranks > 1 else f"a vocabulary of {old}"
+        shard += "".join(f" and {size} features" for size in sizes) + (
+            " are" if ranks > 1 or sizes else " is"
+        )
         heads = [layer for layer in group.layers if layer.out_features == old]
         names = dict.fromkeys(layer.parameter for layer in heads)
         tied = [alias for name in names if name in step.parameters for alias in step.parameters[name].aliases]
