@@ -55,7 +55,9 @@ def test_it_is_worth_what_the_converted_model_saves(layer: type[nn.RNNBase], tra
 
 
 def test_a_converted_model_is_healthy() -> None:
-    assert not findings(step_of(converted=True), "RNN003", min_gain=0)
+    for code in ("RNN001", "RNN003"):
+        assert findings(step_of(hidden=1000), code)
+        assert not findings(step_of(hidden=1000, converted=True), code, min_gain=0)
 
 
 def test_bf16_autocast_changes_the_element_type_and_says_so() -> None:

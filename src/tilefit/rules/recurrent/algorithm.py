@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.recurrent.layers import recurrent_layers
 from tilefit.rules.resize import pad
 from tilefit.rules.sites import pattern
 
@@ -95,16 +96,9 @@ class PersistentAlgorithm(Rule):
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu
-        layers: dict[tuple[str, Recurrent], list[int]] = defaultdict(list)
-        for index, entry in enumerate(step.ops):
-            if isinstance(entry.op, Recurrent):
-                layers[entry.site.module, replace(entry.op, direction="forward")].append(index)
-        found: dict[Recurrent, list[tuple[str, list[int]]]] = defaultdict(list)
-        for (module, op), indices in layers.items():
-            found[op].append((module, indices))
-        for op, places in found.items():
+        for op, places in recurrent_layers(step).items():
             algorithm, reason = cudnn_algorithm(op, gpu)
-            if algorithm != STANDARD:
+            if algorithm != STANDARD or persistent_steps(op, gpu) is not None:
                 continue
             directions = {step.ops[i].op.direction for _, rows in places for i in rows}  # type: ignore[attr-defined]
             changes = _fewest(op, gpu, directions - {BACKWARD_WEIGHT})

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from tilefit.cost.persistent import INFERENCE, TRAINING, persistent_steps
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
-from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent, StepOp
+from tilefit.ops import BACKWARD_DATA, Recurrent, StepOp
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.recurrent.layers import recurrent_layers
 from tilefit.rules.sites import pattern
 
 
@@ -42,14 +43,11 @@ class PersistentKernels(Rule):
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu
-        layers: dict[tuple[str, Recurrent], list[int]] = defaultdict(list)
-        for index, entry in enumerate(step.ops):
-            if isinstance(entry.op, Recurrent) and not entry.op.persistent:
-                layers[entry.site.module, replace(entry.op, direction=FORWARD)].append(index)
         found: dict[Recurrent, list[tuple[str, list[int]]]] = defaultdict(list)
-        for (module, op), indices in layers.items():
-            trained = any(step.ops[i].op.direction == BACKWARD_DATA for i in indices)  # type: ignore[attr-defined]
-            found[replace(op, persistent=TRAINING if trained else INFERENCE)].append((module, indices))
+        for op, places in recurrent_layers(step).items():
+            for place in [] if op.persistent else places:
+                trained = any(step.ops[index].phase == BACKWARD_DATA for index in place[1])
+                found[replace(op, persistent=TRAINING if trained else INFERENCE)].append(place)
         for op, places in found.items():
             steps = persistent_steps(op, gpu)
             if steps is None:
