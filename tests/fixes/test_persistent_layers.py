@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import tilefit
-from tilefit.fixes import Plan
+from tilefit.fixes import Plan, persistent_layers
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.run import Run
 
 
 class Tagger(nn.Module):
@@ -72,3 +75,12 @@ def test_layers_of_tilefit_stay() -> None:
     _, plan = planned(tilefit.nn.GRU(32, 320))
     assert not plan.fixes
     assert not plan.refused
+
+
+def test_without_what_the_kernels_need_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There cuDNN would run the layers all the same."""
+    monkeypatch.setattr(persistent_layers, "has_bindings", lambda: False)
+    assert planned(nn.GRU(32, 320))[1].fixes  # a plan for another machine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RefusedError, match="cuda-bindings"):
+        persistent_layers.Persistent(("layer",)).apply(Run(Tagger(nn.GRU(32, 320)), ()))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from tilefit.cost.persistent import INFERENCE, TRAINING, persistent_steps
@@ -14,6 +15,7 @@ from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
 from tilefit.nn import convert
 from tilefit.ops import Recurrent
+from tilefit.rnn.persistent import has_bindings
 from tilefit.rules.sites import pattern
 
 _KINDS = (nn.LSTM, nn.GRU, nn.RNN)
@@ -32,6 +34,8 @@ class Persistent(Candidate):
         return f"Run {where} by persistent kernels (tilefit.nn.convert)."
 
     def apply(self, run: Run) -> Undo:
+        if torch.cuda.is_available() and not has_bindings():
+            raise RefusedError("the kernels need the package cuda-bindings: pip install 'tilefit[rnn]'")
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
             kind = next((kind for kind in _KINDS if type(module) is kind), None)
@@ -57,7 +61,8 @@ class PersistentLayers(Fix):
     the kernels cannot run (no CUDA GPU of the generation they were measured on, a size that does not fit)
     the layers run as before.
 
-    RefusedError: subclasses of the three, parametrised weights, modules whose ``forward`` was replaced.
+    RefusedError: subclasses of the three, parametrised weights, modules whose ``forward`` was replaced; on a
+    machine with a GPU, where the package is missing that the kernels need (``pip install 'tilefit[rnn]'``).
     """
 
     name = "persistent-kernels"

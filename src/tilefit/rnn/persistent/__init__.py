@@ -6,6 +6,6 @@ for the GPU found (:mod:`~tilefit.rnn.persistent.build`), cut to size by
 all tensors are those of :mod:`tilefit.rnn.reference`.
 """
 
-from tilefit.rnn.persistent.layer import backward, forward, refusal
+from tilefit.rnn.persistent.layer import backward, forward, has_bindings, refusal
 
-__all__ = ["backward", "forward", "refusal"]
+__all__ = ["backward", "forward", "has_bindings", "refusal"]

@@ -44,7 +44,7 @@ def refusal(
         return f"the tensors are on {device.type}, and the kernels are for CUDA"
     if dtype not in ELEMENTS:
         return f"no kernel computes in {str(dtype).removeprefix('torch.')}"
-    if not _has_bindings():
+    if not has_bindings():
         return "the package cuda-bindings is not installed (pip install 'tilefit[rnn]')"
     index = device.index if device.index is not None else torch.cuda.current_device()
     capability = torch.cuda.get_device_capability(index)
@@ -76,7 +76,8 @@ def _strict(dtype: torch.dtype, hidden: int, batch: int, device: torch.device) -
     return dtype is torch.float32 and (small or not allows_tf32(dtype, device))
 
 
-def _has_bindings() -> bool:
+def has_bindings() -> bool:
+    """Whether the package is there that the kernels are compiled and launched through."""
     try:
         import cuda.bindings  # noqa: F401
     except ImportError:
