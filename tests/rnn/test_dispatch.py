@@ -171,6 +171,7 @@ def test_a_single_step_with_backward_runs_by_the_cell_functions(measured: Measur
     assert choose(step).backend == "cell"
     assert choose(call(steps=1, reset=True)).backend == "cell"
     assert choose(call(steps=1)).backend == "persistent"
+    assert choose(step._replace(hidden=32)).backend == "persistent"
     assert choose(step._replace(captured=True)).backend == "persistent"
     assert choose(step._replace(steps=2)).backend == "persistent"
     assert choose(step._replace(cell="rnn_tanh")).backend == "persistent"

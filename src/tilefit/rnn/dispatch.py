@@ -178,9 +178,14 @@ def _choose(call: Call, forced: str | None, *, compiled: bool = False) -> Choice
     raise TilefitError(f"no backend can run this {CELLS[call.cell].mode}: {by_torch}, and {by_reference}")
 
 
+#: Hidden units from which the cell functions are chosen. Of layers of fewer their error was measured to be up
+#: to 1.53 times cuDNN's, of larger ones 1.2 times at most (``benchmarks/recurrent.py correctness``).
+CELL_HIDDEN = 64
+
+
 def _by_cell(call: Call) -> Choice | None:
     """The cell functions, where they run a call on a GPU whose recurrent layers were measured."""
-    if _cell_refusal(call) is not None:
+    if _cell_refusal(call) is not None or call.hidden < CELL_HIDDEN:
         return None
     if call.training and not call.captured:
         return Choice(CELL, "a single step and its backward pass, which cost the host least so")
