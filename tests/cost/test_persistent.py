@@ -11,6 +11,7 @@ from tilefit.cost import estimate
 from tilefit.cost.launch import launch_s
 from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent_times import table
+from tilefit.errors import UsageError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings
 
 H200 = gpus.get("h200")
@@ -62,3 +63,8 @@ def test_operations_written_before_have_no_such_attribute() -> None:
     layer = replace(LAYER, persistent="")
     values = [getattr(layer, each.name) for each in fields(layer) if each.name != "persistent"]
     assert Recurrent(*values) == layer
+
+
+def test_an_unknown_purpose_is_an_error() -> None:
+    with pytest.raises(UsageError, match="unknown purpose 'decoding'"):
+        replace(LAYER, persistent="decoding")

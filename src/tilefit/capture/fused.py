@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilefit.capture.aten import check_alike
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import touched_bytes
-from tilefit.cost.persistent import INFERENCE, TRAINING
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,
@@ -27,7 +26,7 @@ from tilefit.ops import (
     Recurrent,
     Streaming,
 )
-from tilefit.ops.recurrent import GATES
+from tilefit.ops.recurrent import GATES, INFERENCE, TRAINING
 from tilefit.ops.step import DIMENSIONS, MASK
 from tilefit.rnn.modules import Recurrent as Persistent
 

@@ -18,9 +18,7 @@ from tilefit.cost.recurrent import estimate_recurrent
 from tilefit.cost.recurrent_times import Row
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent
-
-#: Purposes of a layer, as :attr:`tilefit.ops.Recurrent.persistent` names them.
-INFERENCE, TRAINING = "inference", "training"
+from tilefit.ops.recurrent import TRAINING
 
 #: Half-width of the 80 % interval: sizes between those measured take what the nearest one took.
 _SPREAD = 0.3

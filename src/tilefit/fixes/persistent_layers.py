@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from tilefit.cost.persistent import INFERENCE, TRAINING, persistent_steps
+from tilefit.cost.persistent import persistent_steps
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
 from tilefit.nn import convert
-from tilefit.ops import Recurrent
 from tilefit.rnn.persistent import has_bindings
+from tilefit.rules.recurrent.layers import layers_of_torch
 from tilefit.rules.sites import pattern
 
 _KINDS = (nn.LSTM, nn.GRU, nn.RNN)
@@ -69,15 +69,13 @@ class PersistentLayers(Fix):
     rules = ("RNN003",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        purpose = TRAINING if context.step.settings.training else INFERENCE
-        found = dict.fromkeys(
-            entry.site.module
-            for entry in context.step.ops
-            if isinstance(entry.op, Recurrent)
-            and not entry.op.persistent
-            and persistent_steps(replace(entry.op, persistent=purpose), context.gpu) is not None
-        )
+        found = [
+            module
+            for op, places in layers_of_torch(context.step).items()
+            if persistent_steps(op, context.gpu) is not None
+            for module, _ in places
+        ]
         modules = dict(context.run.model.named_modules())
-        layers = tuple(path for path in found if isinstance(modules.get(path), _KINDS))
+        layers = tuple(path for path in dict.fromkeys(found) if isinstance(modules.get(path), _KINDS))
         if layers:
             yield Persistent(layers)

@@ -8,7 +8,6 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from tilefit.cost.persistent import INFERENCE
 from tilefit.errors import UsageError
 from tilefit.measure import streaming
 from tilefit.measure.pool import TORCH_DTYPES, Pool
@@ -23,6 +22,7 @@ from tilefit.ops import (
     Recurrent,
     Streaming,
 )
+from tilefit.ops.recurrent import INFERENCE
 from tilefit.rnn.convert import convert
 
 #: A call that runs one operation once.

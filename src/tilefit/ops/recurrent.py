@@ -14,6 +14,10 @@ from tilefit.ops.gemm import Gemm
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
 
+#: Purposes of a layer, see :attr:`Recurrent.persistent`.
+INFERENCE, TRAINING = "inference", "training"
+
+
 @dataclass(frozen=True, slots=True)
 class Recurrent(Op):
     """``torch.nn.LSTM``, ``GRU`` or ``RNN`` over a whole sequence, in their parameter names.
@@ -50,6 +54,10 @@ class Recurrent(Op):
             raise UsageError(f"unknown recurrent mode {self.mode!r}", hint=f"Use one of: {', '.join(GATES)}.")
         if self.direction not in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT):
             raise UsageError(f"unknown direction {self.direction!r}")
+        if self.persistent not in ("", INFERENCE, TRAINING):
+            raise UsageError(
+                f"unknown purpose {self.persistent!r}", hint=f"Use {INFERENCE}, {TRAINING} or nothing."
+            )
         object.__setattr__(self, "dtype", canonical(self.dtype))
 
     @property

@@ -87,3 +87,12 @@ def test_only_a_gpu_of_the_measured_generation_is_told() -> None:
     step = step_of()
     assert findings(step, "RNN003", gpu="h100-sxm")
     assert not findings(step, "RNN003", gpu="a100-sxm-80gb", min_gain=0)
+
+
+def test_a_frozen_layer_is_one_of_inference() -> None:
+    model = Tagger(nn.LSTM, 2048).to("meta", torch.bfloat16)
+    for parameter in model.layers.parameters():
+        parameter.requires_grad_(False)
+    step = capture(model, torch.empty(256, 64, 2048, device="meta", dtype=torch.bfloat16))
+    (finding,) = findings(step, "RNN003", min_gain=0)  # in training cuDNN is faster at this size
+    assert "backward" not in finding.arithmetic[0]

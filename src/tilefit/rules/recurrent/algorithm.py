@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
@@ -98,7 +97,7 @@ class PersistentAlgorithm(Rule):
         step, gpu = context.step, context.gpu
         for op, places in recurrent_layers(step).items():
             algorithm, reason = cudnn_algorithm(op, gpu)
-            if algorithm != STANDARD or persistent_steps(op, gpu) is not None:
+            if algorithm != STANDARD:
                 continue
             directions = {step.ops[i].op.direction for _, rows in places for i in rows}  # type: ignore[attr-defined]
             changes = _fewest(op, gpu, directions - {BACKWARD_WEIGHT})

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from tilefit.ops import FORWARD, Recurrent, Step
+from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent, Step
+from tilefit.ops.recurrent import INFERENCE, TRAINING
+
+#: Modules that run a layer, and the places of their passes in the step, by the layer (its forward pass).
+Layers = dict[Recurrent, list[tuple[str, list[int]]]]
 
 
-def recurrent_layers(step: Step) -> dict[Recurrent, list[tuple[str, list[int]]]]:
-    """The modules that run a layer, and the places of their passes in the step, by the layer (its forward
-    pass)."""
+def recurrent_layers(step: Step) -> Layers:
+    """All of them."""
     layers: dict[tuple[str, Recurrent], list[int]] = defaultdict(list)
     for index, entry in enumerate(step.ops):
         if isinstance(entry.op, Recurrent):
             layers[entry.site.module, replace(entry.op, direction=FORWARD)].append(index)
-    found: dict[Recurrent, list[tuple[str, list[int]]]] = defaultdict(list)
+    found: Layers = defaultdict(list)
     for (module, op), indices in layers.items():
         found[op].append((module, indices))
+    return found
+
+
+def layers_of_torch(step: Step) -> Layers:
+    """Those of ``torch.nn``, by what they would be as layers of ``tilefit.nn``."""
+    found: Layers = defaultdict(list)
+    for op, places in recurrent_layers(step).items():
+        for module, indices in [] if op.persistent else places:
+            trained = any(step.ops[index].phase == BACKWARD_DATA for index in indices)
+            ours = replace(op, persistent=TRAINING if trained else INFERENCE)
+            found[ours].append((module, indices))
     return found

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tilefit.cost.persistent import INFERENCE, TRAINING, persistent_steps
+from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
-from tilefit.ops import BACKWARD_DATA, Recurrent, StepOp
+from tilefit.ops import Recurrent, StepOp
 from tilefit.rules.base import Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.recurrent.layers import recurrent_layers
+from tilefit.rules.recurrent.layers import layers_of_torch
 from tilefit.rules.sites import pattern
 
 
@@ -43,12 +42,7 @@ class PersistentKernels(Rule):
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu
-        found: dict[Recurrent, list[tuple[str, list[int]]]] = defaultdict(list)
-        for op, places in recurrent_layers(step).items():
-            for place in [] if op.persistent else places:
-                trained = any(step.ops[index].phase == BACKWARD_DATA for index in place[1])
-                found[replace(op, persistent=TRAINING if trained else INFERENCE)].append(place)
-        for op, places in found.items():
+        for op, places in layers_of_torch(step).items():
             steps = persistent_steps(op, gpu)
             if steps is None:
                 continue
