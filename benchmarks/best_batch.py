@@ -25,27 +25,28 @@ from typing import Any
 import torch
 
 from tilefit import gpus
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.errors import TilefitError
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.sweep.axes import Axis
 from tilefit.sweep.best import MOST_MEASUREMENTS, Trial, batches, best_batch
 from tilefit.sweep.meter import Meter
 from tilefit.sweep.run import Grid, Predictions
 
-MODELS: list[tuple[str, CaptureOptions]] = [
-    ("hf:gpt2", CaptureOptions(seq=512, amp="bf16")),
-    ("torchvision:resnet50", CaptureOptions(amp="bf16", channels_last=True)),
-    ("hf:bert", CaptureOptions(seq=256, amp="bf16", fused_optimizer=True)),
-    ("hf:vit", CaptureOptions(amp="bf16", train=False)),
+MODELS: list[tuple[str, TargetOptions]] = [
+    ("hf:gpt2", TargetOptions(seq=512, amp="bf16")),
+    ("torchvision:resnet50", TargetOptions(amp="bf16", channels_last=True)),
+    ("hf:bert", TargetOptions(seq=256, amp="bf16", fused_optimizer=True)),
+    ("hf:vit", TargetOptions(amp="bf16", train=False)),
 ]
 #: The same kinds of models for a dry run.
-TINY: list[tuple[str, CaptureOptions]] = [
-    ("hf:gpt2", CaptureOptions(seq=16, arguments={"n_layer": 1, "n_embd": 48, "vocab_size": 128})),
+TINY: list[tuple[str, TargetOptions]] = [
+    ("hf:gpt2", TargetOptions(seq=16, arguments={"n_layer": 1, "n_embd": 48, "vocab_size": 128})),
     (
         "hf:bert",
-        CaptureOptions(seq=16, train=False, arguments={"num_hidden_layers": 1, "hidden_size": 48}),
+        TargetOptions(seq=16, train=False, arguments={"num_hidden_layers": 1, "hidden_size": 48}),
     ),
 ]
 #: Batches down to this share of the largest that was tried are measured: a smaller one would have to beat it
@@ -54,7 +55,7 @@ _SMALLEST = 1 / 8
 
 
 def captures(
-    target: str, options: Sequence[CaptureOptions], timeout_s: float
+    target: str, options: Sequence[TargetOptions], timeout_s: float
 ) -> Generator[Step | TilefitError]:
     """Captures in this process, which has PyTorch and the libraries loaded anyway."""
     for each in options:
@@ -69,7 +70,7 @@ def rates(trials: Sequence[Trial]) -> dict[int, float]:
 
 
 def run(
-    target: str, options: CaptureOptions, device: torch.device, limit_bytes: int, gpu: str, most: int
+    target: str, options: TargetOptions, device: torch.device, limit_bytes: int, gpu: str, most: int
 ) -> Any:
     start = time.perf_counter()
     grid = Grid(target, options, (Axis("batch", batches(most)),), (gpus.get(gpu),))

@@ -178,9 +178,9 @@ class Variant:
             candidate.apply(self.run)
         self._flags = _flags()
         self.model: Callable[..., Any] = self.run.model
-        if self.run.compiled and self.run.model._compiled_call_impl is None:
+        if self.run.options.compile and self.run.model._compiled_call_impl is None:
             self.model = torch.compile(self.run.model)
-        fused = True if self.run.fused_optimizer else None
+        fused = True if self.run.options.fused_optimizer else None
         self.optimizer = torch.optim.AdamW(self.run.model.parameters(), lr=1e-6, fused=fused)
 
     def step(self) -> float:

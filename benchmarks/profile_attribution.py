@@ -33,8 +33,8 @@ from unittest.mock import patch
 
 import torch
 
-from tilefit.capture.child import CaptureOptions
 from tilefit.capture.targets import InputOptions, load
+from tilefit.options import TargetOptions
 from tilefit.profiling.kernel_names import read_name
 from tilefit.profiling.target import profile_target, real_step
 
@@ -98,10 +98,10 @@ DURATION = "gpu__time_duration.sum"
 WARM = 3
 
 
-def options_of(name: str, device: str, compiled: bool) -> tuple[str, CaptureOptions]:
+def options_of(name: str, device: str, compiled: bool) -> tuple[str, TargetOptions]:
     target, sizes, tiny = MODELS[name]
     chosen = tiny if device == "cpu" else sizes
-    return target, CaptureOptions(**chosen, amp="bf16", compiled=compiled)
+    return target, TargetOptions(**chosen, amp="bf16", compiled=compiled)
 
 
 def row(name: str, device: str, compiled: bool) -> dict[str, Any]:

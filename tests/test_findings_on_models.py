@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.checker import assess
+from tilefit.options import TargetOptions
 from tilefit.report import Report
 
 pytest.importorskip("transformers", reason="checks models of transformers")
 
 
 def report(target: str, **options: Any) -> Report:
-    result = assess(capture_target(target, CaptureOptions(amp="bf16", **options)), "h200")
+    result = assess(capture_target(target, TargetOptions(amp="bf16", **options)), "h200")
     assert isinstance(result, Report)
     return result
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import tilefit
-from tilefit.capture.child import CaptureOptions, capture_in_child, capture_target, captures_in_child
+from tilefit.capture.child import capture_in_child, capture_target, captures_in_child
 from tilefit.errors import CaptureError, TargetError, TilefitError, UsageError
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 
 FILE = """
 import os, signal, sys, time
@@ -56,7 +57,7 @@ out_of_memory = lambda: model(lambda: os.kill(os.getpid(), signal.SIGKILL))
 branches = lambda: model(lambda: bool(torch.rand(1, device="meta")))
 moves = lambda: model(lambda: os.chdir("/"))
 """
-OPTIONS = CaptureOptions(optimizer="sgd", amp="bf16")
+OPTIONS = TargetOptions(optimizer="sgd", amp="bf16")
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_the_child_s_step_is_the_one_captured_here(file: Path) -> None:
 
 def test_one_child_captures_several_times_and_a_failure_is_one_of_them(file: Path) -> None:
     options = [
-        CaptureOptions(inputs=(f"float32[{rows},{width}]",)) for rows, width in ((2, 8), (2, 9), (6, 8))
+        TargetOptions(inputs=(f"float32[{rows},{width}]",)) for rows, width in ((2, 8), (2, 9), (6, 8))
     ]
     first, failed, last = captures_in_child(f"{file}:fine", options)
     assert first == capture_target(f"{file}:fine", options[0])
@@ -88,7 +89,7 @@ def test_a_child_that_dies_between_captures_is_told(file: Path) -> None:
 
 
 def test_all_options_reach_the_capture(file: Path) -> None:
-    options = CaptureOptions(
+    options = TargetOptions(
         inputs=("float32[6,2,2,8]",), train=True, amp="fp16", tf32=True, optimizer="adamw",
         fused_optimizer=True, channels_last=True, compiled=True,
     )  # fmt: skip
@@ -149,14 +150,14 @@ def test_errors_arrive_whole(file: Path) -> None:
     with pytest.raises(TargetError, match="has no 'fein'"):
         capture_in_child(f"{file}:fein", OPTIONS)
     with pytest.raises(UsageError, match="unknown element type"):
-        capture_in_child(f"{file}:fine", CaptureOptions(inputs=("x: int65[2]",)))
+        capture_in_child(f"{file}:fine", TargetOptions(inputs=("x: int65[2]",)))
 
 
 def test_an_interrupt_ends_the_child_too(file: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
     program = (
-        "from tilefit.capture.child import CaptureOptions, capture_in_child\n"
-        f"capture_in_child({json.dumps(f'{file}:waits')}, CaptureOptions())\n"
+        "from tilefit.capture.child import capture_in_child\n"
+        f"capture_in_child({json.dumps(f'{file}:waits')}, TargetOptions())\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program], env={**os.environ, "STARTED": str(started)}, stderr=subprocess.PIPE
@@ -243,7 +244,7 @@ _SMALL = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_atten
 def _of_config(folder: Path, seq: int | None, **values: object) -> Step:
     path = folder / "config.json"
     path.write_text(json.dumps({**_SMALL, "intermediate_size": 16, "max_position_embeddings": 16, **values}))
-    return capture_target(f"hf:{path}", CaptureOptions(batch=2, seq=seq))
+    return capture_target(f"hf:{path}", TargetOptions(batch=2, seq=seq))
 
 
 @pytest.mark.parametrize(
@@ -273,12 +274,12 @@ def test_inputs_that_were_made_are_named_where_the_model_wants_others(tmp_path: 
         "build = lambda: Net(nn.Conv2d(4, 8, 3))\n"
     )
     with pytest.raises(CaptureError) as caught:
-        capture_target(f"{path}:build", CaptureOptions(batch=2, image_size=8))
+        capture_target(f"{path}:build", TargetOptions(batch=2, image_size=8))
     assert caught.value.hint.startswith(
         "The inputs were made for it here: 0: float32[2,4,8,8]. Where it wants"
     )
     with pytest.raises(CaptureError) as caught:
-        capture_target(f"{path}:build", CaptureOptions(inputs=("float32[2,4,8,8]",)))
+        capture_target(f"{path}:build", TargetOptions(inputs=("float32[2,4,8,8]",)))
     assert caught.value.hint.startswith("Check the shapes and element types of the inputs (--input)")
 
 

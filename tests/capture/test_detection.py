@@ -10,11 +10,12 @@ from torch import nn
 
 from capturing import entries
 from tilefit.capture import capture
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.capture.detection import OBJECTS
 from tilefit.capture.targets import InputOptions, load
 from tilefit.errors import CaptureError, UsageError
 from tilefit.ops import OPTIMIZER, Conv
+from tilefit.options import TargetOptions
 
 
 def _loaded(name: str, **options: Any) -> Any:
@@ -34,7 +35,7 @@ def test_a_list_is_no_input_that_can_be_written_out() -> None:
 
 
 def test_a_training_step_is_captured_with_its_losses() -> None:
-    options = CaptureOptions(on_cpu=True, batch=3, optimizer="sgd")
+    options = TargetOptions(on_cpu=True, batch=3, optimizer="sgd")
     step = capture_target("torchvision:ssdlite320_mobilenet_v3_large", options)
     assert (step.batch, step.inputs[0]) == (3, "0: 3 x float32[3,320,320]")
     assert entries(step, Conv)[0].inputs[0].shape == (3, 3, 320, 320)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from builders import StepBuilder, gpt2
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.capture.sweep import MOST_CAPTURES, Sweep, sweep
 from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 
 SIZES = tuple(range(1, 65))
 
@@ -22,10 +23,10 @@ class Fake:
 
     def __init__(self, step_of) -> None:  # type: ignore[no-untyped-def]
         self.step_of = step_of
-        self.asked: list[CaptureOptions] = []
+        self.asked: list[TargetOptions] = []
 
     def __call__(
-        self, target: str, options: Sequence[CaptureOptions], timeout_s: float
+        self, target: str, options: Sequence[TargetOptions], timeout_s: float
     ) -> Generator[Step | TilefitError]:
         for each in options:
             self.asked.append(each)
@@ -36,10 +37,10 @@ class Fake:
 
 
 def run(fake: Fake, over: str = "batch", sizes: Sequence[int] = SIZES) -> Sweep:
-    return sweep("model", CaptureOptions(), over, sizes, 1.0, capture=fake)
+    return sweep("model", TargetOptions(), over, sizes, 1.0, capture=fake)
 
 
-def step_without_batch_one(options: CaptureOptions) -> Step:
+def step_without_batch_one(options: TargetOptions) -> Step:
     """With one sample a copy is spared."""
     assert options.batch
     b = StepBuilder(options.batch)
@@ -56,11 +57,11 @@ def test_four_captures_and_the_size_of_one_know_every_batch() -> None:
     assert found.everywhere
     assert found.sizes == SIZES
     for size in (1, 2, 50, 100):
-        assert found.at(size) == step_without_batch_one(CaptureOptions(batch=size))
+        assert found.at(size) == step_without_batch_one(TargetOptions(batch=size))
 
 
 def test_a_step_that_jumps_is_captured_at_every_size() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         b = StepBuilder(options.batch or 0)
         for _ in range(options.batch or 0):
             b.linear("fc", 8, 64, 64)
@@ -73,7 +74,7 @@ def test_a_step_that_jumps_is_captured_at_every_size() -> None:
 
 
 def test_a_step_that_is_no_polynomial_is_noticed() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         b = StepBuilder(options.batch or 0)
         b.linear("fc", 64 * -(-(options.batch or 0) // 64), 64, 64)  # padded by the model itself
         return b.step()
@@ -85,7 +86,7 @@ def test_a_step_that_is_no_polynomial_is_noticed() -> None:
 
 
 def test_sizes_of_the_model_are_captured_one_by_one_and_refused_ones_left_out() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         width = options.arguments["hidden"]
         if width % 12:
             raise CaptureError("heads do not divide it")
@@ -110,7 +111,7 @@ def test_given_inputs_are_scaled_in_their_batch_and_in_nothing_else() -> None:
 
 
 def test_nothing_captured_is_the_first_error() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         raise CaptureError("no such model")
 
     with pytest.raises(CaptureError, match="no such model"):
@@ -118,7 +119,7 @@ def test_nothing_captured_is_the_first_error() -> None:
 
 
 def test_interrupting_keeps_what_is_done() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         if options.arguments["hidden"] == 32:
             raise KeyboardInterrupt
         return gpt2(batch=options.arguments["hidden"])
@@ -131,7 +132,7 @@ def test_interrupting_keeps_what_is_done() -> None:
 
 
 def test_compiled_steps_are_fused_at_every_size() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         step = gpt2(batch=options.batch or 0)
         return replace(step, settings=replace(step.settings, compiled=True))
 
@@ -147,15 +148,15 @@ def test_a_real_model_is_what_a_capture_gives(tmp_path: Path) -> None:
         "    return nn.Sequential(nn.Embedding(vocab_size, 16), nn.Linear(16, vocab_size))\n",
         encoding="utf-8",
     )
-    target, options = f"{path}:words", CaptureOptions(batch=4, seq=8, amp="bf16")
+    target, options = f"{path}:words", TargetOptions(batch=4, seq=8, amp="bf16")
 
     def here(
-        target: str, options: Sequence[CaptureOptions], timeout_s: float
+        target: str, options: Sequence[TargetOptions], timeout_s: float
     ) -> Generator[Step | TilefitError]:
         yield from (capture_target(target, each) for each in options)
 
     found = sweep(target, options, "vocab", range(90, 130), 60.0, capture=here)
     assert found.everywhere
-    expected = capture_target(target, CaptureOptions(batch=4, seq=8, amp="bf16", arguments={"vocab": 101}))
+    expected = capture_target(target, TargetOptions(batch=4, seq=8, amp="bf16", arguments={"vocab": 101}))
     assert [entry.op for entry in found.at(101).ops] == [entry.op for entry in expected.ops]
     assert found.at(101).memory == replace(expected.memory, moments=())

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tilefit.capture import child
-from tilefit.capture.child import CaptureOptions
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,
@@ -22,6 +21,7 @@ from tilefit.ops import (
     StepOp,
     TensorRef,
 )
+from tilefit.options import TargetOptions
 
 
 def _linear(module: str, rows: int, out_features: int, in_features: int, first_id: int) -> list[StepOp]:
@@ -67,11 +67,11 @@ def _step(features: int) -> Step:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, CaptureOptions, float]]:
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, TargetOptions, float]]:
     """Capture is replaced by a step with an odd number of features; what it was asked for is kept."""
-    calls: list[tuple[str, CaptureOptions, float]] = []
+    calls: list[tuple[str, TargetOptions, float]] = []
 
-    def capture(target: str, options: CaptureOptions, timeout_s: float) -> Step:
+    def capture(target: str, options: TargetOptions, timeout_s: float) -> Step:
         calls.append((target, options, timeout_s))
         return _step(4096 if target == "healthy" else 4095)
 
@@ -113,7 +113,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
     assert captured == [
         (
             "m.py:f",
-            CaptureOptions(
+            TargetOptions(
                 inputs=("x: fp32[2,3]", "y: int64[2]"),
                 batch=4,
                 seq=128,
@@ -130,7 +130,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
         )
     ]
     tilefit("check", "m", "--gpu", "h200", "--infer")
-    assert captured[1][1] == CaptureOptions(train=False)
+    assert captured[1][1] == TargetOptions(train=False)
 
 
 @pytest.mark.parametrize("verb", ["check", "fix", "sweep", "profile", "curve"])
@@ -153,7 +153,7 @@ def test_an_optimizer_is_not_described_where_none_runs(
 
 def test_a_forward_pass_may_be_said_to_have_no_optimizer(tilefit, captured) -> None:
     assert tilefit("check", "m", "--gpu", "h200", "--infer", "--optimizer", "none").err == ""
-    assert captured[0][1] == CaptureOptions(train=False, optimizer="none")
+    assert captured[0][1] == TargetOptions(train=False, optimizer="none")
 
 
 def test_a_step_of_very_many_operations_is_said_to_take_long(
@@ -167,7 +167,7 @@ def test_a_step_of_very_many_operations_is_said_to_take_long(
 
 def test_defaults_are_a_training_step_as_pytorch_runs_it(tilefit, captured) -> None:
     tilefit("check", "m", "--gpu", "h200")
-    assert captured[0][1] == CaptureOptions()
+    assert captured[0][1] == TargetOptions()
 
 
 def test_rules_are_selected_and_ignored(tilefit, captured) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tilefit.capture import child
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.errors import TilefitError
 from tilefit.fixes.source import patches
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 
 _SCRIPT = """\
 import torch
@@ -69,12 +70,12 @@ _ARGUMENTS = ("--gpu", "h200", "--amp", "bf16", "--fused-optimizer", "--select",
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training script; it is captured in this process, which is faster than in a child."""
 
-    def captured(target: str, options: CaptureOptions, timeout_s: float) -> Step:
+    def captured(target: str, options: TargetOptions, timeout_s: float) -> Step:
         with redirect_stdout(sys.stderr):
             return capture_target(target, options)
 
     def several(
-        target: str, options: Sequence[CaptureOptions], timeout_s: float
+        target: str, options: Sequence[TargetOptions], timeout_s: float
     ) -> Iterator[Step | TilefitError]:
         for each in options:
             try:

@@ -40,12 +40,12 @@ def test_chains_of_streaming_operations_are_compiled() -> None:
     found = plan(model, 1 << 20)
     assert [fix.name for fix in found.fixes] == ["compile"]
     assert found.candidates == (Compilation((), DEFAULT),)
-    assert found.run.compiled
+    assert found.run.options.compile
     assert found.speedup > 1.5
     assert model._compiled_call_impl is not None
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
     found.undo()
-    assert not found.run.compiled
+    assert not found.run.options.compile
     assert model._compiled_call_impl is None
 
 
@@ -207,10 +207,10 @@ def test_what_is_changed_with_compilation_is_taken_back_with_it() -> None:
     kept = [type(layer) for layer in model.layers]
     x = torch.empty(16, 1024, 512, device="meta")
     plan = tilefit.optimize(model, x, gpu="h200", amp="bf16", select=["compile", "contiguous-masks"])
-    assert plan.run.compiled
+    assert plan.run.options.compile
     assert model._compiled_call_impl is not None
     assert [type(layer) for layer in model.layers] != kept
     plan.undo()
-    assert not plan.run.compiled
+    assert not plan.run.options.compile
     assert model._compiled_call_impl is None
     assert [type(layer) for layer in model.layers] == kept

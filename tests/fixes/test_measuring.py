@@ -68,7 +68,7 @@ def test_variants_share_an_optimizer_unless_it_is_another() -> None:
     optimizers: dict[object, torch.optim.Optimizer] = {}
     first, second = RunningStep(run, optimizers), RunningStep(run, optimizers)
     assert first.optimizer is second.optimizer
-    run.fused_optimizer = True
+    run.change(fused_optimizer=True)
     fused = RunningStep(run, optimizers)
     assert fused.optimizer is not first.optimizer
     assert [step.optimizer.param_groups[0]["fused"] for step in (first, fused)] == [None, True]

@@ -123,7 +123,7 @@ def test_the_plan_changes_the_optimizer_itself() -> None:
     (fix,) = plan.fixes
     assert fix.level == "safe"
     assert fix.gain_s > 0
-    assert plan.run.fused_optimizer
+    assert plan.run.options.fused_optimizer
     assert optimizer.param_groups[0]["fused"]
     plan.undo()
     assert optimizer.param_groups[0]["fused"] is None

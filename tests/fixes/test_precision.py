@@ -43,20 +43,20 @@ def test_tf32() -> None:
     (fix,) = found.fixes
     assert fix.level == "unsafe"
     assert found.speedup > 1.5
-    assert found.run.tf32
+    assert found.run.options.tf32
     assert torch.get_float32_matmul_precision() == "high"
     found.undo()
-    assert found.run.tf32 is None
+    assert found.run.options.tf32 is None
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_mixed_precision_is_worth_more_and_leaves_tf32_nothing() -> None:
     found = plan(model(), "tf32", "mixed-precision", level="unsafe")
     assert [fix.name for fix in found.fixes] == ["mixed-precision"]
-    assert found.run.amp == "bf16"
+    assert found.run.options.autocast == "bf16"
     assert torch.get_float32_matmul_precision() == "highest"
     found.undo()
-    assert found.run.amp == ""
+    assert found.run.options.autocast == ""
     assert type(found.model) is nn.Sequential
 
 

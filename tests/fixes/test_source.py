@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tilefit import gpus, rules
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.capture.targets import InputOptions
 from tilefit.cost import estimate_step
 from tilefit.errors import TilefitError, UsageError
@@ -26,6 +26,7 @@ from tilefit.fixes.source.patches import ByHand, Patches, propose
 from tilefit.fixes.source.program import Program
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 from tilefit.rules.base import Context
 
 Proposed = Callable[..., Patches]
@@ -37,7 +38,7 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
     monkeypatch.chdir(tmp_path)
 
     def captured(
-        target: str, options: Sequence[CaptureOptions], timeout_s: float
+        target: str, options: Sequence[TargetOptions], timeout_s: float
     ) -> Iterator[Step | TilefitError]:
         precision = torch.get_float32_matmul_precision()
         try:
@@ -67,7 +68,7 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         if text is not None:
             path.write_bytes(text.encode())
         target = f"{path}:{factory}"
-        options = CaptureOptions(**{"amp": "bf16", **how})  # type: ignore[arg-type]
+        options = TargetOptions(**{"amp": "bf16", **how})  # type: ignore[arg-type]
         step, gpu = capture_target(target, options), gpus.get("h200")
         context = Context(step, gpu, estimate_step(step, gpu))
         levels = ("safe",) if safe else ("safe", "unsafe")
@@ -643,8 +644,8 @@ def test_what_changes_in_such_a_loop_save_is_on_top_of_each_other(proposed: Prop
     # Under autocast no product is left to TF32.
     assert [patch.code for patch in patches.made] == ["PRC002", "NTC003"]
     gpu, target = gpus.get("h200"), f"{tmp_path / 'script.py'}:build"
-    before = capture_target(target, CaptureOptions())
-    after = capture_target(target, CaptureOptions(amp="bf16", fused_optimizer=True))
+    before = capture_target(target, TargetOptions())
+    after = capture_target(target, TargetOptions(amp="bf16", fused_optimizer=True))
     saved_s = estimate_step(before, gpu).time_s - estimate_step(after, gpu).time_s
     assert sum(patch.gain_s for patch in patches.made) == pytest.approx(saved_s)
 
@@ -723,7 +724,7 @@ def test_a_second_write_finds_nothing(proposed: Proposed, tmp_path: Path) -> Non
 def test_predicted_savings_are_those_of_the_changed_program(proposed: Proposed, tmp_path: Path) -> None:
     text = f"{_HEAD}{_NET}\ndef build():\n    return Net(4095), {_X}\n"
     patches = proposed(text, select=["ALN001"])
-    gpu, options = gpus.get("h200"), CaptureOptions(amp="bf16")
+    gpu, options = gpus.get("h200"), TargetOptions(amp="bf16")
     target = f"{tmp_path / 'script.py'}:build"
     before = estimate_step(capture_target(target, options), gpu).time_s
     patches.write()

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 
 
 def _captured(target: str, *, train: bool = True, **sizes: int) -> Step:
-    options = CaptureOptions(batch=8, seq=128, amp="bf16", train=train, arguments=sizes)
+    options = TargetOptions(batch=8, seq=128, amp="bf16", train=train, arguments=sizes)
     return capture_target(target, options)
 
 

@@ -10,8 +10,8 @@ import torch
 
 import tilefit
 from profiled_net import Net, training_step
-from tilefit.capture.child import CaptureOptions
 from tilefit.errors import TilefitError, UsageError
+from tilefit.options import TargetOptions
 from tilefit.precision.script import run_script
 from tilefit.profiling import Profile
 from tilefit.profiling.ranges import bare
@@ -138,7 +138,7 @@ def test_a_script_is_ended_after_its_profiled_steps(
 @pytest.mark.usefixtures("pretended")
 def test_a_target_s_kernels_belong_to_the_captured_step() -> None:
     model = "tests/profiled_net.py:net"
-    options = CaptureOptions(optimizer="none")
+    options = TargetOptions(optimizer="none")
     run = profile_target(model, options, gpu="h200", steps=2, skip=0, plain=1, device="cpu")
     report = run.report
     measured = report.measured
@@ -152,7 +152,7 @@ def test_without_a_gpu_a_target_is_refused_before_it_is_built() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match="no CUDA GPU"):
-        profile_target("no.such:model", CaptureOptions())
+        profile_target("no.such:model", TargetOptions())
 
 
 def test_the_compilers_wrapper_is_not_part_of_a_path() -> None:

@@ -7,26 +7,26 @@ from collections.abc import Callable, Generator, Sequence
 import pytest
 
 from builders import StepBuilder
-from tilefit.capture.child import CaptureOptions
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Memory, Step
+from tilefit.options import TargetOptions
 
 
 class Fake:
     """Runs captures by a function; remembers what was asked for, a list for each start."""
 
-    def __init__(self, step_of: Callable[[CaptureOptions], Step]) -> None:
+    def __init__(self, step_of: Callable[[TargetOptions], Step]) -> None:
         self.step_of = step_of
-        self.starts: list[list[CaptureOptions]] = []
+        self.starts: list[list[TargetOptions]] = []
 
     @property
     def asked(self) -> int:
         return sum(map(len, self.starts))
 
     def __call__(
-        self, target: str, options: Sequence[CaptureOptions], timeout_s: float
+        self, target: str, options: Sequence[TargetOptions], timeout_s: float
     ) -> Generator[Step | TilefitError]:
-        run: list[CaptureOptions] = []
+        run: list[TargetOptions] = []
         self.starts.append(run)
         for each in options:
             run.append(each)
@@ -38,7 +38,7 @@ class Fake:
                 yield error
 
 
-def mlp(options: CaptureOptions) -> Step:
+def mlp(options: TargetOptions) -> Step:
     """A layer of ``hidden`` features (64 by default); each sample takes 1 GiB."""
     hidden = int(options.arguments.get("hidden", 64))
     if hidden % 8:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tilefit import gpus
-from tilefit.capture.child import CaptureOptions
 from tilefit.errors import TargetError
 from tilefit.measure.store import Store
+from tilefit.options import TargetOptions
 from tilefit.sweep.axes import Axis
 from tilefit.sweep.best import Trial
 from tilefit.sweep.kept import Kept
@@ -59,13 +59,13 @@ def points(*batches: int) -> list[Point]:
 
 
 def grid(target: str, *batches: int) -> Grid:
-    options = CaptureOptions(seq=4)
+    options = TargetOptions(seq=4)
     return Grid(target, options, (Axis("batch", batches),), (gpus.get("h200"),))
 
 
 def test_a_step_of_any_batch(target: str) -> None:
     ticks = count()
-    meter = Meter(f"{target}:build", CaptureOptions(seq=4), CPU, clock=lambda: float(next(ticks)))
+    meter = Meter(f"{target}:build", TargetOptions(seq=4), CPU, clock=lambda: float(next(ticks)))
     # Each look at this clock is a second later, and a turn of one step looks twice.
     for batch in (2, 5):
         trial = meter(batch)
@@ -74,19 +74,19 @@ def test_a_step_of_any_batch(target: str) -> None:
 
 
 def test_of_given_inputs_no_other_batch_is_measured(target: str) -> None:
-    meter = Meter(f"{target}:pair", CaptureOptions(), CPU)
+    meter = Meter(f"{target}:pair", TargetOptions(), CPU)
     assert meter(3).batch == 3
     with pytest.raises(TargetError, match="a batch of 4 cannot be measured"):
         meter(4)
 
 
 def test_inputs_are_those_of_the_command(target: str) -> None:
-    meter = Meter(f"{target}:pair", CaptureOptions(inputs=("input: fp32[5,8]",)), CPU)
+    meter = Meter(f"{target}:pair", TargetOptions(inputs=("input: fp32[5,8]",)), CPU)
     assert meter(5).batch == 5
 
 
 def test_running_out_of_memory_is_no_error(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter(f"{target}:build", CaptureOptions(seq=4), CPU)
+    meter = Meter(f"{target}:build", TargetOptions(seq=4), CPU)
 
     def full(self: object) -> None:
         raise torch.OutOfMemoryError
@@ -97,7 +97,7 @@ def test_running_out_of_memory_is_no_error(target: str, monkeypatch: pytest.Monk
 
 def test_a_function_that_does_a_whole_step_is_refused(target: str) -> None:
     with pytest.raises(TargetError, match="does a whole step itself"):
-        Meter(f"{target}:whole_step", CaptureOptions(), CPU)
+        Meter(f"{target}:whole_step", TargetOptions(), CPU)
 
 
 def test_points_are_measured_once(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

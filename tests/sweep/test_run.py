@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tilefit import gpus
-from tilefit.capture.child import CaptureOptions
 from tilefit.cost import estimate_step, fuse
 from tilefit.errors import CaptureError, UsageError
 from tilefit.measure.store import Store
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 from tilefit.sweep.axes import read_axes
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.point import Point
@@ -24,7 +24,7 @@ from .conftest import Fake, mlp
 def grid(*over: str, gpu: tuple[str, ...] = ("h200",), **options: object) -> Grid:
     return Grid(
         "model",
-        CaptureOptions(**options),  # type: ignore[arg-type]
+        TargetOptions(**options),  # type: ignore[arg-type]
         tuple(read_axes(over)),
         tuple(map(gpus.get, gpu)),
     )
@@ -39,7 +39,7 @@ def test_every_point_is_what_its_own_capture_would_be(fake: Fake) -> None:
     assert len(found) == 10 * 2 * 2 * 2
     assert fake.asked < 40
     for point in found:
-        options = CaptureOptions(
+        options = TargetOptions(
             batch=int(point.at["batch"]),
             amp="bf16" if point.at["amp"] == "bf16" else "",
             arguments={"hidden": int(point.at["hidden"])},
@@ -63,7 +63,7 @@ def test_gpus_splits_and_the_compiler_share_their_captures(fake: Fake) -> None:
     assert len(found) == 32 * 2 * 2 * 2
     assert fake.asked == 4
     one = {p.at["compile"]: p for p in found if (p.at["batch"], p.gpu, p.gpus) == (64, "h200", 1)}
-    step = mlp(CaptureOptions(batch=64))
+    step = mlp(TargetOptions(batch=64))
     assert one["off"].time_s == estimate_step(step, "h200").time_s
     compiled = fuse(replace(step, settings=replace(step.settings, compiled=True)))
     assert one["on"].time_s == estimate_step(compiled, "h200").time_s != one["off"].time_s
@@ -86,7 +86,7 @@ def test_a_split_that_does_not_divide_the_batch_is_an_impossible_point(fake: Fak
 
 
 def test_a_capture_that_ends_its_process_takes_no_other_with_it() -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         if options.arguments["hidden"] == 128:
             raise CaptureError("the process was ended by SIGKILL")
         return mlp(options)
@@ -114,7 +114,7 @@ def test_tokens_are_counted_where_the_sequence_varies(fake: Fake) -> None:
 
 
 def test_a_size_that_the_target_does_not_depend_on_is_refused() -> None:
-    fixed = mlp(CaptureOptions())
+    fixed = mlp(TargetOptions())
     found = points(Fake(lambda options: fixed), grid("seq=128,256"))
     assert all("does not depend on seq" in point.error for point in found)
 
@@ -141,7 +141,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(fake: Fake, tmp_path: Pat
 
 
 def test_the_users_interrupt_keeps_what_is_there(tmp_path: Path) -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         if options.arguments["hidden"] == 256:
             raise KeyboardInterrupt
         return mlp(options)
@@ -190,7 +190,7 @@ def test_errors_are_not_kept(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_usage_errors_are_the_users(fake: Fake) -> None:
-    def step_of(options: CaptureOptions) -> Step:
+    def step_of(options: TargetOptions) -> Step:
         raise UsageError("no such option")
 
     with pytest.raises(UsageError):

@@ -1,7 +1,8 @@
 """Capture in a process of its own: a model file that hangs or aborts takes nothing with it.
 
-The child reads its options as JSON from standard input and writes each step, or its error, as JSON to a file
-in the folder it is given. What the model's code prints goes to standard error.
+The child reads its options as JSON from standard input and writes each step, after a line about what it
+depends on, or its error, as JSON to a file in the folder it is given. What the model's code prints goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
 from tilefit import errors
+from tilefit.capture.cache import Witness, recall, remember
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 
 _POLL_S = 0.02
 #: Where this package is, and what the child runs. Unlike ``-m``, ``-P -c`` does not search the current
@@ -31,29 +34,7 @@ _ROOT = str(Path(__file__).parents[2])
 _START = "import sys; sys.path.append(sys.argv[2]); from tilefit.capture.child import main; main()"
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureOptions:
-    """How to capture a target; the fields are those of :func:`tilefit.capture.capture` and the inputs', and
-    ``sources``: texts of files, by real path, to be read instead of what the files say."""
-
-    inputs: tuple[str, ...] = field(default=())
-    batch: int | None = None
-    seq: int | None = None
-    image_size: int | None = None
-    train: bool = True
-    amp: str = ""
-    tf32: bool | None = None
-    optimizer: str = "adamw"
-    fused_optimizer: bool = False
-    channels_last: bool = False
-    compiled: bool = False
-    on_cpu: bool = False
-    arguments: Mapping[str, int] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-    varied: str = ""
-
-
-def capture_target(target: str, options: CaptureOptions) -> Step:
+def capture_target(target: str, options: TargetOptions) -> Step:
     """Load and capture a target in this process."""
     if not options.sources:
         return _capture_target(target, options)
@@ -63,30 +44,18 @@ def capture_target(target: str, options: CaptureOptions) -> Step:
         return _capture_target(target, options)
 
 
-def _capture_target(target: str, options: CaptureOptions) -> Step:
+def _capture_target(target: str, options: TargetOptions) -> Step:
     from tilefit.capture.run import CHECK_INPUTS, capture
     from tilefit.capture.semantic import SHORTER_INPUTS
-    from tilefit.capture.targets import InputOptions, load
+    from tilefit.capture.targets import input_options, load
 
-    device = "cpu" if options.on_cpu else "meta"
     with _uncollected():
-        sizes = (options.batch, options.seq, options.image_size)
-        inputs = InputOptions(
-            options.inputs, *sizes, options.train, device, options.arguments, options.varied
-        )
-        loaded = load(target, inputs)
+        loaded = load(target, input_options(options, "cpu" if options.on_cpu else "meta"))
     try:
         return capture(
             loaded.model,
             loaded.inputs,
-            train=options.train,
-            amp=options.amp,
-            tf32=options.tf32,
-            optimizer=options.optimizer,
-            fused_optimizer=options.fused_optimizer,
-            channels_last=options.channels_last,
-            compiled=options.compiled,
-            on_cpu=options.on_cpu,
+            options=options,
             loss=loaded.loss,
             name=loaded.name,
             notes=loaded.notes,
@@ -113,21 +82,23 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def capture_in_child(target: str, options: CaptureOptions, timeout_s: float = 600.0) -> Step:
-    """Load and capture a target in a child process.
+def capture_in_child(
+    target: str, options: TargetOptions, timeout_s: float = 600.0, *, fresh: bool = False
+) -> Step:
+    """Load and capture a target in a child process; ``fresh``: although it is known.
 
     Raises:
         CaptureError: the child ran out of time or died.
         TilefitError: whatever the capture raised.
     """
-    (captured,) = captures_in_child(target, [options], timeout_s)
+    (captured,) = captures_in_child(target, [options], timeout_s, fresh=fresh)
     if isinstance(captured, TilefitError):
         raise captured
     return captured
 
 
 def captures_in_child(
-    target: str, options: Sequence[CaptureOptions], timeout_s: float = 600.0
+    target: str, options: Sequence[TargetOptions], timeout_s: float = 600.0, *, fresh: bool = False
 ) -> Generator[Step | TilefitError]:
     """Load and capture a target several times, one after the other, in one child process.
 
@@ -135,6 +106,7 @@ def captures_in_child(
         target: What to capture.
         options: How, each time.
         timeout_s: How long one capture may take, the first with the start of the child.
+        fresh: Capture those again that were captured before and are unchanged.
 
     Returns:
         For each of the options, in order and as soon as it is there, the step or what the capture raised.
@@ -142,6 +114,20 @@ def captures_in_child(
     Raises:
         CaptureError: the child ran out of time or died.
     """
+    known = {} if fresh else {each: step for each, o in enumerate(options) if (step := recall(target, o))}
+    missing = [each for index, each in enumerate(options) if index not in known]
+    with closing(_captures(target, missing, timeout_s) if missing else _nothing()) as captured:
+        for index in range(len(options)):
+            yield known.get(index) or next(captured)
+
+
+def _nothing() -> Generator[Step | TilefitError]:
+    yield from ()
+
+
+def _captures(
+    target: str, options: Sequence[TargetOptions], timeout_s: float
+) -> Generator[Step | TilefitError]:
     with tempfile.TemporaryDirectory(prefix="tilefit-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, folder, _ROOT],
@@ -155,8 +141,15 @@ def captures_in_child(
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin:  # a child that died is noticed below
                 process.stdin.write(json.dumps(request))
-            for index in range(len(options)):
-                yield _read(process, _result(folder, index), target, timeout_s)
+            for index, each in enumerate(options):
+                text = _read(process, _result(folder, index), target, timeout_s)
+                if text.startswith('{"error"'):
+                    yield _error(**json.loads(text))
+                    continue
+                witness, _, text = text.partition("\n")
+                if not each.sources:  # tried for a moment, and never again
+                    remember(target, each, witness, text)
+                yield Step.from_json(text)
         finally:
             process.kill()
             process.wait()
@@ -166,7 +159,7 @@ def _result(folder: str, index: int) -> Path:
     return Path(folder) / f"{index}.json"
 
 
-def _read(process: subprocess.Popen[str], result: Path, target: str, timeout_s: float) -> Step | TilefitError:
+def _read(process: subprocess.Popen[str], result: Path, target: str, timeout_s: float) -> str:
     """What the child writes to a file, once it is there."""
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and not result.exists():
@@ -186,12 +179,12 @@ def _read(process: subprocess.Popen[str], result: Path, target: str, timeout_s: 
             if killed
             else "Its last words are above; run the model alone to see more.",
         )
-    text = result.read_text()
-    if text.startswith('{"error"'):
-        error = json.loads(text)
-        kind: type[TilefitError] = getattr(errors, error["error"])
-        return kind(error["what"], where=error["where"], hint=error["hint"])
-    return Step.from_json(text)
+    return result.read_text()
+
+
+def _error(error: str, what: str, where: str, hint: str) -> TilefitError:
+    kind: type[TilefitError] = getattr(errors, error)
+    return kind(what, where=where, hint=hint)
 
 
 def _ending(returncode: int) -> str:
@@ -206,11 +199,13 @@ def main() -> None:
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
     # Before the user's folders come first on the path, for the same reason.
     import_module("tilefit.capture.targets")
+    witness = Witness()
     sys.stdin = open(os.devnull)  # noqa: SIM115 - a model that asks for input must not wait for it
     for index, options in enumerate(request["options"]):
         try:
-            wanted = CaptureOptions(**{**options, "inputs": tuple(options["inputs"])})
-            text = capture_target(request["target"], wanted).to_json()
+            wanted = TargetOptions(**{**options, "input": tuple(options["input"])})
+            step = capture_target(request["target"], wanted).to_json()
+            text = f"{witness.to_json()}\n{step}"
         except TilefitError as error:
             text = json.dumps(
                 {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}

@@ -8,9 +8,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import reduce
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Unpack
 from unittest.mock import patch
 
 import torch
@@ -21,8 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tilefit.capture.autocast import AutocastState, simulated
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.optimizer import (
-    OPTIMIZERS,
-    MakeOptimizer,
     OptimizerSteps,
     intercepted,
     made_optimizer,
@@ -33,6 +32,7 @@ from tilefit.capture.sites import SiteTracker, user_line
 from tilefit.errors import CaptureError, TilefitError, UsageError
 from tilefit.ops import Memory, Parameter, Recurrent, Settings, Step, StepOp
 from tilefit.ops.scaling import tensors_that_stay
+from tilefit.options import StepKeywords, StepOptions
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,17 +54,11 @@ def capture(
     model: nn.Module | Callable[..., Any],
     inputs: Any = None,
     *,
-    train: bool = True,
-    amp: str = "",
-    tf32: bool | None = None,
-    optimizer: str | MakeOptimizer = "adamw",
-    fused_optimizer: bool = False,
-    channels_last: bool = False,
-    compiled: bool = False,
-    on_cpu: bool = False,
+    options: StepOptions | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     name: str = "",
     notes: Sequence[str] = (),
+    **keywords: Unpack[StepKeywords],
 ) -> Step:
     """Capture one training step (forward, loss, backward, optimizer) or one inference call.
 
@@ -72,28 +66,25 @@ def capture(
     model, as CUDA would run it. The model passed in is not changed.
 
     Args:
-        model: A module; or a callable that does a whole step itself, whose ``inputs`` are its arguments.
+        model: A module; or a callable that does a whole step itself, whose ``inputs`` are its arguments. Such
+            a one does as it does: it is refused what would say otherwise of training, of the optimizer, of
+            ``amp`` and of ``channels_last``.
         inputs: A tensor, a tuple of positional arguments or a mapping of keyword arguments. Only shapes
             and element types matter (with ``on_cpu``, the values too).
-        train: Include loss, backward and optimizer. A step callable does as it does: it is refused what
-            would say otherwise of these, of ``amp`` and of ``channels_last``.
-        amp: ``"bf16"``, ``"fp16"`` (with the gradient scaler's work) or empty.
-        tf32: Let fp32 products use TF32; None means PyTorch's defaults: convolutions yes, matrix products no.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or what makes one of a list of parameters.
-        fused_optimizer: As with ``fused=True``.
-        channels_last: Convert the model and 4-dimensional inputs to NHWC.
-        compiled: Say in the settings that fusion is to be modelled (the cost model does it), and tell a model
-            that asks whether it is being compiled that it is: some then take other paths.
-        on_cpu: Run with real tensors on the CPU, for code that depends on values.
+        options: How the step runs. With ``compile`` the settings say that fusion is to be modelled (the cost
+            model does it), and a model that asks whether it is being compiled is told that it is: some then
+            take other paths.
         loss: Makes the loss of the model's output. Without it: the output's ``loss``; else the mean of
             the output, with a note.
         name: What to call the model.
         notes: Added to the step's notes.
+        keywords: Fields of the options, by name.
 
     Raises:
         CaptureError: The step needs what shapes cannot give, or the model itself fails; names the line.
         UsageError: An option is not understood, or has no effect.
     """
+    options = replace(options or StepOptions(), **keywords)
     if not callable(model):
         raise UsageError(
             f"the model is of type {type(model).__name__}, which cannot be called",
@@ -104,27 +95,21 @@ def capture(
             "the model is wrapped in DistributedDataParallel, whose communication shapes alone cannot do",
             hint="Give what it wraps, model.module.",
         )
-    if amp not in ("", *AMP_DTYPES):
-        raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
-    if train and isinstance(model, torch.jit.ScriptModule):
+    if options.train and isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
             "the model was scripted or traced, and its training step cannot be followed",
             hint="Give the model as it was before, or look at inference: --infer (train=False).",
         )
-    if isinstance(optimizer, str) and optimizer not in ("none", "", *OPTIMIZERS):
-        raise UsageError(
-            f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(OPTIMIZERS)}, none."
-        )
-    device = "cpu" if on_cpu else "meta"
+    device = "cpu" if options.on_cpu else "meta"
     is_module = isinstance(model, nn.Module)
     function = "" if is_module else getattr(model, "__name__", type(model).__name__)
     if function:
         _refuse_settings(
             {
-                f"--amp {amp}": bool(amp),
-                f"--optimizer {optimizer}": optimizer != "adamw",
-                "--fused-optimizer": fused_optimizer,
-                "--channels-last": channels_last,
+                f"--amp {options.amp}": bool(options.autocast),
+                f"--optimizer {options.optimizer}": options.optimizer != "adamw",
+                "--fused-optimizer": options.fused_optimizer,
+                "--channels-last": options.channels_last,
             },
             function,
         )
@@ -132,33 +117,33 @@ def capture(
     is_compiled = isinstance(model, nn.Module) and _is_compiled(model)  # a copy is not
     if isinstance(model, nn.Module):
         model = copied(model, device)
-        model.train(train)
-        if channels_last:
+        model.train(options.train)
+        if options.channels_last:
             model, inputs = _to_channels_last(model, inputs)
-    session = _Session(device, tf32, is_module)
+    session = _Session(device, options.tf32, is_module)
     with session.running():
         session.hold(inputs)
         if isinstance(model, nn.Module):
             session.sites.name_modules(model)
-            _step(session, model, inputs, train, amp, optimizer, fused_optimizer, compiled, loss)
+            _step(session, model, inputs, options, loss)
         else:
             call(model, inputs)
             session.check_something_ran()
-    if not compiled and (is_compiled or any(_is_compiled(root) for _, root in session.sites.roots)):
+    if not options.compile and (is_compiled or any(_is_compiled(root) for _, root in session.sites.roots)):
         notes = (
             *notes,
             "The model was compiled, and is looked at as it runs eagerly: add --compile (compile=True).",
         )
-    trained = train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
-    _refuse_settings({"--infer (train=False)": trained and not train}, function)
+    trained = options.train if is_module else any(op.phase != "forward" for op in session.recorder.ops)
+    _refuse_settings({"--infer (train=False)": trained and not options.train}, function)
     settings = Settings(
         training=trained,
-        amp=amp or session.amp_seen,
+        amp=options.autocast or session.amp_seen,
         tf32=session.recorder.tf32_matmul,
         optimizer=session.steps.name,
         fused_optimizer=session.steps.fused,
-        channels_last=channels_last or session.channels_last_seen,
-        compiled=compiled,
+        channels_last=options.channels_last or session.channels_last_seen,
+        compiled=options.compile,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         split=session.split,
         recompiled=session.recompiled,
@@ -401,40 +386,36 @@ def _step(
     session: _Session,
     model: nn.Module,
     inputs: Any,
-    train: bool,
-    amp: str,
-    make_optimizer: str | MakeOptimizer,
-    fused: bool,
-    compiled: bool,
+    options: StepOptions,
     loss_of: Callable[[Any], torch.Tensor] | None,
 ) -> None:
     optimizer = None
     trainable = [p for p in model.parameters() if p.requires_grad]
-    if train and make_optimizer not in ("none", "") and trainable:
-        optimizer = made_optimizer(make_optimizer, trainable)
+    if options.train and options.optimizer != "none" and trainable:
+        optimizer = made_optimizer(options.optimizer, trainable)
         for group in optimizer.param_groups:
-            group["fused"] = fused or None
+            group["fused"] = options.fused_optimizer or None
     # Not inference mode: in it a dispatch mode sees ``conv2d`` and its like before they are taken apart.
-    grad = torch.enable_grad() if train else torch.no_grad()
-    autocast = torch.autocast("cuda", dtype=AMP_DTYPES[amp]) if amp else ExitStack()
+    grad = torch.enable_grad() if options.train else torch.no_grad()
+    autocast = torch.autocast("cuda", dtype=AMP_DTYPES[options.amp]) if options.autocast else ExitStack()
     # The flag behind torch.compiler.is_compiling(), which libraries import by name.
-    compiling = patch.object(torch.compiler, "_is_compiling_flag", True) if compiled else ExitStack()
+    compiling = patch.object(torch.compiler, "_is_compiling_flag", True) if options.compile else ExitStack()
     with grad:
         with autocast:
             before = session.semantic.values_read
             with compiling:
                 output = call(model, inputs)
-            session.note_graph_breaks(session.semantic.values_read - before if compiled else 0)
-            loss = session.loss(output, loss_of) if train else None
+            session.note_graph_breaks(session.semantic.values_read - before if options.compile else 0)
+            loss = session.loss(output, loss_of) if options.train else None
         if loss is None:
             return
         del output
-        if amp == "fp16":
+        if options.amp == "fp16":
             loss = loss * 65536.0  # what GradScaler.scale does
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
     if optimizer is not None:
-        if amp == "fp16":
+        if options.amp == "fp16":
             session.steps.unscale(optimizer)
         optimizer.step()
 

@@ -7,12 +7,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilefit.capture.child import CaptureOptions, captures_in_child
+from tilefit.capture.child import captures_in_child
 from tilefit.cost.fusion import fuse
 from tilefit.errors import TargetError, TilefitError
 from tilefit.ops import Step
 from tilefit.ops.interpolation import CAPTURES, StepAt, interpolate
 from tilefit.ops.scaling import scale_batch
+from tilefit.options import TargetOptions
 
 #: Sizes of the inputs and of the embedding: any value is as good as another, so that captures can be
 #: interpolated. Other sizes are captured one by one: a model may refuse some of them.
@@ -25,7 +26,7 @@ _TOLERANCE = 0.005
 _MEMORY_TOLERANCE = 0.05
 
 #: Runs captures; :func:`~tilefit.capture.child.captures_in_child`, or something quicker in tests.
-Capture = Callable[[str, Sequence[CaptureOptions], float], Generator[Step | TilefitError]]
+Capture = Callable[[str, Sequence[TargetOptions], float], Generator[Step | TilefitError]]
 #: Shows progress: an iterable and its length in, the same items out.
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
@@ -53,7 +54,7 @@ class Sweep:
 
 def sweep(
     target: str,
-    options: CaptureOptions,
+    options: TargetOptions,
     over: str,
     sizes: Sequence[int],
     timeout_s: float,
@@ -138,7 +139,7 @@ def _is_constant(found: dict[int, Step]) -> bool:
     return len(found) > 1 and len({(step.inputs, step.ops) for step in found.values()}) == 1
 
 
-def first_captures(options: CaptureOptions, over: str, sizes: Sequence[int]) -> list[CaptureOptions]:
+def first_captures(options: TargetOptions, over: str, sizes: Sequence[int]) -> list[TargetOptions]:
     """The captures that :func:`sweep` begins with, in its order; mostly they are all it needs."""
     many = [size for size in sizes if size > 1]
     if over in SMOOTH and len(many) > CAPTURES + 1:
@@ -148,7 +149,7 @@ def first_captures(options: CaptureOptions, over: str, sizes: Sequence[int]) -> 
     return [at_size(options, over, size) for size in wanted]
 
 
-def at_size(options: CaptureOptions, over: str, size: int) -> CaptureOptions:
+def at_size(options: TargetOptions, over: str, size: int) -> TargetOptions:
     """The options with one size: of the inputs, or of the model."""
     own = over in ("batch", "seq", "image_size")
     changed: dict[str, Any] = {over: size} if own else {"arguments": {**options.arguments, over: size}}

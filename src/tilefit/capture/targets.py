@@ -26,6 +26,7 @@ from tilefit.capture.run import ON_CPU, describe_inputs
 from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers, tolerated
 from tilefit.errors import CaptureError, TargetError, TilefitError, UsageError
+from tilefit.options import TargetOptions
 
 #: Sizes of synthesised inputs where the user gives none.
 DEFAULT_TEXT_BATCH = 16
@@ -95,6 +96,12 @@ class InputOptions:
         for name in names:
             if getattr(self, name) is not None and name != self.varied:
                 raise UsageError(f"--{name.replace('_', '-')} has no effect: {why}", hint="Leave it out.")
+
+
+def input_options(options: TargetOptions, device: str) -> InputOptions:
+    """What is said of the inputs, for tensors on ``device``."""
+    sizes = (options.batch, options.seq, options.image_size)
+    return InputOptions(options.input, *sizes, options.train, device, options.arguments, options.varied)
 
 
 def load(target: str, options: InputOptions) -> Target:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tilefit.cli import output
+from tilefit.cli import output, step_options
 from tilefit.cli.groups import TargetGroup
+from tilefit.cli.option_groups import grouped
 
 if TYPE_CHECKING:
     from tilefit.measure.run import Outcome
@@ -182,32 +183,22 @@ def suite(
 
 
 @app.command()
+@grouped
 def target(
+    context: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TARGET", show_default=False, help="As of `tilefit check`.")
     ],
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens per sample.")] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Height and width.")] = None,
-    train: Annotated[bool, typer.Option("--train/--infer", help="Training step or forward pass.")] = True,
-    amp: Annotated[Literal["bf16", "fp16", "off"], typer.Option(help="Mixed precision by autocast.")] = "off",
-    channels_last: Annotated[bool, typer.Option("--channels-last", help="Model and images in NHWC.")] = False,
+    *,
+    options: step_options.OfOperations,
     warm: Warm = False,
     on_cpu: OnCpu = False,
     store: StoreFile = None,
 ) -> None:
     """Measure every distinct operation of a model's step."""
-    from tilefit.capture.child import CaptureOptions, capture_in_child
+    from tilefit.capture.child import capture_in_child
     from tilefit.measure.suites import Entry
 
-    options = CaptureOptions(
-        batch=batch,
-        seq=seq,
-        image_size=image_size,
-        train=train,
-        amp="" if amp == "off" else amp,
-        channels_last=channels_last,
-    )
     with output.progress(f"Capturing {target}"):
         step = capture_in_child(target, options)
     distinct = dict.fromkeys(entry.op for entry in step.ops)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefit.errors import UsageError
+from tilefit.options import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,15 @@ class Config:
     ignore: tuple[str, ...] = ()
     min_gain: float | None = None
     per_module_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def selection(self, given: Selection) -> Selection:
+        """Which findings are wanted: what the command line says, else what is settled here."""
+        return Selection(
+            given.select or self.select,
+            (*self.ignore, *given.ignore),
+            self.min_gain if given.min_gain is None else given.min_gain,
+            self.per_module_ignores,
+        )
 
 
 def load(start: Path) -> Config:

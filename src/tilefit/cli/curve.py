@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,16 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tilefit.cli import output, step_options
-from tilefit.cli.calibrated_profile import ProfileFile
+from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.curve_sizes import Sizes, read_sizes
 from tilefit.cli.destination import Destination, OutputFile, OutputFormat, Plot, destination
 from tilefit.cli.groups import TargetGroup
-from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
+from tilefit.cli.local_gpu import LocalGpu, devices
+from tilefit.cli.option_groups import grouped
 from tilefit.errors import UsageError
+from tilefit.options import INPUT_SIZES, TargetOptions, spelled
 
 if TYPE_CHECKING:
     from tilefit.cli.curve_output import Curves
     from tilefit.cost.curve import Curve, Prices
+    from tilefit.cost.priced import PricedGpu
     from tilefit.measure.curve import Measured
     from tilefit.ops import Gemm, Op
 
@@ -55,7 +59,7 @@ def gemm(
     k: Annotated[str, typer.Argument(help="Contraction, or a range.", show_default=False)],
     over: Annotated[Literal["m", "n", "k", "batch"] | None, typer.Option(help=_OVER)] = None,
     gpu: GpuName = None,
-    profile: ProfileFile = None,
+    calibration: CalibrationFile = None,
     dtype: Dtype = "bf16",
     layout: Annotated[
         list[str] | None,
@@ -76,6 +80,7 @@ def gemm(
     from tilefit.ops import Gemm
 
     where = destination(output_format, output_file, plot)
+    device, local = devices(gpu, measure, calibration)
     sizes = read_sizes({"m": m, "n": n, "k": k, "batch": batch}, over)
 
     def products(letters: str) -> Callable[[int], tuple[Gemm, ...]]:
@@ -83,7 +88,7 @@ def gemm(
 
     title = f"gemm {sizes.text(('m', 'n', 'k', 'batch'))} {dtype}"
     names = dict.fromkeys(layout or ["TN"])
-    _products(title, sizes, {name: products(name) for name in names}, gpu, measure, store, where)
+    _products(title, sizes, {name: products(name) for name in names}, device, local, store, where)
 
 
 @app.command()
@@ -103,7 +108,7 @@ def linear(
         bool, typer.Option("--train/--infer", help="With both gradients, or forward alone.")
     ] = True,
     gpu: GpuName = None,
-    profile: ProfileFile = None,
+    calibration: CalibrationFile = None,
     dtype: Dtype = "bf16",
     measure: Measure = False,
     store: StoreFile = None,
@@ -116,6 +121,7 @@ def linear(
 
     where = destination(output_format, output_file, plot)
     over = {"rows": "batch", "hidden": "in", "vocab": "out"}.get(over or "", over)  # type: ignore[assignment]
+    device, local = devices(gpu, measure, calibration)
     sizes = read_sizes({"in": in_features, "out": out_features, "batch": batch, "seq": seq}, over)
 
     def products(size: int) -> tuple[Gemm, ...]:
@@ -123,13 +129,15 @@ def linear(
         return curve.linear(at["batch"] * at["seq"], at["in"], at["out"], dtype, train=train)
 
     title = f"linear {sizes.text(('in', 'out', 'batch', 'seq'))} {dtype}"
-    _products(title, sizes, {"layer" if train else "forward": products}, gpu, measure, store, where)
+    _products(title, sizes, {"layer" if train else "forward": products}, device, local, store, where)
 
 
 @app.command()
+@grouped
 def target(
     context: typer.Context,
     target: step_options.Target,
+    *,
     batch: Annotated[str | None, typer.Option(metavar="N", help="Samples, or a range.")] = None,
     seq: Annotated[str | None, typer.Option(metavar="N", help="Tokens per sample, or a range.")] = None,
     image_size: Annotated[
@@ -156,19 +164,13 @@ def target(
         ),
     ] = None,
     gpu: GpuName = None,
-    input: step_options.Inputs = None,
-    train: step_options.Train = True,
-    amp: step_options.Precision = "off",
-    tf32: step_options.Tf32 = None,
-    optimizer: step_options.OptimizerName = "adamw",
-    fused_optimizer: step_options.FusedOptimizer = False,
-    channels_last: step_options.ChannelsLast = False,
-    compile: step_options.Compile = False,
-    on_cpu: step_options.OnCpu = False,
+    input: step_options.Input = None,
+    how: step_options.OfStep,
     timeout: step_options.Timeout = step_options.TIMEOUT_S,
+    fresh: step_options.Fresh = False,
     measure: Measure = False,
     store: StoreFile = None,
-    profile: ProfileFile = None,
+    calibration: CalibrationFile = None,
     output_format: OutputFormat = None,
     output_file: OutputFile = None,
     plot: Plot = None,
@@ -178,37 +180,31 @@ def target(
     Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
     interpolated where the step allows it; the other sizes are captured one by one.
     """
-    step_options.refuse_optimizer(context)
     where = destination(output_format, output_file, plot)
     named = {"batch": batch, "seq": seq, "image_size": image_size, "hidden": hidden, "vocab": vocab}
     over = over.replace("-", "_") if over else None
     sizes = read_sizes(_given(named, settings, over), over, of_step=True)
 
-    from tilefit.capture.child import CaptureOptions
+    from tilefit.capture.child import captures_in_child
     from tilefit.capture.sweep import sweep as capture_sweep
     from tilefit.cli.curve_output import Curves, Family, roundest
     from tilefit.cost.curve import step_curve
 
-    local = local_gpu() if measure else None
-    device = predicted_gpu(gpu, local)
-    own = ("batch", "seq", "image_size")
-    options = CaptureOptions(
-        inputs=tuple(input or ()),
-        batch=sizes.fixed.get("batch"),
-        seq=sizes.fixed.get("seq"),
-        image_size=sizes.fixed.get("image_size"),
-        train=train,
-        amp="" if amp == "off" else amp,
-        tf32=tf32,
-        optimizer=optimizer,
-        fused_optimizer=fused_optimizer,
-        channels_last=channels_last,
-        compiled=compile,
-        on_cpu=on_cpu,
-        arguments={name: size for name, size in sizes.fixed.items() if name not in own},
+    device, local = devices(gpu, measure, calibration)
+    options = TargetOptions(
+        **{each.name: getattr(how, each.name) for each in fields(how)},
+        input=tuple(input or ()),
+        **{name: sizes.fixed.get(name) for name in INPUT_SIZES},
+        arguments={name: size for name, size in sizes.fixed.items() if name not in INPUT_SIZES},
     )
     sweep = capture_sweep(
-        target, options, sizes.over, sizes.values, timeout, watch=partial(output.watched, "Capturing")
+        target,
+        options,
+        sizes.over,
+        sizes.values,
+        timeout,
+        watch=partial(output.watched, "Capturing"),
+        capture=partial(captures_in_child, fresh=fresh),
     )
     notes = [*sweep.notes]
     if sweep.failed:
@@ -243,12 +239,12 @@ def target(
                 f"{len(measured.errors)} operations could not be measured and are predicted, such as "
                 f"{op.kind} {op.shape}: {why.splitlines()[0]}."
             )
-    how = [
-        "training step" if train else "inference",
-        *([f"{amp} autocast"] if options.amp else []),
-        *(["compiled"] if compile else []),
+    setup = [
+        "training step" if how.train else "inference",
+        *([f"{how.amp} autocast"] if how.autocast else []),
+        *(["compiled"] if how.compile else []),
     ]
-    title = f"{target}, {', '.join(how)}, {sizes.text([sizes.over, *sizes.fixed])}"
+    title = f"{target}, {', '.join(setup)}, {sizes.text([sizes.over, *sizes.fixed])}"
     _show(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)), where)
     if interrupted:
         raise KeyboardInterrupt
@@ -273,7 +269,7 @@ def _given(named: Mapping[str, str | None], settings: list[str] | None, over: st
     if over in ("batch", "seq"):
         given.setdefault(over, _DEFAULT_RANGE)
     elif over and ":" not in given.get(over, ""):
-        option = f"--{over.replace('_', '-')} " if over in named else f"--set {over}="
+        option = f"{spelled(over)} " if over in named else f"--set {over}="
         raise UsageError(f"--over {over} needs a range", hint=f"Write {option}FIRST:LAST or FIRST:LAST:STEP.")
     return given
 
@@ -282,8 +278,8 @@ def _products(
     title: str,
     sizes: Sizes,
     products: Mapping[str, Callable[[int], Sequence[Gemm]]],
-    gpu: str | None,
-    measure: bool,
+    device: PricedGpu,
+    local: LocalGpu | None,
     store: Path | None,
     where: Destination,
 ) -> None:
@@ -291,8 +287,6 @@ def _products(
     from tilefit.cli.curve_output import Curves, Family
     from tilefit.cost.curve import curve
 
-    local = local_gpu() if measure else None
-    device = predicted_gpu(gpu, local)
     predicted = {name: curve(name, at, sizes.values, device) for name, at in products.items()}
     notes: list[str] = []
     families = [Family(each) for each in predicted.values()]

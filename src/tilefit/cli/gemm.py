@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tilefit.cli import output
-from tilefit.cli.calibrated_profile import ProfileFile
-from tilefit.cli.local_gpu import local_gpu, predicted_gpu
+from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.local_gpu import devices
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +35,7 @@ def gemm(
         typer.Option(help="BLAS letters (column-major); F.linear runs TN, its gradients NN and NT."),
     ] = "TN",
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Independent products.")] = 1,
-    profile: ProfileFile = None,
+    calibration: CalibrationFile = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -49,8 +49,7 @@ def gemm(
     from tilefit.cost.alternatives import alternatives
     from tilefit.ops import Gemm
 
-    local = local_gpu() if measure else None
-    device = predicted_gpu(gpu, local)
+    device, local = devices(gpu, measure, calibration)
     product = Gemm(m, n, k, dtype=dtype, layout=layout, batch=batch)
     console = output.stdout()
     console.print(_explained(explain(product, device)))

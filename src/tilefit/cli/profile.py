@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,21 +13,20 @@ from typer.core import TyperCommand
 
 from tilefit import gpus
 from tilefit.cli import config, output, report_output, step_options
-from tilefit.cli.calibrated_profile import ProfileFile
-from tilefit.cli.step_options import codes
+from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.option_groups import given, grouped
 from tilefit.errors import TilefitError, UsageError
+from tilefit.options import TargetOptions, refuse
 
 if TYPE_CHECKING:
     from tilefit.profiling.session import Profile
 
 _RUN = "The run"
 _TRACES = (".json", ".json.gz")
-#: Options that describe the step of a model, and those that choose the steps of a run.
-_OF_MODELS = (
-    *("input", "batch", "seq", "image_size", "train", "amp", "tf32"),
-    *("optimizer", "fused_optimizer", "channels_last", "compile"),
-)
-_OF_RUNS = ("steps", "skip", "plain")
+#: Options that describe the step of a model.
+_OF_MODELS = [
+    each.name for each in fields(TargetOptions) if "help" in each.metadata and each.name != "on_cpu"
+]
 
 
 class ProfileCommand(TyperCommand):
@@ -45,6 +46,7 @@ def _is_trace(text: str) -> bool:
     return text.endswith(_TRACES) and not text.startswith("hf:")
 
 
+@grouped
 def profile(
     context: typer.Context,
     target: Annotated[
@@ -59,6 +61,7 @@ def profile(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own.", show_default=False)
     ] = None,
+    *,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +69,7 @@ def profile(
             help="GPU that rates are compared with. Default: the one in this machine, or the trace's.",
         ),
     ] = None,
-    profile: ProfileFile = None,
+    calibration: CalibrationFile = None,
     steps: Annotated[
         int, typer.Option(min=1, metavar="N", help="Steps to profile.", rich_help_panel=_RUN)
     ] = 3,
@@ -89,30 +92,8 @@ def profile(
             rich_help_panel=_RUN,
         ),
     ] = 5,
-    input: step_options.Inputs = None,
-    batch: step_options.Batch = None,
-    seq: step_options.Seq = None,
-    image_size: step_options.ImageSize = None,
-    train: step_options.Train = True,
-    amp: step_options.Precision = "off",
-    tf32: step_options.Tf32 = None,
-    optimizer: step_options.OptimizerName = "adamw",
-    fused_optimizer: step_options.FusedOptimizer = False,
-    channels_last: step_options.ChannelsLast = False,
-    compile: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel="The step"),
-    ] = False,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CODE",
-            help="Only these rules, by code or its beginning; repeat or separate by commas.",
-            rich_help_panel="Rules",
-        ),
-    ] = None,
-    ignore: step_options.Ignore = None,
-    min_gain: step_options.MinGain = None,
+    options: step_options.OfRun,
+    selection: step_options.Rules,
     export: Annotated[
         Path | None,
         typer.Option(
@@ -131,36 +112,31 @@ def profile(
     Options go before a script. Nothing that a script computes is changed; it is ended after its profiled
     steps. A trace needs no GPU. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
-    from tilefit.checker import MIN_GAIN
-    from tilefit.rules import select as select_rules
+    from tilefit.rules import select
 
-    settled = config.load(Path.cwd())
-    rules: dict[str, Any] = {
-        "select": codes(select) or settled.select,
-        "ignore": (*settled.ignore, *codes(ignore)),
-        "min_gain": next(gain for gain in (min_gain, settled.min_gain, MIN_GAIN) if gain is not None),
-        "per_module_ignores": settled.per_module_ignores,
-    }
+    selection = config.load(Path.cwd()).selection(selection)
     # Whatever can be wrong without a run is found before it.
-    select_rules(rules["select"], rules["ignore"])
+    select(selection.select, selection.ignore)
     if gpu is not None:
         gpus.get(gpu)
     if arguments and not _is_script(target):
         raise UsageError(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
+    judged: dict[str, Any] = {"gpu": gpu, "calibration": calibration, "selection": selection}
+    window = {"steps": steps, "skip": skip, "plain": plain}
     error: TilefitError | None = None
     if _is_trace(target):
-        step_options.refuse(context, (*_OF_MODELS, *_OF_RUNS), "a trace tells which steps it is of")
+        _refuse(context, (*_OF_MODELS, *window), "a trace tells which steps it is of")
         from tilefit.profiling.imported import Imported
 
         with output.progress(f"Reading {target}"):
-            run: Imported | Profile = Imported(Path(target), gpu, **rules)
+            run: Imported | Profile = Imported(Path(target), **judged)
             document = run.report
     elif _is_script(target):
-        step_options.refuse(context, _OF_MODELS, "a script makes its own steps")
+        _refuse(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments or ())
-        run, error = _script(Path(target), list(arguments or ()), gpu, steps, skip, plain, rules)
+        run, error = _script(Path(target), list(arguments or ()), **window, **judged)
         if error is not None and not run.profiled:
             raise error
         document = run.report
@@ -173,9 +149,8 @@ def profile(
     else:
         from tilefit.profiling.target import profile_target
 
-        options = step_options.capture_options(context)
         with output.progress(f"Profiling {target}"):
-            run = profile_target(target, options, gpu=gpu, steps=steps, skip=skip, plain=plain, **rules)
+            run = profile_target(target, options, **window, **judged)
             document = run.report
     report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
     if export is not None:
@@ -186,22 +161,16 @@ def profile(
     return document.exit_code
 
 
-def _script(
-    script: Path,
-    arguments: list[str],
-    gpu: str | None,
-    steps: int,
-    skip: int,
-    plain: int,
-    rules: dict[str, Any],
-) -> tuple[Profile, TilefitError | None]:
+def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    refuse((name for name in names if given(context, name)), why)
+
+
+def _script(script: Path, arguments: list[str], **how: Any) -> tuple[Profile, TilefitError | None]:
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
     from tilefit.precision.script import run_script
     from tilefit.profiling.session import Profile, require_gpu
 
     require_gpu()
-    run = Profile(
-        steps=steps, skip=skip, plain=plain, gpu=gpu, name=script.name, optimizer_steps=True, **rules
-    )
+    run = Profile(name=script.name, optimizer_steps=True, **how)
     return run, run_script(script, arguments, run)

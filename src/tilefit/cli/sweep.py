@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from tilefit.cli import output, step_options
-from tilefit.cli.calibrated_profile import ProfileFile
+from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.destination import PANEL, Destination, OutputFile, OutputFormat, Plot, destination
-from tilefit.cli.local_gpu import LocalGpu, local_gpu
+from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
+from tilefit.cli.option_groups import given, grouped
 from tilefit.errors import UsageError
+from tilefit.options import INPUT_SIZES, spelled
 
 if TYPE_CHECKING:
-    from tilefit.gpus import Gpu
+    from tilefit.cost.priced import PricedGpu
     from tilefit.sweep.axes import Axis
     from tilefit.sweep.kept import Kept
     from tilefit.sweep.point import Point
@@ -36,9 +38,11 @@ def _split_option(help: str) -> typer.models.OptionInfo:
     return option
 
 
+@grouped
 def sweep(
     context: typer.Context,
     target: step_options.Target,
+    *,
     over: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,20 +74,9 @@ def sweep(
     micro_batches: Annotated[
         str | None, _split_option("Parts of a replica's batch; default: as many as stages.")
     ] = None,
-    input: step_options.Inputs = None,
-    batch: step_options.Batch = None,
-    seq: step_options.Seq = None,
-    image_size: step_options.ImageSize = None,
-    train: step_options.Train = True,
-    amp: step_options.Precision = "off",
-    tf32: step_options.Tf32 = None,
-    optimizer: step_options.OptimizerName = "adamw",
-    fused_optimizer: step_options.FusedOptimizer = False,
-    channels_last: step_options.ChannelsLast = False,
-    compile: step_options.Compile = False,
-    on_cpu: step_options.OnCpu = False,
+    options: step_options.Options,
     timeout: step_options.Timeout = step_options.TIMEOUT_S,
-    profile: ProfileFile = None,
+    calibration: CalibrationFile = None,
     store: Annotated[
         Path | None, typer.Option("--store", metavar="FILE", help="Store of results; default TILEFIT_STORE.")
     ] = None,
@@ -111,15 +104,15 @@ def sweep(
     where = destination(output_format, output_file, plot)
     splits = (tensor_parallel, pipeline_parallel, data_parallel, micro_batches)
     axes = read_axes(over or ())
-    _check_settings(context, axes)
+    _check_settings(context, axes, options.train)
     for name, text in zip(SPLITS, splits, strict=True):
         if text is not None:
-            axes.append(read_axis(name, text, step_options.spelled(name)))
+            axes.append(read_axis(name, text, spelled(name)))
     if {"amp", "dtype"} <= {axis.name for axis in axes}:
         raise UsageError("amp and dtype say the same thing", hint="Vary one of them.")
     if not axes and not best_batch:
         raise UsageError("nothing varies", hint="Write --over batch=1..512, or --best-batch.")
-    if any(axis.name in ("batch", "seq", "image_size") for axis in axes) and input:
+    if any(axis.name in ("batch", "seq", "image_size") for axis in axes) and options.input:
         raise UsageError("--input fixes the inputs' sizes", hint="Leave it out, or vary something else.")
     if measure and any(axis.name in SPLITS for axis in axes):
         raise UsageError("a split over GPUs is predicted, not measured", hint="Leave out --measure.")
@@ -133,18 +126,17 @@ def sweep(
     from tilefit.sweep.run import Grid
 
     local = local_gpu() if measure else None
-    devices = _gpus(axes, gpu, local)
+    devices = _gpus(axes, gpu, local, calibration)
     axes = [axis for axis in axes if axis.name != "gpu"]
     points(axes)
-    options = step_options.capture_options(context)
     grid = Grid(target, options, tuple(axes), devices)
-    sizes = {"batch": batch, "seq": seq, "image_size": image_size}
+    sizes = ((name, getattr(options, name)) for name in INPUT_SIZES)
     # What is fixed and cannot be seen from the axes is told above the results.
     settings = [
-        "training step" if train else "inference",
-        *([f"{amp} autocast"] if amp != "off" else []),
-        *(["compiled"] if compile else []),
-        *(f"{name} {value}" for name, value in sizes.items() if value is not None),
+        "training step" if options.train else "inference",
+        *([f"{options.amp} autocast"] if options.autocast else []),
+        *(["compiled"] if options.compile else []),
+        *(f"{name} {value}" for name, value in sizes if value is not None),
     ]
     with open_store(store) as opened:
         _run(
@@ -231,17 +223,17 @@ def _run(
         raise KeyboardInterrupt
 
 
-def _check_settings(context: typer.Context, axes: Iterable[Axis]) -> None:
+def _check_settings(context: typer.Context, axes: Iterable[Axis], train: bool) -> None:
     """Refuse what is both fixed and varied, and an optimizer varied where none runs."""
     for axis in axes:
         for name in ("amp", "tf32") if axis.name == "dtype" else (axis.name,):
-            if step_options.given(context, name):
-                option = step_options.spelled(name)
+            if given(context, name):
+                option = spelled(name)
                 raise UsageError(
                     f"{axis.name} varies, and {option} fixes it",
                     hint=f"Leave out {option}, or --over {axis.name}.",
                 )
-        if axis.name in ("optimizer", "fused_optimizer") and not context.params["train"]:
+        if axis.name in ("optimizer", "fused_optimizer") and not train:
             raise UsageError(
                 f"--over {axis.name.replace('_', '-')} has no effect: --infer runs no optimizer",
                 hint="Leave it out.",
@@ -262,14 +254,15 @@ def _batches(axes: list[Axis]) -> list[Axis]:
     return [Axis("batch", batches(_MOST_BATCH)), *axes] if not any(a.name == "batch" for a in axes) else axes
 
 
-def _gpus(axes: Sequence[Axis], names: list[str] | None, local: LocalGpu | None) -> tuple[Gpu, ...]:
-    from tilefit.checker import resolve
-    from tilefit.cli.local_gpu import predicted_gpu
+def _gpus(
+    axes: Sequence[Axis], names: list[str] | None, local: LocalGpu | None, calibration: Path | None
+) -> tuple[PricedGpu, ...]:
+    from tilefit.cost.priced import resolve
 
     varied = next((axis.values for axis in axes if axis.name == "gpu"), None)
     if local:
-        return (predicted_gpu(names[0] if names else None, local),)
-    return tuple(resolve([str(name) for name in varied] if varied else names))
+        return (predicted_gpu(names[0] if names else None, local, calibration),)
+    return tuple(resolve([str(name) for name in varied] if varied else names, calibration))
 
 
 def _fitting(points: list[Point]) -> list[Point]:

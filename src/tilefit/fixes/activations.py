@@ -84,7 +84,7 @@ class FuseActivations(Fix):
     rules = ("PRC004",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        if context.run.compiled:  # which makes one kernel of it as well
+        if context.run.options.compile:  # which makes one kernel of it as well
             return
         flow = Flow(context.step)
         ops: dict[str, list[int]] = {}

@@ -92,7 +92,7 @@ class Trace:
 
 def traces(run: Run) -> list[Trace]:
     """The largest parts of a run's model that can be traced, and that are called as they are traced."""
-    return list(_traces(run.model, "", cache(partial(_calls, run)), run.train))
+    return list(_traces(run.model, "", cache(partial(_calls, run)), run.options.train))
 
 
 def paddings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -140,7 +140,8 @@ def _entries(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         CaptureError: the model cannot be run so.
     """
-    trial = replace(run.on_meta(), train=False, compiled=False)
+    trial = run.on_meta()
+    trial.change(train=False, compile=False)
     InChannelsLast(modules, ()).apply(trial)
     entries: dict[str, None] = {}
     for path in modules:

@@ -36,13 +36,15 @@ class Compilation(Candidate):
         return f"Compile the model: {call}. The first steps wait for the compiler{note}."
 
     def apply(self, run: Run) -> Undo:
-        kept = run.compiled, run.cuda_graph, run.model._compiled_call_impl
-        run.compiled, run.cuda_graph = True, self.mode == REDUCE_OVERHEAD
+        kept = run.cuda_graph, run.model._compiled_call_impl
+        take_back = run.change(compile=True)
+        run.cuda_graph = self.mode == REDUCE_OVERHEAD
         if not any(parameter.is_meta for parameter in run.model.parameters()):
             run.model._compiled_call_impl = torch.compile(_called(run.model), mode=self.mode)
 
         def undo() -> None:
-            run.compiled, run.cuda_graph, run.model._compiled_call_impl = kept
+            run.cuda_graph, run.model._compiled_call_impl = kept
+            take_back()
 
         return undo
 
@@ -89,7 +91,7 @@ class Compile(Fix):
         run, step = context.run, context.step
         if run.cuda_graph:
             return
-        if not run.compiled:
+        if not run.options.compile:
             yield Compilation((), DEFAULT)
         fused = estimate_step(fuse(step), context.gpu)
         if not _in_parts(step) and fused.launch_share > WAITS:

@@ -87,7 +87,7 @@ class CudaGraph(Fix):
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
         estimate, run = context.estimate, context.run
-        if run.compiled or run.cuda_graph or estimate.launch_share <= WAITS:
+        if run.options.compile or run.cuda_graph or estimate.launch_share <= WAITS:
             return
         try:
             require_capturable(run.model)

@@ -207,7 +207,7 @@ class FuseLoss(Fix):
     rules = ("NTC004",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        if context.run.compiled or not context.step.settings.training or not _has_wide_logits(context):
+        if context.run.options.compile or not context.step.settings.training or not _has_wide_logits(context):
             return
         model = context.run.model
         if isinstance(getattr(type(model), "loss_function", None), property):

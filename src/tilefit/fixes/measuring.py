@@ -64,7 +64,7 @@ def step_times_s(
     counts = list(range(len(candidates) + 1))
     times: list[list[float]] = [[] for _ in counts]
     with run.kept():
-        run.model.train(run.train)
+        run.model.train(run.options.train)
         optimizers: dict[Any, torch.optim.Optimizer] = {}
         steps = [_prepared(run, candidates[:count], optimizers, clock) for count in counts]
         for number in range(rounds):
@@ -97,32 +97,34 @@ class RunningStep:
     """
 
     def __init__(self, run: Run, optimizers: dict[Any, torch.optim.Optimizer] | None = None) -> None:
-        trainable = [p for p in run.model.parameters() if p.requires_grad] if run.train else []
+        trainable = [p for p in run.model.parameters() if p.requires_grad] if run.options.train else []
         self.run = run
         # A fix that compiles does it in place.
-        compiles = run.compiled and run.model._compiled_call_impl is None
+        compiles = run.options.compile and run.model._compiled_call_impl is None
         self.model = torch.compile(run.model) if compiles else run.model
         self.device = next(run.model.parameters()).device
         self.optimizer: torch.optim.Optimizer | None = None
-        if trainable and run.optimizer not in ("", "none"):
+        if trainable and run.options.optimizer != "none":
             shared = {} if optimizers is None else optimizers
             # Its state is laid out like the parameters, which a fix may lay out anew.
-            kind = run.fused_optimizer, tuple(parameter.stride() for parameter in trainable)
+            kind = run.options.fused_optimizer, tuple(parameter.stride() for parameter in trainable)
             if kind not in shared:
-                shared[kind] = made_optimizer(run.optimizer, trainable)
+                shared[kind] = made_optimizer(run.options.optimizer, trainable)
                 for group in shared[kind].param_groups:
-                    group.update(lr=0.0, fused=run.fused_optimizer or None)
+                    group.update(lr=0.0, fused=run.options.fused_optimizer or None)
             self.optimizer = shared[kind]
         self.many = 1
 
     def __call__(self) -> None:
-        run = self.run
+        run, options = self.run, self.run.options
         amp = torch.autocast(
-            self.device.type, dtype=AMP_DTYPES.get(run.amp, torch.bfloat16), enabled=bool(run.amp)
+            self.device.type,
+            dtype=AMP_DTYPES.get(options.autocast, torch.bfloat16),
+            enabled=bool(options.autocast),
         )
-        with torch.set_grad_enabled(run.train), amp:
+        with torch.set_grad_enabled(options.train), amp:
             output = call(self.model, run.inputs)
-            loss = loss_of_output(output, run.loss)[0] if run.train else None
+            loss = loss_of_output(output, run.loss)[0] if options.train else None
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:

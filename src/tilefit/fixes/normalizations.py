@@ -78,7 +78,7 @@ class FuseNormalizations(Fix):
     rules = ("PRC004",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        if context.run.compiled:  # which makes one kernel of it as well
+        if context.run.options.compile:  # which makes one kernel of it as well
             return
         names: dict[str, set[str]] = {}
         for entry in context.step.ops:

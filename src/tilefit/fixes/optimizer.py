@@ -40,10 +40,10 @@ class FusedOptimizer(Candidate):
 
     def apply(self, run: Run) -> Undo:
         take_back = _fuse(run.live_optimizer) if run.live_optimizer is not None else None
-        kept, run.fused_optimizer = run.fused_optimizer, True
+        undo_option = run.change(fused_optimizer=True)
 
         def undo() -> None:
-            run.fused_optimizer = kept
+            undo_option()
             if take_back is not None:
                 take_back()
 

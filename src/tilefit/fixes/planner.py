@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from tilefit import units
 from tilefit.capture.run import ON_CPU
-from tilefit.checker import resolve
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse
+from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
@@ -32,11 +32,20 @@ from tilefit.fixes.together import Together
 from tilefit.fixes.verification import Verification, join
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
+from tilefit.options import OptimizerName, Selection, SelectionKeywords, StepKeywords, StepOptions, taken
 from tilefit.rules.base import Change
 from tilefit.rules.engine import gain
 from tilefit.rules.finding import SAFE, UNSAFE
 
 LEVELS = (SAFE, UNSAFE)
+
+
+class OptimizeKeywords(StepKeywords, SelectionKeywords, total=False):
+    """The keywords of :func:`optimize` beyond its own."""
+
+    optimizer: OptimizerName | torch.optim.Optimizer  # type: ignore[misc]
+
+
 #: Smallest gain worth a change, as a share of the step: below, the prediction is noise.
 MIN_GAIN = 0.01
 
@@ -48,20 +57,11 @@ def optimize(
     gpu: str | Gpu | None = None,
     level: str = SAFE,
     budget: float | None = None,
-    train: bool = True,
-    amp: str = "",
-    tf32: bool | None = None,
-    optimizer: str | torch.optim.Optimizer = "adamw",
-    fused_optimizer: bool = False,
-    channels_last: bool = False,
-    compile: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    min_gain: float = MIN_GAIN,
     verify: bool = True,
     measure: bool = False,
     inplace: bool = True,
+    **keywords: Unpack[OptimizeKeywords],
 ) -> Plan:
     """Change a model so that its step runs faster and computes the same, and prove that it does.
 
@@ -71,59 +71,64 @@ def optimize(
 
     Args:
         model: A module; it is changed in place, which :meth:`Plan.undo` takes back.
-        inputs, gpu, train, amp, tf32, fused_optimizer, channels_last, compile, loss: As for
-            :func:`tilefit.check`; one GPU.
+        inputs, gpu, loss: As for :func:`tilefit.check`; one GPU.
         level: ``"safe"``: fixes that keep the function; ``"unsafe"``: also those that may change training.
         budget: Seconds after which no further fix is looked for; None for no limit.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``; or the optimizer itself, whose options count.
-        select, ignore: Names of fixes (``pad-linear``), or codes of rules or their beginnings (``ALN``).
-        min_gain: Smallest gain worth a change, as a share of the step as it then is; below zero every fix
-            that can be made is, whether it pays or not.
         verify: Prove every fix.
         measure: Measure the step with and without the fixes, in turn, on the CUDA GPU that the model and the
             inputs are on; a fix that makes it slower is taken back: ``plan.refused`` says by how much.
         inplace: Change ``model`` itself; otherwise a deep copy.
+        keywords: How the step runs, as for :func:`tilefit.check`, and which fixes are wanted. ``optimizer``
+            may also be the optimizer itself, whose options count. ``select`` and ``ignore``: names of fixes
+            (``pad-linear``), or codes of rules or their beginnings (``ALN``). ``min_gain``: smallest gain
+            worth a change, as a share of the step as it then is; below zero every fix that can be made is,
+            whether it pays or not.
 
     Raises:
         TilefitError: An option is not understood, or the step cannot be captured; says what to do.
     """
-    if level not in LEVELS:
-        raise UsageError(f"unknown level {level!r}", hint=f"Use one of: {', '.join(LEVELS)}.")
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"a {type(model).__name__} cannot be optimized", hint="Pass a torch.nn.Module.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UsageError("the model was scripted or traced, and cannot be changed", hint="Optimize it first.")
-    if hasattr(model, "_orig_mod"):
-        raise UsageError(
-            "the model is compiled already",
-            hint="Give it as it was before, with compile=True (--compile), and compile plan.model.",
-        )
-    devices = resolve(gpu)
-    if len(devices) != 1:
+    gpus = resolve(gpu)
+    if len(gpus) != 1:
         raise UsageError("a plan is made for one GPU", hint='Name one: gpu="h200".')
-    live = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    live = keywords.get("optimizer")
+    if isinstance(live, torch.optim.Optimizer):
+        keywords = {**keywords, "optimizer": like(live, model), "fused_optimizer": is_fused(live)}
+    options, selection = taken("optimize", keywords, StepOptions, Selection)
     run = Run(
         model=model if inplace else copy.deepcopy(model),
         inputs=inputs,
-        train=train,
-        amp=amp,
-        tf32=tf32,
-        optimizer=like(live, model) if live else str(optimizer),
-        fused_optimizer=is_fused(live) if live else fused_optimizer,
-        channels_last=channels_last,
-        compiled=compile,
+        options=options,
         loss=loss,
-        live_optimizer=live,
+        live_optimizer=live if isinstance(live, torch.optim.Optimizer) else None,
     )
-    fixes = [fix for fix in select_fixes(select, ignore) if level == UNSAFE or fix.level == SAFE]
+    return make_plan(run, gpus[0], selection, level=level, verify=verify, measure=measure, budget=budget)
+
+
+def make_plan(
+    run: Run,
+    gpu: PricedGpu,
+    selection: Selection,
+    *,
+    level: str = SAFE,
+    verify: bool = True,
+    measure: bool = False,
+    budget: float | None = None,
+) -> Plan:
+    """What :func:`optimize` does to a model that is to be changed in place; arguments and errors as there."""
+    if level not in LEVELS:
+        raise UsageError(f"unknown level {level!r}", hint=f"Use one of: {', '.join(LEVELS)}.")
+    _refuse_unchangeable(run.model)
+    min_gain = MIN_GAIN if selection.min_gain is None else selection.min_gain
+    chosen = select_fixes(selection.select, selection.ignore)
+    fixes = [fix for fix in chosen if level == UNSAFE or fix.level == SAFE]
     deadline_s = time.monotonic() + budget if budget is not None else float("inf")
     if measure:
         require_cuda(run)
     try:
-        planner = _Planner(run, devices[0], fixes, min_gain, verify)
+        planner = _Planner(run, gpu, fixes, min_gain, verify)
     except CaptureError as error:
-        if live is not None:
-            _blame(live, run, error)
+        if run.live_optimizer is not None:
+            _blame(run.live_optimizer, run, error)
         if error.hint == ON_CPU:
             error.hint = "Fixes are chosen on shapes alone; tilefit check --on-cpu still shows the findings."
         raise
@@ -138,6 +143,23 @@ def optimize(
     return planner.plan()
 
 
+def _refuse_unchangeable(model: object) -> None:
+    """Refuse what is no model that fixes can change.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a {type(model).__name__} cannot be optimized", hint="Pass a torch.nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("the model was scripted or traced, and cannot be changed", hint="Optimize it first.")
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            "the model is compiled already",
+            hint="Give it as it was before, with compile=True (--compile), and compile plan.model.",
+        )
+
+
 def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> None:
     """Say that the optimizer is what keeps the step from being captured.
 
@@ -145,7 +167,9 @@ def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> N
         UsageError: it is.
         CaptureError: the step cannot be captured without it either.
     """
-    replace(run.on_meta(), optimizer="none").capture()
+    trial = run.on_meta()
+    trial.change(optimizer="none")
+    trial.capture()
     raise UsageError(
         f"the step of {type(optimizer).__name__} cannot be captured: {error.what}",
         hint='Leave it out: optimizer="none".',
@@ -300,7 +324,7 @@ class _Planner:
 
     def _priced(self, run: Run) -> _Priced:
         written = run.capture()
-        step = fuse(written) if run.compiled else written
+        step = fuse(written) if run.options.compile else written
         return _Priced(run, written, step, estimate_step(step, self.gpu))
 
     def _context(self, priced: _Priced) -> Context:

@@ -36,14 +36,14 @@ class Tf32Products(Candidate):
         return 'Multiply fp32 matrices in TF32: torch.set_float32_matmul_precision("high").'
 
     def apply(self, run: Run) -> Undo:
-        kept, run.tf32 = run.tf32, True
+        undo_option = run.change(tf32=True)
         if _on_meta(run.model):  # a trial, which must not touch the program's switches
-            return lambda: setattr(run, "tf32", kept)
+            return undo_option
         precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         _set_tf32("high", True)
 
         def undo() -> None:
-            run.tf32 = kept
+            undo_option()
             _set_tf32(precision, cudnn)
 
         return undo
@@ -90,10 +90,10 @@ class Autocast(Candidate):
         if "forward" in vars(run.model):
             raise RefusedError("the forward method of the model was replaced")
         take_back = swap(run.model, around_forward(type(run.model), autocast))
-        kept, run.amp = run.amp, "bf16"
+        undo_option = run.change(amp="bf16")
 
         def undo() -> None:
-            run.amp = kept
+            undo_option()
             take_back()
 
         return undo

@@ -177,7 +177,7 @@ class MergeProjections(Fix):
     rules = ("INT004",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        if context.run.compiled:
+        if context.run.options.compile:
             return
         alike: dict[Any, list[list[LinearCall]]] = defaultdict(list)
         for calls in groups(Flow(context.step)):

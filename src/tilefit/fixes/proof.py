@@ -161,7 +161,7 @@ def _compare(run: Run, candidate: Candidate, path: str, inputs: Any) -> Verifica
         fixed,
         _with_values(inputs, run.model),
         loss=None if path else run.loss,
-        train=run.train,
+        train=run.options.train,
         # Equal gradients of the same parameters make equal steps.
         steps=3 if sum(p.numel() for p in original.parameters()) <= STEPPED_PARAMETERS else 0,
         same_random_numbers=candidate.same_random_numbers,
@@ -206,7 +206,8 @@ def _fill(module: nn.Module, source: nn.Module) -> None:
 def _small_inputs(run: Run, scopes: tuple[str, ...]) -> tuple[Any, Step, Arguments]:
     """The smallest inputs the model accepts; the inference call with them; each scope's arguments."""
     for sizes in _SIZES:
-        trial = replace(run.on_meta(), train=False, compiled=False)
+        trial = run.on_meta()
+        trial.change(train=False, compile=False)
         trial.inputs = _shrunken(run.inputs, sizes)
         arguments: Arguments = {}
         for path in scopes:

@@ -48,6 +48,12 @@ def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Fix,
     )
 
 
+def codes_of(words: Iterable[str]) -> tuple[str, ...]:
+    """Codes of rules, or their beginnings, with the rules that a fix answers in place of its name."""
+    rules = {fix.name: fix.rules for fix in all_fixes()}
+    return tuple(code for word in words for code in rules.get(word.lower(), (word,)))
+
+
 def _fitting(word: str) -> list[Fix]:
     found = [
         fix

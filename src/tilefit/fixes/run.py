@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tilefit.capture.optimizer import MakeOptimizer
 from tilefit.capture.run import capture, copied, on_device
 from tilefit.ops import Step
+from tilefit.options import StepOptions
 
 
 @dataclass(slots=True)
@@ -22,9 +22,7 @@ class Run:
     Attributes:
         model: The live module.
         inputs: A tensor, a tuple of positional arguments, a mapping of keyword arguments, or None.
-        train: A training step (forward, loss, backward, optimizer); otherwise one inference call.
-        amp, tf32, fused_optimizer, channels_last, compiled: As in :func:`tilefit.check`.
-        optimizer: Likewise; or what makes one of a list of parameters.
+        options: How the step runs.
         cuda_graph: The model's kernels are replayed from CUDA graphs, not launched one by one.
         loss: Makes the loss of the model's output.
         live_optimizer: The user's optimizer, if there is one.
@@ -32,13 +30,7 @@ class Run:
 
     model: nn.Module
     inputs: Any = None
-    train: bool = True
-    amp: str = ""
-    tf32: bool | None = None
-    optimizer: str | MakeOptimizer = "adamw"
-    fused_optimizer: bool = False
-    channels_last: bool = False
-    compiled: bool = False
+    options: StepOptions = field(default_factory=StepOptions)
     cuda_graph: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
     live_optimizer: torch.optim.Optimizer | None = None
@@ -49,19 +41,18 @@ class Run:
         Raises:
             CaptureError: the step cannot be captured.
         """
-        step = capture(
-            self.model,
-            self.inputs,
-            train=self.train,
-            amp=self.amp,
-            tf32=self.tf32,
-            optimizer=self.optimizer,
-            fused_optimizer=self.fused_optimizer,
-            channels_last=self.channels_last,
-            compiled=self.compiled,
-            loss=self.loss,
-        )
+        step = capture(self.model, self.inputs, options=self.options, loss=self.loss)
         return replace(step, settings=replace(step.settings, cuda_graph=self.cuda_graph))
+
+    def change(self, **options: Any) -> Callable[[], None]:
+        """Change how the step runs; what is returned takes it back."""
+        before = {name: getattr(self.options, name) for name in options}
+        self.options = replace(self.options, **options)
+
+        def undo() -> None:
+            self.options = replace(self.options, **before)
+
+        return undo
 
     @contextmanager
     def kept(self) -> Iterator[None]:

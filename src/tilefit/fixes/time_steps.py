@@ -193,7 +193,7 @@ class TimeSteps(Fix):
     rules = ("INT005",)
 
     def find(self, context: Context) -> Iterable[Candidate | Refusal]:
-        if context.run.compiled:
+        if context.run.options.compile:
             return
         for group in repeated_weights(Flow(context.step)):
             path = group.calls[0].layer.module

@@ -136,7 +136,7 @@ def verify_in_place(run: Run, change: Callable[[Run], Undo]) -> Verification:
     the model is as it was.
     """
     parameter = next(run.model.parameters())
-    check = _Check(run.loss, run.amp, parameter.dtype, str(parameter.device), run.inputs, True)
+    check = _Check(run.loss, run.options.autocast, parameter.dtype, str(parameter.device), run.inputs, True)
     with run.kept():
         run.model.eval()
         first = check.observed(run.model)
@@ -147,7 +147,9 @@ def verify_in_place(run: Run, change: Callable[[Run], Undo]) -> Verification:
         finally:
             undo()
     errors = [Difference(f"eval: {what}", error) for what, error in _errors(first, second)]
-    return _judged(errors, "whole model", _AMP.get(run.amp, parameter.dtype), str(parameter.device))
+    return _judged(
+        errors, "whole model", _AMP.get(run.options.autocast, parameter.dtype), str(parameter.device)
+    )
 
 
 def _judged(errors: list[Difference], scope: str, dtype: torch.dtype, device: str) -> Verification:

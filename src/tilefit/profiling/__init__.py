@@ -10,11 +10,11 @@ print(run.report)
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from tilefit.gpus import Gpu
+from tilefit.options import Selection, SelectionKeywords, taken
 from tilefit.profiling.session import Profile
 from tilefit.report import Report
 
@@ -28,8 +28,8 @@ def profile(
     plain: int = 0,
     gpu: str | Gpu | None = None,
     name: str = "a run",
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
+    calibration: str | os.PathLike[str] | None = None,
+    **keywords: Unpack[SelectionKeywords],
 ) -> Profile:
     """Profile the steps within a ``with`` block; the result's ``report`` says what they spent their time on.
 
@@ -42,28 +42,32 @@ def profile(
         plain: Steps after those that are timed without the profiler, to tell what it adds.
         gpu: The GPU that rates are compared with; None for the one in this machine.
         name: What to call the program in the report.
-        select, ignore: Codes of rules or their beginnings, as of :func:`tilefit.check`.
+        calibration: As of :func:`tilefit.check`.
+        keywords: Which findings are wanted: ``select``, ``ignore``, ``min_gain``, ``per_module_ignores``.
 
     Raises:
         UsageError: a number is out of range.
     """
+    (selection,) = taken("profile", keywords, Selection)
     return Profile(
-        steps=steps, skip=skip, plain=plain, gpu=gpu, name=name, select=tuple(select), ignore=tuple(ignore)
+        steps=steps, skip=skip, plain=plain, gpu=gpu, name=name, calibration=calibration, selection=selection
     )
 
 
-def import_trace(path: str | os.PathLike[str], *, gpu: str | Gpu | None = None, **rules: Any) -> Report:
+def import_trace(
+    path: str | os.PathLike[str], *, gpu: str | Gpu | None = None, **keywords: Unpack[SelectionKeywords]
+) -> Report:
     """The report of a trace that ``torch.profiler`` exported. No GPU is needed.
 
     Args:
         path: A ``.json`` or ``.json.gz`` file.
         gpu: The GPU it was recorded on; None for the one the trace names.
-        rules: Further arguments for the rules, as of :func:`tilefit.check`: ``select``, ``ignore``,
-            ``min_gain``, ``per_module_ignores``.
+        keywords: As of :func:`profile`.
 
     Raises:
         TilefitError: the file is no trace, nothing in it ran on a GPU, or the GPU is not known.
     """
     from tilefit.profiling.imported import Imported
 
-    return Imported(Path(path), gpu, **rules).report
+    (selection,) = taken("import_trace", keywords, Selection)
+    return Imported(Path(path), gpu, selection=selection).report

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
-from tilefit.checker import resolve
+from tilefit.cost.priced import resolve
 from tilefit.gpus import Gpu
+from tilefit.options import Selection
 from tilefit.profiling.measurement import Live, Measured, measure
 from tilefit.profiling.trace import read_trace
 from tilefit.report import Report
@@ -18,17 +19,24 @@ class Imported:
     Args:
         path: A ``.json`` or ``.json.gz`` file.
         gpu: The GPU it was recorded on; None for the one the trace names.
-        rules: Further arguments for the rules: ``select``, ``ignore``, ``min_gain``, ``per_module_ignores``.
+        calibration: As of :func:`tilefit.check`.
+        selection: Which findings are wanted.
 
     Raises:
         TilefitError: the file is no trace, nothing in it ran on a GPU, or the GPU is not known.
     """
 
-    def __init__(self, path: Path, gpu: str | Gpu | None = None, **rules: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        gpu: str | Gpu | None = None,
+        calibration: str | os.PathLike[str] | None = None,
+        selection: Selection | None = None,
+    ) -> None:
         trace = read_trace(path)
-        (device,) = resolve(gpu or trace.gpu or None)
+        (device,) = resolve(gpu or trace.gpu or None, calibration)
         self._path = path
-        self._measured: Measured = measure(trace, device, Live(path.name), **rules)
+        self._measured: Measured = measure(trace, device, Live(path.name), selection=selection)
 
     @property
     def report(self) -> Report:

@@ -9,12 +9,13 @@ from itertools import count
 from statistics import median
 from typing import NamedTuple
 
-from tilefit.checker import MIN_GAIN, report_on
+from tilefit.assessment import Assessment
 from tilefit.cost import MEMORY, Estimate, StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Op, Parameter, Settings, Site, Step, StepOp, Streaming, TensorRef
+from tilefit.options import Selection
 from tilefit.profiling.attribution import AttributedStep, attribute
 from tilefit.profiling.inductor import Compiled
 from tilefit.profiling.joining import join
@@ -59,11 +60,7 @@ def measure(
     gpu: Gpu,
     live: Live,
     captured: Step | None = None,
-    *,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    min_gain: float = MIN_GAIN,
-    per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+    selection: Selection | None = None,
 ) -> Measured:
     """The report of a profiled run.
 
@@ -72,7 +69,7 @@ def measure(
         gpu: The GPU it ran on.
         live: What else is known.
         captured: The step that was run, captured beforehand; without it the operations are the trace's.
-        select, ignore, min_gain, per_module_ignores: As of :func:`tilefit.check`.
+        selection: Which findings are wanted.
 
     Raises:
         TilefitError: nothing in the trace's steps ran on the GPU.
@@ -101,14 +98,7 @@ def measure(
     run = MeasuredRun(gpu.name, step, times, predicted.ops)
     _fit_launches(run, step, gpu, median(plain_s))
     with measured(run):
-        report = report_on(
-            step,
-            gpu,
-            select=select,
-            ignore=ignore,
-            min_gain=min_gain,
-            per_module_ignores=per_module_ignores,
-        )
+        report = Assessment(step, gpu, selection or Selection()).report
     done = rows[typical]
     ops = tuple(
         replace(row, measured=_measured_op(entry.op, times[index], estimate, done[index], gpu))

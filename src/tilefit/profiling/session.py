@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import warnings
@@ -20,6 +21,7 @@ from tilefit.capture.dtypes import DTYPES
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Parameter, Step
+from tilefit.options import Selection
 from tilefit.profiling.inductor import Compiled
 from tilefit.profiling.ranges import ModuleRanges, bare
 from tilefit.profiling.trace import Trace, read_trace
@@ -51,7 +53,8 @@ class Profile:
         name: What to call the program in the report.
         captured: The step that is run, if it was captured beforehand.
         optimizer_steps: A step of the first optimizer ends a step; otherwise :meth:`step` does.
-        rules: Further arguments for the rules: ``select``, ``ignore``, ``min_gain``, ``per_module_ignores``.
+        calibration: As of :func:`tilefit.check`.
+        selection: Which findings are wanted.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class Profile:
         name: str = "a run",
         captured: Step | None = None,
         optimizer_steps: bool = False,
+        calibration: str | os.PathLike[str] | None = None,
+        selection: Selection | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        **rules: Any,
     ) -> None:
         for label, value in (
             ("steps", 1 if steps is None else steps),
@@ -82,7 +86,8 @@ class Profile:
         self._captured = captured
         self._optimizer_steps = optimizer_steps
         self._clock = clock
-        self._rules = rules
+        self._calibration = calibration
+        self._selection = selection
         #: Called when all steps are profiled; the script that is watched is then ended.
         self.on_end: Callable[[], None] = lambda: None
         self._ranges = ModuleRanges()
@@ -156,14 +161,14 @@ class Profile:
 
     @cached_property
     def _result(self) -> Measured:
-        from tilefit.checker import resolve
+        from tilefit.cost.priced import resolve
         from tilefit.profiling.measurement import Live, measure
 
         trace = self.trace
-        (gpu,) = resolve(self._gpu or trace.gpu or None)
+        (gpu,) = resolve(self._gpu or trace.gpu or None, self._calibration)
         modules = {bare(path): name for path, name in self._ranges.classes.items()}
         live = Live(self._name, self._parameters(), modules, tuple(self._times_s), self._compiled)
-        return measure(trace, gpu, live, self._captured, **self._rules)
+        return measure(trace, gpu, live, self._captured, self._selection)
 
     def export(self, path: str | Path) -> None:
         """Write the trace with its operations, modules and findings on tracks of their own, for Perfetto.

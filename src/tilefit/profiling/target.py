@@ -10,35 +10,33 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.child import capture_target
 from tilefit.capture.optimizer import OPTIMIZERS
 from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import input_options, load
 from tilefit.cost.fusion import fuse
-from tilefit.gpus import Gpu
+from tilefit.options import TargetOptions
 from tilefit.profiling.session import PLAIN_STEPS, PROFILED_STEPS, SKIPPED_STEPS, Profile, require_gpu
 
 
 def profile_target(
     target: str,
-    options: CaptureOptions,
+    options: TargetOptions,
     *,
-    gpu: str | Gpu | None = None,
     steps: int = PROFILED_STEPS,
     skip: int = SKIPPED_STEPS,
     plain: int = PLAIN_STEPS,
     device: str = "cuda",
-    **rules: Any,
+    **judged: Any,
 ) -> Profile:
     """Run a target's step a few times and profile it; every kernel is joined to the captured step.
 
     Args:
-        target, options: As of :func:`tilefit.capture.child.capture_target`; ``compiled`` compiles the model
+        target, options: As of :func:`tilefit.capture.child.capture_target`; ``compile`` compiles the model
             with ``torch.compile``.
-        gpu: The GPU that the rates are compared with; None for this machine's.
         steps, skip, plain: As of :class:`~tilefit.profiling.session.Profile`.
         device: Where to run; on the CPU only to see whether the step runs.
-        rules: Further arguments for the rules.
+        judged: What it is judged by, as of ``Profile``: ``gpu``, ``calibration``, ``selection``.
 
     Raises:
         TilefitError: the target cannot be built or captured, or there is no GPU.
@@ -46,13 +44,10 @@ def profile_target(
     if device == "cuda":
         require_gpu()
     captured = capture_target(target, options)
-    sizes = (options.batch, options.seq, options.image_size)
-    loaded = load(target, InputOptions(options.inputs, *sizes, options.train, "cpu", options.arguments))
-    if options.compiled:
+    loaded = load(target, input_options(options, "cpu"))
+    if options.compile:
         captured = fuse(captured)
-    profile = Profile(
-        steps=steps, skip=skip, plain=plain, gpu=gpu, name=loaded.name, captured=captured, **rules
-    )
+    profile = Profile(steps=steps, skip=skip, plain=plain, name=loaded.name, captured=captured, **judged)
     with _tf32(options.tf32), profile:
         step = real_step(loaded.model, loaded.inputs, loaded.loss, options, device)
         for _ in range(skip + plain + steps):
@@ -65,7 +60,7 @@ def real_step(
     model: nn.Module | Callable[..., Any],
     inputs: Any,
     loss_of: Callable[[Any], torch.Tensor] | None,
-    options: CaptureOptions,
+    options: TargetOptions,
     device: str,
 ) -> Callable[[], None]:
     """The step that :func:`tilefit.capture.capture` captures, with real tensors on a device."""
@@ -76,7 +71,7 @@ def real_step(
     if options.channels_last:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = tree_map(_channels_last, inputs)
-    run: Callable[..., Any] = torch.compile(module) if options.compiled else module
+    run: Callable[..., Any] = torch.compile(module) if options.compile else module
     optimizer = None
     if options.train and options.optimizer in OPTIMIZERS:
         # With a rate of zero the weights stay what they are, and the same kernels run.
@@ -87,7 +82,7 @@ def real_step(
 
     def step() -> None:
         amp = torch.autocast(
-            device, dtype=AMP_DTYPES.get(options.amp, torch.bfloat16), enabled=bool(options.amp)
+            device, dtype=AMP_DTYPES.get(options.autocast, torch.bfloat16), enabled=bool(options.autocast)
         )
         with torch.set_grad_enabled(options.train), amp:
             output = call(run, inputs)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import hypot
+from typing import Unpack
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
+from tilefit.options import Selection, SelectionKeywords, taken
 from tilefit.rules.base import Change, Context, Proposal
 from tilefit.rules.finding import ERROR, NOTE, SAFE, WARNING, Finding
 from tilefit.rules.registry import select as select_rules
 
+#: Smallest gain worth a finding, as a share of the step.
+MIN_GAIN = 0.005
 #: A finding worth this share of the step is a warning, below it a note.
 WARNING_SHARE = 0.05
 #: Below this share of the time of the operations it touches, a change is lost in the noise: runs of the
@@ -33,64 +37,31 @@ class Found:
 
 
 def run(
-    step: Step,
-    gpu: Gpu,
-    estimate: StepEstimate | None = None,
-    *,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    min_gain: float = 0.005,
-    per_module_ignores: Mapping[str, Sequence[str]] | None = None,
+    step: Step, gpu: Gpu, estimate: StepEstimate | None = None, **keywords: Unpack[SelectionKeywords]
 ) -> list[Finding]:
-    """The findings of :func:`find`; arguments and errors are its own."""
-    found = find(
-        step,
-        gpu,
-        estimate,
-        select=select,
-        ignore=ignore,
-        min_gain=min_gain,
-        per_module_ignores=per_module_ignores,
-    )
-    return [each.finding for each in found]
+    """The findings of :func:`find` in a step that may have to be priced first."""
+    (selection,) = taken("run", keywords, Selection)
+    context = Context(step, gpu, estimate or estimate_step(step, gpu))
+    return [each.finding for each in find(context, selection)]
 
 
-def find(
-    step: Step,
-    gpu: Gpu,
-    estimate: StepEstimate | None = None,
-    *,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    min_gain: float = 0.005,
-    per_module_ignores: Mapping[str, Sequence[str]] | None = None,
-) -> list[Found]:
+def find(context: Context, selection: Selection) -> list[Found]:
     """What is worth changing in a step on a GPU, best first; errors before everything.
 
     Every proposal is priced by estimating the whole step again with the change made, its costs (padded
     arithmetic, copies, larger activations) included.
 
-    Args:
-        step: The captured step.
-        gpu: The GPU it is to run on.
-        estimate: The step's estimate on this GPU, if it is there already.
-        select, ignore: Codes or prefixes of codes (``ALN``, ``ALN002``); all rules when empty.
-        min_gain: Smallest gain worth a finding, as a share of the step.
-        per_module_ignores: Codes or prefixes not to report, by pattern of module path
-            (``{"transformer.h.*": ["QNT"]}``).
-
     Raises:
         UsageError: a code fits no rule.
     """
-    before = estimate or estimate_step(step, gpu)
-    context = Context(step, gpu, before)
+    min_gain = MIN_GAIN if selection.min_gain is None else selection.min_gain
     ignored = {
         pattern: {rule.code for rule in select_rules(codes)}
-        for pattern, codes in (per_module_ignores or {}).items()
+        for pattern, codes in selection.per_module_ignores.items()
         if codes
     }
     found = []
-    for rule in select_rules(select, ignore):
+    for rule in select_rules(selection.select, selection.ignore):
         for proposal in rule.check(context):
             if any(
                 rule.code in codes and fnmatchcase(proposal.module, pattern)
@@ -106,7 +77,7 @@ def find(
     )
 
 
-def safe_gain_s(step: Step, gpu: Gpu, before: StepEstimate, found: Iterable[Found]) -> float:
+def safe_gain_s(context: Context, found: Iterable[Found]) -> float:
     """What the findings with a safe fix save together, in seconds per step.
 
     Gains overlap and do not add up, so the step is priced once with the changes made together, the largest
@@ -114,9 +85,7 @@ def safe_gain_s(step: Step, gpu: Gpu, before: StepEstimate, found: Iterable[Foun
     (compilation) or of its work stands alone. The better of the two counts: no operation's time is counted
     twice, and what several changes of one operation might save beyond the best of them is not counted.
 
-    Args:
-        before: The price of the step as it is.
-        found: The findings, best first.
+    ``found`` is best first.
     """
     together: dict[int, tuple[StepOp, ...]] = {}
     gains_s = [0.0]
@@ -128,8 +97,8 @@ def safe_gain_s(step: Step, gpu: Gpu, before: StepEstimate, found: Iterable[Foun
         if not alone and together.keys().isdisjoint(each.change.replace):
             together |= each.change.replace
     if together:
-        after = estimate_step(changed(step, Change(together)), gpu)
-        gains_s.append(before.time_s - after.time_s)
+        after = estimate_step(changed(context.step, Change(together)), context.gpu)
+        gains_s.append(context.estimate.time_s - after.time_s)
     return max(gains_s)
 
 

@@ -12,8 +12,6 @@ from tilefit.errors import UsageError
 
 Value = int | str
 
-#: Sizes of the inputs.
-INPUT_SIZES = ("batch", "seq", "image_size")
 #: Settings of the step, with the values they may take.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "amp": ("bf16", "fp16", "off"),

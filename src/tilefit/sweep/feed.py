@@ -9,10 +9,11 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 
-from tilefit.capture.child import CaptureOptions, captures_in_child
+from tilefit.capture.child import captures_in_child
 from tilefit.capture.sweep import Capture
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
+from tilefit.options import TargetOptions
 
 #: Children at most, and how many captures make another one worth its start.
 _MOST_CHILDREN = 2
@@ -35,7 +36,7 @@ class Feed:
     def __init__(
         self,
         target: str,
-        planned: Sequence[CaptureOptions],
+        planned: Sequence[TargetOptions],
         timeout_s: float,
         capture: Capture = captures_in_child,
     ) -> None:
@@ -46,7 +47,7 @@ class Feed:
         self._child_of = {key: child for child in self._children for key in child.keys}
 
     def __call__(
-        self, target: str, options: Sequence[CaptureOptions], timeout_s: float
+        self, target: str, options: Sequence[TargetOptions], timeout_s: float
     ) -> Generator[Step | TilefitError]:
         """For each of the options, in order, the step or what the capture raised."""
         others = [each for each in options if _key(each) not in self._child_of]
@@ -65,7 +66,7 @@ class _Child:
     """Some of the planned captures, one after the other."""
 
     def __init__(
-        self, target: str, ahead: list[tuple[str, CaptureOptions]], timeout_s: float, capture: Capture
+        self, target: str, ahead: list[tuple[str, TargetOptions]], timeout_s: float, capture: Capture
     ) -> None:
         self.keys = [key for key, _ in ahead]
         self._target = target
@@ -100,5 +101,5 @@ def _nothing() -> Generator[Step | TilefitError]:
     yield from ()
 
 
-def _key(options: CaptureOptions) -> str:
+def _key(options: TargetOptions) -> str:
     return json.dumps(asdict(options), sort_keys=True)

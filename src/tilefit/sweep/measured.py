@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from tilefit.capture.child import CaptureOptions
 from tilefit.cost import MEASURED
+from tilefit.options import TargetOptions
 from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.sweep.best import MOST_MEASUREMENTS, Trial, best_batch
 from tilefit.sweep.kept import Kept
@@ -32,7 +32,7 @@ def measured(grid: Grid, points: Sequence[Point], place: torch.device, kept: Kep
         place: That GPU.
         kept: Measured points.
     """
-    last: CaptureOptions | None = None
+    last: TargetOptions | None = None
     meter: Measure | None = None
     for point in points:
         if not point.runs:
@@ -96,10 +96,10 @@ def search(
     return [found.get(point.samples, point) for point in points], said
 
 
-def _options(grid: Grid, point: Point) -> CaptureOptions:
-    compiled = point.at.get("compile", "on" if grid.options.compiled else "off") == "on"
+def _options(grid: Grid, point: Point) -> TargetOptions:
+    compile = point.at.get("compile", "on" if grid.options.compile else "off")
     at = {name: value for name, value in point.at.items() if name not in ("gpu", "compile")}
-    return replace(options_with(grid.options, at), compiled=compiled)
+    return replace(options_with(grid.options, at), compile=compile == "on")
 
 
 def _tried(point: Point, meter: Measure) -> Point:

@@ -7,17 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilefit.capture.child import CaptureOptions
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import InputOptions, input_options, load
 from tilefit.errors import TargetError
 from tilefit.fixes.measuring import RunningStep
 from tilefit.fixes.run import Run
+from tilefit.options import TargetOptions
 from tilefit.sweep.best import Trial
 
 _WARM_STEPS = 3
@@ -46,7 +47,7 @@ class Meter:
     def __init__(
         self,
         target: str,
-        options: CaptureOptions,
+        options: TargetOptions,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -85,11 +86,7 @@ class Meter:
         run = Run(
             self._model.train(options.train),
             tree_map(self._filled, shapes.inputs),
-            train=options.train,
-            amp=options.amp,
-            optimizer=options.optimizer,
-            fused_optimizer=options.fused_optimizer,
-            compiled=options.compiled,
+            options,
             loss=shapes.loss,
         )
         if cuda:
@@ -126,17 +123,7 @@ class Meter:
         return (self._clock() - start) / many
 
     def _inputs(self, batch: int, device: str) -> InputOptions:
-        options = self._options
-        return InputOptions(
-            options.inputs,
-            batch,
-            options.seq,
-            options.image_size,
-            options.train,
-            device,
-            options.arguments,
-            varied="batch",
-        )
+        return input_options(replace(self._options, batch=batch, varied="batch"), device)
 
     def _require(self, batch: int, inputs: Any) -> None:
         """Check that inputs which the target gives have that many samples, first or second in their shape.

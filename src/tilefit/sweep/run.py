@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tilefit.capture.child import CaptureOptions, captures_in_child
+from tilefit.capture.child import captures_in_child
 from tilefit.capture.sweep import SMOOTH, Capture, at_size, first_captures, sweep
 from tilefit.cost import fuse
 from tilefit.cost.model import estimate_all
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
+from tilefit.options import INPUT_SIZES, TargetOptions
 from tilefit.parallel import Plan, Split, estimate_plan, plan
 from tilefit.rules.batch.memory import USABLE_SHARE
-from tilefit.sweep.axes import INPUT_SIZES, SETTINGS, SPLITS, Axis, Value
+from tilefit.sweep.axes import SETTINGS, SPLITS, Axis, Value
 from tilefit.sweep.feed import Feed
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.point import Point
@@ -37,7 +38,7 @@ class Grid:
     """
 
     target: str
-    options: CaptureOptions
+    options: TargetOptions
     axes: tuple[Axis, ...]
     gpus: tuple[Gpu, ...]
 
@@ -66,17 +67,17 @@ class _Group:
         sizes: Its values.
     """
 
-    options: CaptureOptions
+    options: TargetOptions
     values: _Values
     over: str = ""
     sizes: tuple[int, ...] = ()
 
     @property
-    def captures(self) -> list[CaptureOptions]:
+    def captures(self) -> list[TargetOptions]:
         """What it takes, as far as one can tell beforehand."""
         return first_captures(self.options, self.over, self.sizes) if self.over else [self.options]
 
-    def options_at(self, size: int) -> CaptureOptions:
+    def options_at(self, size: int) -> TargetOptions:
         return at_size(self.options, self.over, size) if self.over else self.options
 
     def values_at(self, size: int) -> _Values:
@@ -236,7 +237,7 @@ def _cases(grid: Grid) -> Iterator[_Case]:
             yield _Case(
                 gpu,
                 {**values, **({"gpu": gpu.name} if len(grid.gpus) > 1 else {})},
-                values["compile"] == "on" if "compile" in values else grid.options.compiled,
+                values["compile"] == "on" if "compile" in values else grid.options.compile,
                 Split(**{name.removesuffix("_parallel"): size for name, size in sizes.items()}),
             )
 
@@ -247,7 +248,7 @@ def _groups(grid: Grid) -> Iterator[_Group]:
     smooth = [axis for axis in axes if axis.name in SMOOTH]
     inner = max(smooth, key=lambda axis: len(axis.values), default=None)
     # The compiler's fusion is applied afterwards, so that both kinds of points share their captures.
-    base = replace(grid.options, compiled=False)
+    base = replace(grid.options, compile=False)
     for values in _combinations([axis for axis in axes if axis is not inner]):
         options = options_with(base, values)
         if inner is None:
@@ -261,7 +262,7 @@ def _combinations(axes: Sequence[Axis]) -> Iterator[_Values]:
         yield dict(zip((axis.name for axis in axes), values, strict=True))
 
 
-def options_with(options: CaptureOptions, values: Mapping[str, Value]) -> CaptureOptions:
+def options_with(options: TargetOptions, values: Mapping[str, Value]) -> TargetOptions:
     """The options with the values of some axes; what is neither a size of the inputs nor a setting is one of
     the model."""
     changed: dict[str, Any] = {}
@@ -270,12 +271,10 @@ def options_with(options: CaptureOptions, values: Mapping[str, Value]) -> Captur
         if name in INPUT_SIZES:
             changed[name] = value
         elif name == "dtype":
-            changed["amp"] = value if value in ("bf16", "fp16") else ""
+            changed["amp"] = value if value in ("bf16", "fp16") else "off"
             changed["tf32"] = {"fp32": False, "tf32": True}.get(str(value))
-        elif name == "amp":
-            changed["amp"] = "" if value == "off" else value
         elif name in SETTINGS:
-            changed[name] = value if name == "optimizer" else value == "on"
+            changed[name] = value if name in ("amp", "optimizer") else value == "on"
         else:
             arguments[name] = int(value)
     return replace(options, arguments=arguments, **changed)

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 
-from tilefit.capture.child import CaptureOptions, captures_in_child
+from tilefit.capture.child import captures_in_child
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
@@ -15,6 +15,7 @@ from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, SourceFix
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Program
+from tilefit.options import TargetOptions
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.registry import discover
@@ -120,7 +121,7 @@ def propose(
     context: Context,
     find: Callable[[Context], Sequence[Finding]],
     program: Program,
-    options: CaptureOptions,
+    options: TargetOptions,
     levels: Sequence[str],
     timeout_s: float,
 ) -> Patches:
@@ -182,7 +183,7 @@ def _tried(
     kept: list[Change],
     context: Context,
     target: str,
-    options: CaptureOptions,
+    options: TargetOptions,
     timeout_s: float,
 ) -> Iterator[tuple[tuple[Finding, Change], Context | str]]:
     """Each change with the step on top of those before it, or with why it is left out.
@@ -203,7 +204,7 @@ def _tried(
                 if isinstance(step, TilefitError):
                     yield entry, f"the program does not run with {entry[1].summary} ({step.what})"
                     break
-                if options.compiled:
+                if options.compile:
                     step = fuse(step)
                 after = Context(step, context.gpu, estimate_step(step, context.gpu))
                 if after.estimate.time_s >= context.estimate.time_s:
@@ -214,7 +215,7 @@ def _tried(
                 yield entry, after
 
 
-def _with(options: CaptureOptions, changes: Sequence[Change]) -> CaptureOptions:
+def _with(options: TargetOptions, changes: Sequence[Change]) -> TargetOptions:
     told = {name: value for change in changes for name, value in change.told.items()}
     sources = {str(file.path): text for file, text in _texts(changes).items()}
     return replace(options, sources=sources, **told)

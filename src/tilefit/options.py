@@ -1,0 +1,256 @@
+"""What a user asks for, as values: how a step runs, what it is fed, how GPUs share it, which rules count.
+
+A field that is an option of the command line says so in its metadata, of which
+:mod:`tilefit.cli.option_groups` makes it; the ``TypedDict`` below a class has the same fields as keywords of
+the Python functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict, get_args
+
+from tilefit.errors import UsageError
+
+Amp = Literal["bf16", "fp16", "off"]
+OptimizerName = Literal["adamw", "sgd", "none"]
+#: Sizes of inputs that can be synthesised.
+INPUT_SIZES = ("batch", "seq", "image_size")
+#: Makes an optimizer of a list of parameters.
+MakeOptimizer = Callable[[list[Any]], Any]
+
+
+def _option(default: Any, help: str, *flags: str, **more: Any) -> Any:
+    """A field that is an option: ``flags`` where they are not its name, ``more`` for ``typer.Option``."""
+    factory = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return field(**factory, metadata={"flags": flags, "help": help, **more})
+
+
+def spelled(name: str) -> str:
+    """An option as it is written: ``--image-size``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(names: Iterable[str], why: str) -> None:
+    """Options that would have no effect are not ignored.
+
+    Raises:
+        UsageError: ``names`` is not empty; says ``why`` the first is of no use.
+    """
+    for name in names:
+        raise UsageError(f"{spelled(name)} has no effect: {why}", hint="Leave it out.")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How a step runs.
+
+    Attributes:
+        train: Forward, loss, backward and optimizer; otherwise forward alone.
+        amp: Autocast in ``bf16`` or ``fp16`` (with the gradient scaler's work); ``off`` for none.
+        tf32: fp32 products may use TF32; None for PyTorch's defaults: convolutions yes, matrix products no.
+        optimizer: Its name; or what makes one of a list of parameters.
+        fused_optimizer: The optimizer runs with ``fused=True``.
+        channels_last: The model and its 4-dimensional inputs are in NHWC.
+        compile: The step is priced with the fusion of ``torch.compile``.
+        on_cpu: It is captured with real tensors on the CPU, for code that depends on values.
+
+    Raises:
+        UsageError: a name is not known.
+    """
+
+    train: bool = _option(True, "Training step or forward pass alone.", "--train/--infer")
+    amp: Amp = _option("off", "Mixed precision by autocast.")
+    tf32: bool | None = _option(None, "fp32 products in TF32; default as in PyTorch.", "--tf32/--no-tf32")
+    optimizer: OptimizerName | MakeOptimizer = _option(
+        "adamw", "Optimizer of the training step.", annotation=OptimizerName
+    )
+    fused_optimizer: bool = _option(False, "As with fused=True.")
+    channels_last: bool = _option(False, "Model and images in NHWC.")
+    compile: bool = _option(False, "Price the fusion of torch.compile.")
+    on_cpu: bool = _option(False, "Capture with real data, for code that depends on values.")
+
+    def __post_init__(self) -> None:
+        # What is no word at all means none as well.
+        amp, optimizer = str(self.amp or "off"), self.optimizer or "none"
+        if amp not in get_args(Amp):
+            raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
+        known = get_args(OptimizerName)
+        if not callable(optimizer) and optimizer not in known:
+            raise UsageError(f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(known)}.")
+        object.__setattr__(self, "amp", amp)
+        object.__setattr__(self, "optimizer", optimizer)
+
+    @property
+    def autocast(self) -> str:
+        """The element type of autocast; empty for none."""
+        return "" if self.amp == "off" else self.amp
+
+    def refuse_idle(self, given: Collection[str]) -> None:
+        """Refuse what was ``given`` of an optimizer where none runs.
+
+        Raises:
+            UsageError: something was.
+        """
+        if self.optimizer == "none":  # with --infer it says the same
+            refuse({"fused_optimizer"} & {*given}, "--optimizer none runs no optimizer")
+        elif not self.train:
+            names = (name for name in ("optimizer", "fused_optimizer") if name in given)
+            refuse(names, "--infer runs no optimizer")
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of :class:`StepOptions` as keywords."""
+
+    train: bool
+    amp: Amp
+    tf32: bool | None
+    optimizer: OptimizerName
+    fused_optimizer: bool
+    channels_last: bool
+    compile: bool
+    on_cpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions(StepOptions):
+    """How the step of a target runs, and what the target is built with and fed.
+
+    Attributes:
+        input: Texts such as ``input_ids: int64[16,1024]``; they win over everything else.
+        batch, seq, image_size: Sizes of inputs that can be synthesised; None for a default.
+        arguments: Sizes for the constructor, by name: arguments of a factory or of a library's model,
+            attributes of a configuration. ``hidden`` and ``vocab`` stand for the usual names of these sizes.
+        sources: Texts of files, by real path, to be read instead of what the files say.
+        varied: The size that a sweep varies, which looks itself whether it has an effect.
+    """
+
+    input: tuple[str, ...] = _option(
+        (), 'An input, such as "input_ids: int64[16,1024]"; repeat.', metavar="SPEC"
+    )
+    batch: int | None = _option(None, "Samples.", min=1, metavar="N")
+    seq: int | None = _option(None, "Tokens per sample.", min=1, metavar="N")
+    image_size: int | None = _option(None, "Height and width of an image.", min=1, metavar="N")
+    arguments: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    varied: str = ""
+
+    def refuse_sizes(self, why: str, names: Iterable[str] = INPUT_SIZES) -> None:
+        """Refuse sizes that would have no effect.
+
+        Raises:
+            UsageError: one of ``names`` was given; says ``why`` it is of no use.
+        """
+        refuse((name for name in names if getattr(self, name) is not None and name != self.varied), why)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Over how many GPUs a step is split each way.
+
+    Attributes:
+        tensor: Ranks that share each layer.
+        pipeline: Stages, each a part of the layers.
+        data: Replicas, each with its part of the batch.
+        micro_batches: Parts in which a replica's batch goes through it, one after the other; 0 for as many as
+            there are stages.
+
+    Raises:
+        UsageError: a number is below 1.
+    """
+
+    tensor: int = _option(1, "GPUs that share each layer.", "--tensor-parallel", min=1, metavar="N")
+    pipeline: int = _option(
+        1, "Stages, each a part of the layers.", "--pipeline-parallel", min=1, metavar="N"
+    )
+    data: int = _option(1, "Replicas, each with a part of the batch.", "--data-parallel", min=1, metavar="N")
+    micro_batches: int = _option(
+        0, "Parts of a replica's batch; default: as many as stages.", min=0, metavar="N", show_default=False
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} parallelism over {getattr(self, name)} GPUs")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs altogether."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a replica."""
+        return self.micro_batches or self.pipeline
+
+    @property
+    def is_trivial(self) -> bool:
+        """One GPU does the whole batch at once."""
+        return self.gpus == self.parts == 1
+
+    def __str__(self) -> str:
+        named = (("tensor", self.tensor), ("pipeline", self.pipeline), ("data", self.data))
+        sizes = [f"{name} {size}" for name, size in named if size > 1]
+        return ", ".join([*sizes, *([f"{self.parts} micro-batches"] if self.parts > 1 else [])]) or "one GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which findings are wanted.
+
+    Attributes:
+        select, ignore: Codes of rules or their beginnings (``ALN``, ``ALN002``); all rules where ``select``
+            is empty. Where fixes are chosen, their names too.
+        min_gain: Smallest gain worth a finding, as a share of the step; None for the default of what is made.
+        per_module_ignores: Codes not to report, by pattern of module path (``{"encoder.*": ["QNT"]}``).
+    """
+
+    select: tuple[str, ...] = _option(
+        (),
+        "Only these rules, by code or its beginning; repeat or separate by commas.",
+        metavar="CODE",
+        separator=",",
+    )
+    ignore: tuple[str, ...] = _option((), "Not these rules.", metavar="CODE", separator=",")
+    min_gain: float | None = _option(
+        None, "Smallest gain worth a finding, as a share of the step.", min=0, max=1, metavar="SHARE"
+    )
+    per_module_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("select", "ignore"):
+            # A lone text would be taken for a list of one-letter codes, most of which are beginnings of some.
+            codes = getattr(self, name)
+            object.__setattr__(self, name, (codes,) if isinstance(codes, str) else tuple(codes))
+        ignores = {pattern: tuple(codes) for pattern, codes in (self.per_module_ignores or {}).items()}
+        object.__setattr__(self, "per_module_ignores", ignores)
+
+
+class SelectionKeywords(TypedDict, total=False):
+    """The fields of :class:`Selection` as keywords."""
+
+    select: Collection[str]
+    ignore: Collection[str]
+    min_gain: float | None
+    per_module_ignores: Mapping[str, Collection[str]] | None
+
+
+class CheckKeywords(StepKeywords, SelectionKeywords, total=False):
+    """The keywords of :func:`tilefit.check` beyond its own."""
+
+
+def taken(function: str, keywords: Mapping[str, Any], *kinds: type) -> list[Any]:
+    """A value of each of the ``kinds``, made of its part of a function's keywords.
+
+    Raises:
+        TypeError: a keyword belongs to none of them.
+    """
+    names = [[each.name for each in fields(kind)] for kind in kinds]
+    for name in keywords:
+        if not any(name in own for own in names):
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return [
+        kind(**{name: keywords[name] for name in own if name in keywords})
+        for kind, own in zip(kinds, names, strict=True)
+    ]

@@ -1,0 +1,99 @@
+"""The functions of Python's users: a model, or a step, in; a report out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from tilefit.cost.priced import resolve
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+from tilefit.options import CheckKeywords, Selection, SelectionKeywords, StepOptions, taken
+from tilefit.report import Comparison, Report
+from tilefit.session.session import Session
+
+if TYPE_CHECKING:
+    import torch
+
+    Model = torch.nn.Module | Callable[..., Any]
+
+_Path = str | os.PathLike[str]
+
+
+@overload
+def check(
+    model: Model,
+    inputs: Any = None,
+    *,
+    gpu: str | Gpu | None = None,
+    calibration: _Path | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    name: str = "",
+    **keywords: Unpack[CheckKeywords],
+) -> Report: ...
+@overload
+def check(
+    model: Model,
+    inputs: Any = None,
+    *,
+    gpu: list[str | Gpu] | list[str] | list[Gpu] | tuple[str | Gpu, ...],
+    calibration: _Path | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    name: str = "",
+    **keywords: Unpack[CheckKeywords],
+) -> Report | Comparison: ...
+def check(
+    model: Model,
+    inputs: Any = None,
+    *,
+    gpu: str | Gpu | Sequence[str | Gpu] | None = None,
+    calibration: _Path | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    name: str = "",
+    **keywords: Unpack[CheckKeywords],
+) -> Report | Comparison:
+    """Check a model: what a step executes, how long it takes on a GPU, and what is worth changing.
+
+    No GPU is needed and nothing is computed: the step runs on shapes alone, on a copy of the model.
+
+    Args:
+        model: A module; or a callable that does a whole training step, whose ``inputs`` are its arguments.
+        inputs: A tensor, a tuple of positional arguments or a mapping of keyword arguments. Only shapes
+            and element types matter; ``meta`` tensors will do.
+        gpu: The GPU, such as ``"h200"``; several are compared side by side; None is the GPU of this machine.
+        calibration: A file that ``tilefit calibrate`` wrote, for the estimates on its GPU; None is the user's
+            own of a GPU, else the one that ships.
+        loss: Makes the loss of the model's output; without it the output's ``loss``, or its mean.
+        name: What to call the model in the report.
+        keywords: How the step runs (the fields of :class:`~tilefit.options.StepOptions`: ``train``, ``amp``,
+            ``tf32``, ``optimizer``, ``fused_optimizer``, ``channels_last``, ``compile``, ``on_cpu``) and
+            which findings are wanted (those of :class:`~tilefit.options.Selection`: ``select``, ``ignore``,
+            ``min_gain``, ``per_module_ignores``).
+
+    Returns:
+        A :class:`~tilefit.report.Report`; with several GPUs a :class:`~tilefit.report.Comparison`.
+
+    Raises:
+        TilefitError: A name is not known, or the step cannot be captured; says what to do.
+    """
+    options, selection = taken("check", keywords, StepOptions, Selection)
+    gpus = resolve(gpu, calibration)
+    from tilefit.capture import capture
+
+    return Session(
+        partial(capture, model, inputs, options=options, loss=loss, name=name), gpus, selection
+    ).report
+
+
+def assess(
+    step: Step,
+    gpu: str | Gpu | Sequence[str | Gpu] | None = None,
+    *,
+    calibration: _Path | None = None,
+    **keywords: Unpack[SelectionKeywords],
+) -> Report | Comparison:
+    """The report of a step that was captured before; arguments and result as of :func:`check`."""
+    (selection,) = taken("assess", keywords, Selection)
+    return Session(lambda: step, resolve(gpu, calibration), selection).report

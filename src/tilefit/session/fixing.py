@@ -1,0 +1,287 @@
+"""The stages of a fix: the step as it is, a plan for the live model, patches of files, the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from tilefit import rules
+from tilefit.assessment import Assessment
+from tilefit.capture.child import capture_in_child
+from tilefit.cost import fuse
+from tilefit.cost.priced import PricedGpu
+from tilefit.errors import UsageError
+from tilefit.ops import Step
+from tilefit.options import Selection, StepOptions, TargetOptions
+
+if TYPE_CHECKING:
+    from tilefit.fixes import Plan
+    from tilefit.fixes.outcome import Outcome
+    from tilefit.fixes.source.patches import Patches
+    from tilefit.fixes.source.program import Program
+    from tilefit.report import Report
+
+#: Says what is going on while a block runs.
+Stage = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixRequest:
+    """What is to be fixed, and how.
+
+    Attributes:
+        target, options: As of ``tilefit check``.
+        gpu: The GPU that it is planned for.
+        selection: Which fixes, by their names or the codes of the rules they answer.
+        level: ``safe`` or ``unsafe``.
+        verify: Prove each fix.
+        measure: Measure each on this machine's GPU.
+        own_optimizer: The optimizer is the one that the user's files make, where they do.
+        timeout_s: How long one capture may take.
+        fresh: Capture it again, though it is unchanged.
+    """
+
+    target: str
+    options: TargetOptions
+    gpu: PricedGpu
+    selection: Selection
+    level: str = "safe"
+    verify: bool = True
+    measure: bool = False
+    own_optimizer: bool = False
+    timeout_s: float = 600.0
+    fresh: bool = False
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels of fixes that may be made."""
+        return ("safe", "unsafe")[: 1 + (self.level == "unsafe")]
+
+
+class FixSession:
+    """One fix of one target: every stage is made when it is first asked for, and kept.
+
+    Args:
+        request: What is wanted.
+        stage: Shows progress.
+
+    Raises:
+        UsageError: a name of the selection fits no fix and no rule.
+    """
+
+    def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext()) -> None:
+        self.request = request
+        self._stage = stage
+        if request.selection.select or request.selection.ignore:
+            # Whatever can be wrong without the model is found before the model is loaded.
+            from tilefit.fixes.registry import select
+
+            select(request.selection.select, request.selection.ignore)
+        else:
+            # PyTorch takes seconds to import, and the child process is busy for as long.
+            Thread(target=import_module, args=("tilefit.fixes",), daemon=True).start()
+
+    @cached_property
+    def _first(self) -> Step:
+        return self._captured(self.request.options, "")
+
+    def _captured(self, options: TargetOptions, more: str) -> Step:
+        request = self.request
+        with self._stage(f"Capturing {request.target}{more}"):
+            return capture_in_child(request.target, options, request.timeout_s, fresh=request.fresh)
+
+    @cached_property
+    def program(self) -> Program:
+        """The target, loaded in this process."""
+        step = self._first  # what does not run is told by the child process, before it is loaded in this one
+        assert step is not None
+        from tilefit.fixes.source.program import Program
+
+        real = self.request.options.on_cpu or self.request.measure
+        with self._stage("Choosing fixes"):
+            return Program(self.request.target, self.request.options, "cpu" if real else "meta")
+
+    @cached_property
+    def options(self) -> TargetOptions:
+        """How the step runs: with the optimizer of the user's own files; a function runs its own."""
+        from torch import nn
+
+        from tilefit.fixes.source.optimizer import optimizer_of
+        from tilefit.fixes.source.program import has_source
+
+        is_models = isinstance(self.program.loaded.model, nn.Module) and has_source(self.request.target)
+        if not (self.request.own_optimizer and is_models):
+            return self.request.options
+        with self._stage("Choosing fixes"):
+            return replace(self.request.options, **optimizer_of(self.program))
+
+    @cached_property
+    def assessment(self) -> Assessment:
+        """The step as it is."""
+        own = self.options
+        step = self._first if own == self.request.options else self._captured(own, " with its own optimizer")
+        return self.assessed(step)
+
+    def assessed(self, step: Step) -> Assessment:
+        """A step of this program on the GPU, with the findings that the selected fixes answer."""
+        step = fuse(step) if step.settings.compiled else step
+        return Assessment(step, self.request.gpu, self._selection)
+
+    @cached_property
+    def _selection(self) -> Selection:
+        """The rules behind the selected fixes."""
+        from tilefit.fixes.planner import MIN_GAIN
+        from tilefit.fixes.registry import codes_of
+
+        wanted = self.request.selection
+        return replace(
+            wanted,
+            select=codes_of(wanted.select),
+            ignore=codes_of(wanted.ignore),
+            min_gain=MIN_GAIN if wanted.min_gain is None else wanted.min_gain,
+        )
+
+    @property
+    def report(self) -> Report:
+        """Of the step as it is."""
+        return self.assessment.report
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """What ``tilefit.optimize`` does; None for a target that is a function.
+
+        Raises:
+            TilefitError: it cannot be planned, or a function is to be measured.
+        """
+        from torch import Tensor, nn
+        from torch.utils._pytree import tree_map
+
+        from tilefit.fixes.planner import make_plan
+        from tilefit.fixes.run import Run
+
+        request, loaded, options = self.request, self.program.loaded, self.options
+        model, inputs = loaded.model, loaded.inputs
+        if not isinstance(model, nn.Module):
+            if request.measure:
+                raise UsageError(
+                    f"{request.target} is a function, and fixes at run time are a model's",
+                    hint="Leave out --measure, or give a factory that returns (model, inputs).",
+                )
+            return None
+        if request.measure:
+            model = model.to("cuda")
+            inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
+        with self._stage("Choosing fixes"):
+            return make_plan(
+                Run(model, inputs, options, loss=loaded.loss),
+                request.gpu,
+                request.selection,
+                level=request.level,
+                verify=request.verify,
+                measure=request.measure,
+            )
+
+    @cached_property
+    def patches(self) -> Patches:
+        """What can be written into the user's files."""
+        from tilefit.fixes.source.patches import Patches, propose
+        from tilefit.fixes.source.program import has_source
+
+        request = self.request
+        if not has_source(request.target):
+            return Patches()
+        before = self.assessment
+        with self._stage("Trying changes of your files"):
+            return propose(
+                before.context,
+                lambda context: [each.finding for each in rules.find(context, self._selection)],
+                self.program,
+                self.options,
+                request.levels,
+                request.timeout_s,
+            )
+
+    @cached_property
+    def others(self) -> Sequence[str]:
+        """Codes of the findings that remain, and that no fix answers."""
+        from tilefit.fixes.registry import all_fixes
+        from tilefit.fixes.source.patches import source_fixes
+
+        plan = self.plan
+        if plan is None:
+            return self.patches.others
+        named = {each.name for each in plan.refused}
+        elsewhere = [fix for fix in all_fixes() if fix.level not in self.request.levels or fix.name in named]
+        answered = {*source_fixes(), *(code for fix in elsewhere for code in fix.rules)}
+        after = self.assessed(plan.run.on_meta().capture())
+        codes = dict.fromkeys(finding.code for finding in after.findings)
+        return [code for code in codes if code not in answered]
+
+    @property
+    def fuses(self) -> bool:
+        """The plan fuses the optimizer, so that it must be given it."""
+        plan = self.plan
+        return plan is not None and plan.run.options.fused_optimizer and not self.options.fused_optimizer
+
+    def outcome(self, *, source_wanted: bool = False) -> Outcome:
+        """Everything, as data; ``source_wanted``: the user asked for changes of files."""
+        from tilefit.fixes.outcome import Outcome
+
+        before, plan, patches = self.report, self.plan, self.patches
+        return Outcome(
+            report=before,
+            plan=plan,
+            patches=patches,
+            call=self.call,
+            others=self.others,
+            fuses=self.fuses,
+            place=self.program.built_at,
+            source_wanted=source_wanted,
+        )
+
+    @property
+    def call(self) -> str:
+        """The Python that applies the plan. It is given the optimizer where it fuses it, and compiles a model
+        that is to be compiled where the plan does not do so itself."""
+        from tilefit.fixes.planner import MIN_GAIN
+
+        request, options = self.request, self.options
+        wanted = request.selection
+        names = ("train", "amp", "tf32", "optimizer", "fused_optimizer", "channels_last", "compile")
+        settings: dict[str, tuple[Any, Any]] = {
+            "gpu": (request.gpu.name, None),
+            "level": (request.level, "safe"),
+            **{name: (getattr(options, name), getattr(StepOptions(), name)) for name in names},
+            "select": (list(wanted.select), []),
+            "ignore": (list(wanted.ignore), []),
+            "min_gain": (wanted.min_gain, None),
+        }
+        if wanted.min_gain == MIN_GAIN:
+            del settings["min_gain"]
+        if self.fuses:
+            settings["optimizer"] = _Name("optimizer"), None
+        given = [
+            f"{name}={_literal(value)}" for name, (value, default) in settings.items() if value != default
+        ]
+        call = f"model = tilefit.optimize(model, inputs, {', '.join(given)}).model"
+        plan = self.plan
+        compiles = plan is not None and any(fix.name == "compile" for fix in plan.fixes)
+        return call if compiles or not options.compile else f"{call}\nmodel = torch.compile(model)"
+
+
+class _Name(str):
+    """A variable of the user's script."""
+
+    __slots__ = ()
+
+
+def _literal(value: object) -> str:
+    """A value as Python, strings in double quotes."""
+    quoted = isinstance(value, str | list) and not isinstance(value, _Name)
+    return json.dumps(value) if quoted else str(value)

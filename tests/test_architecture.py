@@ -1,0 +1,47 @@
+"""The map in the guide is that of the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def architecture() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("architecture", ROOT / "benchmarks" / "architecture.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_map_is_that_of_the_code(architecture: ModuleType) -> None:
+    assert architecture.stored() == architecture.drawn(), "python benchmarks/architecture.py draws it anew"
+
+
+def test_every_package_stands_in_a_layer(architecture: ModuleType) -> None:
+    rooms = {room for row in architecture.layers() for room in row}
+    tops = {path.stem for path in (ROOT / "src" / "tilefit").iterdir() if not path.name.startswith("_")}
+    assert tops - {"py"} == rooms
+
+
+def test_arrows_point_down(architecture: ModuleType) -> None:
+    rows = architecture.layers()
+    height = {room: number for number, row in enumerate(rows) for room in row}
+    for room in height:
+        for other in architecture.imports(room) & height.keys():
+            assert height[room] < height[other], f"{room} imports {other}"
+
+
+def test_files_that_the_page_names_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.*-]+)`", text)
+    assert named
+    for name in named:
+        assert list(ROOT.glob(name)), name
