@@ -13,12 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import tilefit
 from tilefit.capture.child import CaptureOptions
 from tilefit.cost.lookup import profile
 from tilefit.gpus import Gpu
 from tilefit.measure.store import Store
 from tilefit.sweep.point import Point
+from tilefit.version import FOLDER, __version__
 
 #: The parts of tilefit that a point is made by.
 _ROOMS = ("capture", "cost", "gpus", "ops", "parallel", "sweep")
@@ -86,16 +86,15 @@ def _content(target: str) -> str:
 @cache
 def _versions() -> list[str]:
     """Of tilefit, by the files that a point depends on, and of the libraries that capture uses."""
-    folder = Path(tilefit.__file__).parent
     stamps = []
     for room in _ROOMS:
-        for place, _, names in os.walk(folder / room):
+        for place, _, names in os.walk(FOLDER / room):
             for name in names:
                 if name.endswith((".py", ".toml", ".npz")):
                     status = os.stat(os.path.join(place, name))
                     stamps.append(f"{place}/{name} {status.st_size} {status.st_mtime_ns}")
     digest = hashlib.sha256("\n".join(sorted(stamps)).encode()).hexdigest()
-    found = [f"tilefit {tilefit.__version__} {digest}"]
+    found = [f"tilefit {__version__} {digest}"]
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
