@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tilefit.version import __version__
+
 if TYPE_CHECKING:
     from tilefit import gpus, nn, ops, precision
     from tilefit.checker import assess, check
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from tilefit.profiling import profile
     from tilefit.report import Comparison, Report
     from tilefit.rules import Finding
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Comparison",

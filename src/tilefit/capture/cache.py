@@ -20,11 +20,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import tilefit.paths
 from tilefit.errors import TilefitError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
-from tilefit.version import __version__
+from tilefit.paths import cache_folder
+from tilefit.version import FOLDER, __version__
 
 #: The parts of tilefit that a step is made by.
 _ROOMS = ("capture", "nn", "ops", "rnn")
@@ -130,16 +130,15 @@ def _hashed(value: str | None) -> str | None:
 def _path(target: str, options: TargetOptions) -> Path:
     about = [target, asdict(options), os.getcwd(), sys.path, versions(_ROOMS)]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    return tilefit.paths.cache_folder() / "captures" / f"{key}.step"
+    return cache_folder() / "captures" / f"{key}.step"
 
 
 @cache
 def versions(rooms: tuple[str, ...]) -> list[str]:
     """Of Python, of some of tilefit's packages, by their files, and of the libraries that a capture uses."""
-    folder = Path(tilefit.paths.__file__).parent
     stamps = []
     for room in rooms:
-        for place, _, names in os.walk(folder / room):
+        for place, _, names in os.walk(FOLDER / room):
             for name in names:
                 if name.endswith((".py", ".toml", ".npz", ".json")):
                     status = os.stat(os.path.join(place, name))

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-import tilefit
+from tilefit.version import FOLDER
 
 _INSTALLED = tuple(
     os.path.realpath(folder) + os.sep
@@ -24,7 +24,7 @@ _INSTALLED = tuple(
         site.getusersitepackages(),
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
         os.path.dirname(torch.__file__),
-        os.path.dirname(tilefit.__file__),
+        str(FOLDER),
     )
 )
 

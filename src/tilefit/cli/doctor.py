@@ -8,9 +8,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from tilefit import __version__
 from tilefit.cli import output
 from tilefit.errors import UsageError
+from tilefit.version import __version__
 
 #: Optional packages: what each gives.
 OPTIONAL = {

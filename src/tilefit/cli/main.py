@@ -10,7 +10,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tilefit import __version__
 from tilefit.cli import (
     bench,
     calibrate,
@@ -29,6 +28,7 @@ from tilefit.cli import (
     sweep,
 )
 from tilefit.errors import TilefitError
+from tilefit.version import __version__
 
 #: Exit codes beside the 0 and 1 of a check that found nothing or something.
 COULD_NOT_RUN = 2

@@ -23,7 +23,6 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from tilefit import __version__
 from tilefit.capture.aten import multi_tensor_launches
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibrated import Network, Profile, fingerprint, on_analytic
@@ -40,6 +39,7 @@ from tilefit.measure.networks import train
 from tilefit.measure.pool import Pool
 from tilefit.ops import Attention, Conv, Gemm, Op, Streaming
 from tilefit.ops.dtypes import ALIGNMENT_BYTES
+from tilefit.version import __version__
 
 Call = Callable[[], object]
 

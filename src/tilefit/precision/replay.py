@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilefit import __version__
 from tilefit.errors import UsageError
 from tilefit.precision.events import Accumulated, Event, ResumeDiffers
 from tilefit.precision.lines import user_line
@@ -20,6 +19,7 @@ from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules import all_rules
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.registry import pages
+from tilefit.version import __version__
 
 #: Steps made before a checkpoint is taken, and after it.
 STEPS_BEFORE = 3

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tilefit import __version__
 from tilefit.errors import UsageError
 from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
@@ -35,6 +34,7 @@ from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import Alarm
 from tilefit.rules.registry import choose, pages
 from tilefit.units import share
+from tilefit.version import __version__
 
 if TYPE_CHECKING:
     from typing import Self

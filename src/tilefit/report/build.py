@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tilefit import __version__
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp, Streaming
@@ -14,6 +13,7 @@ from tilefit.report.report import BatchPoint, Device, MemoryUse, OpRow, Report, 
 from tilefit.rules import all_rules
 from tilefit.rules.finding import Finding
 from tilefit.rules.registry import pages
+from tilefit.version import __version__
 
 #: The batch curve ends at this multiple of the step's own batch.
 _LARGEST_FACTOR = 64

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from tilefit import __version__
 from tilefit.cost.estimate import DATASHEET, ESTIMATED, MEASURED
 from tilefit.errors import UsageError
 from tilefit.ops import PHASES
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, OpRow, Report, StepSummary
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ADVICE, ERROR, NOTE, SAFE, UNSAFE, WARNING, Alarm, Finding
+from tilefit.version import __version__
 
 #: Fields that a file may lack although every report has them: operations once were written only on request.
 ABSENT: dict[tuple[type, str], Any] = {(Report, "ops"): ()}

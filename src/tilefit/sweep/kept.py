@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import tilefit
+from tilefit.capture.cache import versions
 from tilefit.cost.lookup import profile
 from tilefit.gpus import Gpu
 from tilefit.measure.store import Store
@@ -22,7 +19,6 @@ from tilefit.sweep.point import Point
 
 #: The parts of tilefit that a point is made by.
 _ROOMS = ("capture", "cost", "gpus", "ops", "parallel", "sweep")
-_LIBRARIES = ("torch", "torchvision", "transformers", "timm")
 
 
 class Kept:
@@ -44,7 +40,7 @@ class Kept:
     ) -> None:
         self._store = store
         self._fresh = fresh
-        self._about = [target, _content(target), _versions(), list(measured)]
+        self._about = [target, _content(target), versions(_ROOMS), list(measured)]
         self.found = 0
 
     def get(self, options: TargetOptions, gpu: Gpu, more: Mapping[str, Any]) -> Point | None:
@@ -81,22 +77,3 @@ def _content(target: str) -> str:
     with suppress(OSError):
         return file.read_text(errors="replace")
     return ""
-
-
-@cache
-def _versions() -> list[str]:
-    """Of tilefit, by the files that a point depends on, and of the libraries that capture uses."""
-    folder = Path(tilefit.__file__).parent
-    stamps = []
-    for room in _ROOMS:
-        for place, _, names in os.walk(folder / room):
-            for name in names:
-                if name.endswith((".py", ".toml", ".npz")):
-                    status = os.stat(os.path.join(place, name))
-                    stamps.append(f"{place}/{name} {status.st_size} {status.st_mtime_ns}")
-    digest = hashlib.sha256("\n".join(sorted(stamps)).encode()).hexdigest()
-    found = [f"tilefit {tilefit.__version__} {digest}"]
-    for name in _LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
-    return found
