@@ -379,7 +379,7 @@ class _Session:
             parameters=parameters,
             modules=dict(self.sites.classes),
             model=name,
-            notes=(*notes, *self.notes, *self.semantic.notes),
+            notes=(*notes, *self.notes, *self.semantic.fused.notes),
         )
 
 
