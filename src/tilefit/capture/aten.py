@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
@@ -12,6 +12,7 @@ import torch
 
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
+from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
 
@@ -47,8 +48,8 @@ class Call:
         self.out = out
         self.name = f"{func.namespace}.{func._overloadpacket.__name__}"
         self.packet = func._overloadpacket.__name__
-        self.inputs = list(_tensors((args, tuple(kwargs.values()))))
-        self.outputs = list(_tensors(out))
+        self.inputs = list(tensors((args, tuple(kwargs.values()))))
+        self.outputs = list(tensors(out))
 
     def named(self, name: str) -> Any:
         """An argument by its name in the schema; None if the operation has none of that name."""
@@ -62,14 +63,6 @@ class Call:
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument that may have been given by position or by name."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
 
 
 # Operations that launch no kernel although their schema does not call them views.
@@ -387,7 +380,7 @@ def _mutated(call: Call) -> list[torch.Tensor]:
     written: list[torch.Tensor] = []
     for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written.extend(_tensors(value))
+            written.extend(tensors(value))
     return written
 
 

@@ -64,7 +64,8 @@ def capture_target(target: str, options: CaptureOptions) -> Step:
 
 
 def _capture_target(target: str, options: CaptureOptions) -> Step:
-    from tilefit.capture.run import CHECK_INPUTS, capture
+    from tilefit.capture.failures import CHECK_INPUTS
+    from tilefit.capture.run import capture
     from tilefit.capture.semantic import SHORTER_INPUTS
     from tilefit.capture.targets import InputOptions, load
 

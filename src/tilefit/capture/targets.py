@@ -20,9 +20,9 @@ from torch import nn
 
 from tilefit.capture import detection
 from tilefit.capture.autocast import constructible
-from tilefit.capture.inputs import make, parse_inputs
+from tilefit.capture.failures import ON_CPU
+from tilefit.capture.inputs import describe_inputs, make, parse_inputs
 from tilefit.capture.packages import package_of
-from tilefit.capture.run import ON_CPU, describe_inputs
 from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers, tolerated
 from tilefit.errors import CaptureError, TargetError, TilefitError, UsageError

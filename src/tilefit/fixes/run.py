@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilefit.capture.copies import copied, on_device
 from tilefit.capture.optimizer import MakeOptimizer
-from tilefit.capture.run import capture, copied, on_device
+from tilefit.capture.run import capture
 from tilefit.ops import Step
 
 

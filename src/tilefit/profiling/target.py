@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit.capture.child import CaptureOptions, capture_target
+from tilefit.capture.dtypes import AMP_DTYPES
+from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
 from tilefit.capture.targets import InputOptions, load
 from tilefit.cost.fusion import fuse
 from tilefit.gpus import Gpu
