@@ -12,19 +12,16 @@ from torch import nn
 from tilefit.capture import capture
 from tilefit.capture.overlay import is_installed
 from tilefit.capture.sites import SiteTracker
-from tilefit.capture.targets import InputOptions, Target, load
+from tilefit.capture.targets import PREFIXES, InputOptions, Target, load
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
 
-#: Targets that name a model of a library.
-_LIBRARIES = ("hf", "torchvision", "timm")
-
 
 def has_source(target: str) -> bool:
     """Whether a target names code of the user's, not a library's model."""
-    return target.partition(":")[0] not in _LIBRARIES
+    return target.partition(":")[0] not in PREFIXES
 
 
 class Program:
