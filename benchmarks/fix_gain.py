@@ -47,7 +47,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
 import tilefit
-from tilefit.capture.run import call, loss_of_output
+from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.targets import InputOptions, Target, load
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun

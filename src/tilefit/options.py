@@ -83,6 +83,11 @@ class StepOptions:
         object.__setattr__(self, "optimizer", optimizer)
 
     @property
+    def device(self) -> str:
+        """Where it is captured."""
+        return "cpu" if self.on_cpu else "meta"
+
+    @property
     def autocast(self) -> str:
         """The element type of autocast; empty for none."""
         return "" if self.amp == "off" else self.amp

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
+from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
 
-if TYPE_CHECKING:
-    from tilefit.capture.recorder import Recorder
-
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
 Described = tuple[Op, str, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+class Recording(Protocol):
+    """What the description of a call depends on beside the call."""
+
+    device: str
+    tf32_matmul: bool
+    tf32_conv: bool
+
+    @property
+    def current_phase(self) -> str:
+        """The phase that was set; empty where autograd's state decides."""
+
+    def identify(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory."""
+
+    def gradient_phase(self, operands: Iterable[torch.Tensor]) -> str:
+        """Whether a product in the backward pass is a data or a weight gradient; empty outside of it."""
 
 
 class Call:
@@ -32,8 +48,8 @@ class Call:
         self.out = out
         self.name = f"{func.namespace}.{func._overloadpacket.__name__}"
         self.packet = func._overloadpacket.__name__
-        self.inputs = list(_tensors((args, tuple(kwargs.values()))))
-        self.outputs = list(_tensors(out))
+        self.inputs = list(tensors((args, tuple(kwargs.values()))))
+        self.outputs = list(tensors(out))
 
     def named(self, name: str) -> Any:
         """An argument by its name in the schema; None if the operation has none of that name."""
@@ -47,14 +63,6 @@ class Call:
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument that may have been given by position or by name."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
 
 
 # Operations that launch no kernel although their schema does not call them views.
@@ -106,7 +114,7 @@ def function_of(name: str) -> str:
     return _SAME_KERNELS.get(function, function)
 
 
-def describe(call: Call, recorder: Recorder) -> list[Described]:
+def describe(call: Call, recorder: Recording) -> list[Described]:
     """The operations the hardware executes for a call."""
     handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
     return handler(call, recorder) if handler else [_streaming(call, recorder, _role(call.func))]
@@ -127,7 +135,7 @@ def _orientation(matrix: torch.Tensor) -> tuple[str, int]:
 
 
 def gemm_of(
-    a: torch.Tensor, b: torch.Tensor, recorder: Recorder, *, bias: bool = False, out: str = ""
+    a: torch.Tensor, b: torch.Tensor, recorder: Recording, *, bias: bool = False, out: str = ""
 ) -> Gemm:
     """The product of two matrices (or batches of them) as they lie in memory."""
     letter_a, ld_a = _orientation(a)
@@ -169,8 +177,8 @@ def check_alike(what: str, operands: Iterable[torch.Tensor]) -> None:
         )
 
 
-def _product(first: int, *, bias: bool = False) -> Callable[[Call, Recorder], list[Described]]:
-    def handler(call: Call, recorder: Recorder) -> list[Described]:
+def _product(first: int, *, bias: bool = False) -> Callable[[Call, Recording], list[Described]]:
+    def handler(call: Call, recorder: Recording) -> list[Described]:
         a, b = call.args[first], call.args[first + 1]
         if call.packet != "_int_mm":
             check_alike("a matrix product", (a, b))
@@ -181,7 +189,7 @@ def _product(first: int, *, bias: bool = False) -> Callable[[Call, Recorder], li
     return handler
 
 
-def _vector_product(call: Call, recorder: Recorder) -> list[Described]:
+def _vector_product(call: Call, recorder: Recording) -> list[Described]:
     first = 1 if call.packet == "addmv" else 0
     a, b = call.args[first], call.args[first + 1]
     matrix = a if a.dim() == 2 else a.unsqueeze(0)  # a dot product has two vectors
@@ -190,13 +198,13 @@ def _vector_product(call: Call, recorder: Recorder) -> list[Described]:
     return [(op, recorder.gradient_phase((a, b)), (a, b, *others), call.outputs)]
 
 
-def _scaled_mm(call: Call, recorder: Recorder) -> list[Described]:
+def _scaled_mm(call: Call, recorder: Recording) -> list[Described]:
     a, b = call.args[0], call.args[1]
     op = gemm_of(a, b, recorder, out=DTYPES[call.outputs[0].dtype])
     return [(op, recorder.gradient_phase((a, b)), call.inputs, call.outputs)]
 
 
-def _grouped_mm(call: Call, recorder: Recorder) -> list[Described]:
+def _grouped_mm(call: Call, recorder: Recording) -> list[Described]:
     """Rows shared out over experts: taken to be even, which is what a balanced router aims for."""
     a, b = call.args[0], call.args[1]
     if a.dim() == 2 and b.dim() == 3:
@@ -220,7 +228,7 @@ def _conv(
     weight: torch.Tensor,
     y: torch.Tensor,
     settings: Sequence[Any],
-    recorder: Recorder,
+    recorder: Recording,
     pass_: str,
 ) -> Conv:
     """``settings`` are stride, padding, dilation, transposed, output_padding, groups, as ATen passes them."""
@@ -253,13 +261,13 @@ def _conv(
     )
 
 
-def _convolution(call: Call, recorder: Recorder) -> list[Described]:
+def _convolution(call: Call, recorder: Recording) -> list[Described]:
     x, weight = call.args[0], call.args[1]
     op = _conv(x, weight, call.outputs[0], call.args[3:9], recorder, FORWARD)
     return [(op, "", call.inputs, call.outputs)]
 
 
-def _convolution_backward(call: Call, recorder: Recorder) -> list[Described]:
+def _convolution_backward(call: Call, recorder: Recording) -> list[Described]:
     grad, x, weight = call.args[:3]
     settings, mask = call.args[4:10], call.args[10]
     grad_x, grad_weight, grad_bias = call.out
@@ -278,7 +286,7 @@ def _convolution_backward(call: Call, recorder: Recorder) -> list[Described]:
 # ---- everything that streams memory ------------------------------------------------------------
 
 
-def _distinct(tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
+def _distinct(tensors: Sequence[torch.Tensor], recorder: Recording) -> list[torch.Tensor]:
     seen: set[tuple[int, tuple[int, ...], int]] = set()
     distinct = []
     for tensor in tensors:
@@ -290,41 +298,36 @@ def _distinct(tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[torch
 
 
 def _stream(
-    recorder: Recorder,
+    recorder: Recording,
     role: str,
     reads: Sequence[torch.Tensor],
     writes: Sequence[torch.Tensor],
     *,
     phase: str = "",
-    inner: int = 0,
     strided: bool | None = None,
-    kernels: int = 1,
-    read_bytes: int | None = None,
-    write_bytes: int | None = None,
-    flop_per_element: float = 1.0,
+    **fields: int,
 ) -> Described:
+    """An operation that streams these tensors; ``fields`` of :class:`~tilefit.ops.Streaming` say what is
+    otherwise about it."""
     read = _distinct(reads, recorder)
     written = _distinct(writes, recorder)
     largest = max((*read, *written), key=lambda t: t.numel(), default=None)
     if strided is None:
         strided = role in ("copy", "pointwise") and transposes(read, written)
-    if not inner and role in ("copy", "pointwise") and written:
-        inner = common_run(read, written[0])
+    if not fields.get("inner") and role in ("copy", "pointwise") and written:
+        fields["inner"] = common_run(read, written[0])
     op = Streaming(
         role=role,
         elements=largest.numel() if largest is not None else 0,
-        read_bytes=sum(map(touched_bytes, read)) if read_bytes is None else read_bytes,
-        write_bytes=sum(map(touched_bytes, written)) if write_bytes is None else write_bytes,
+        read_bytes=sum(map(touched_bytes, read)),
+        write_bytes=sum(map(touched_bytes, written)),
         dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
-        flop_per_element=flop_per_element,
-        inner=inner,
         strided=strided,
-        kernels=kernels,
     )
-    return op, phase, read, written
+    return replace(op, **fields), phase, read, written  # type: ignore[arg-type]
 
 
-def _streaming(call: Call, recorder: Recorder, role: str) -> Described:
+def _streaming(call: Call, recorder: Recording, role: str) -> Described:
     """The general case: every input is read and every output written, once."""
     written = call.outputs or _mutated(call)
     inner, strided = _reach(call, role, written) if call.inputs and written else (0, None)
@@ -362,7 +365,7 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
     return 0, None
 
 
-def _batch_norm(call: Call, recorder: Recorder) -> list[Described]:
+def _batch_norm(call: Call, recorder: Recording) -> list[Described]:
     """With statistics that are given, as in inference, nothing is normalised together: one kernel makes
     factors of the variances, another scales and shifts, as ``batch_norm_elemt`` does."""
     op, phase, reads, writes = _streaming(call, recorder, "normalization")
@@ -377,23 +380,23 @@ def _mutated(call: Call) -> list[torch.Tensor]:
     written: list[torch.Tensor] = []
     for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written.extend(_tensors(value))
+            written.extend(tensors(value))
     return written
 
 
-def _write_only(call: Call, recorder: Recorder) -> list[Described]:
+def _write_only(call: Call, recorder: Recording) -> list[Described]:
     """Fills: nothing is read."""
     return [_stream(recorder, "pointwise", (), call.outputs)]
 
 
-def _copy_(call: Call, recorder: Recorder) -> list[Described]:
+def _copy_(call: Call, recorder: Recording) -> list[Described]:
     return [_stream(recorder, "copy", (call.args[1],), call.outputs)]
 
 
-def _reading_what_it_writes(role: str, kernels: int = 1) -> Callable[[Call, Recorder], list[Described]]:
+def _reading_what_it_writes(role: str, kernels: int = 1) -> Callable[[Call, Recording], list[Described]]:
     """Lookups: of the first operand only as much is read as is written."""
 
-    def handler(call: Call, recorder: Recorder) -> list[Described]:
+    def handler(call: Call, recorder: Recording) -> list[Described]:
         looked_up = sum(map(touched_bytes, call.outputs))
         rest = sum(map(touched_bytes, _distinct(call.inputs[1:], recorder)))
         return [
@@ -428,7 +431,7 @@ def _row_length(call: Call) -> int:
 _UNSORTED_INDICES = 3072
 
 
-def _embedding_backward(call: Call, recorder: Recorder) -> list[Described]:
+def _embedding_backward(call: Call, recorder: Recording) -> list[Described]:
     # The table's gradient is zeroed and the rows added; more than a few indices are sorted first, by some
     # thirty small kernels (PyTorch, ATen/native/cuda/Embedding.cu; the number as profiled on an H200).
     grad, indices = call.inputs[0], call.inputs[1]
@@ -449,7 +452,7 @@ def _embedding_backward(call: Call, recorder: Recorder) -> list[Described]:
     ]
 
 
-def _scatter(call: Call, recorder: Recorder) -> list[Described]:
+def _scatter(call: Call, recorder: Recording) -> list[Described]:
     """In-place or copying scatter: the indexed elements are read and written; a copy copies the rest too."""
     in_place = call.packet.endswith("_")
     source = call.inputs[-1]
@@ -470,7 +473,7 @@ def _scatter(call: Call, recorder: Recorder) -> list[Described]:
     ]
 
 
-def _picked_loss(call: Call, recorder: Recorder) -> list[Described]:
+def _picked_loss(call: Call, recorder: Recording) -> list[Described]:
     """The negative log-likelihood reads one element a row; its gradient is zero but for that element."""
     scores, *small = call.inputs if call.packet.endswith("forward") else call.inputs[1:]
     others = sum(map(touched_bytes, small))
@@ -484,7 +487,7 @@ def _picked_loss(call: Call, recorder: Recorder) -> list[Described]:
     ]
 
 
-def _slice_backward(call: Call, recorder: Recorder) -> list[Described]:
+def _slice_backward(call: Call, recorder: Recording) -> list[Described]:
     # Zeros of the full size, then a copy into the slice.
     piece, whole = call.inputs[0], call.outputs[0]
     if call.packet == "select_backward":
@@ -508,7 +511,7 @@ def multi_tensor_launches(tensors: int, elements: int, lists: int) -> int:
     )
 
 
-def _foreach(call: Call, recorder: Recorder) -> list[Described]:
+def _foreach(call: Call, recorder: Recording) -> list[Described]:
     """One multi-tensor operation over lists of tensors."""
     lists = [
         arg
@@ -606,7 +609,7 @@ def _role(func: Any) -> str:
     return "other"
 
 
-_HANDLERS: dict[str, Callable[[Call, Recorder], list[Described]]] = {
+_HANDLERS: dict[str, Callable[[Call, Recording], list[Described]]] = {
     "mm": _product(0),
     "bmm": _product(0),
     "addmm": _product(1, bias=True),

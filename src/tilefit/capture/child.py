@@ -45,12 +45,13 @@ def capture_target(target: str, options: TargetOptions) -> Step:
 
 
 def _capture_target(target: str, options: TargetOptions) -> Step:
-    from tilefit.capture.run import CHECK_INPUTS, capture
+    from tilefit.capture.failures import CHECK_INPUTS
+    from tilefit.capture.run import capture
     from tilefit.capture.semantic import SHORTER_INPUTS
-    from tilefit.capture.targets import input_options, load
+    from tilefit.capture.targets import load
 
     with _uncollected():
-        loaded = load(target, input_options(options, "cpu" if options.on_cpu else "meta"))
+        loaded = load(target, options)
     try:
         return capture(
             loaded.model,

@@ -20,3 +20,6 @@ DTYPES: dict[torch.dtype, str] = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
+
+#: What autocast may cast to.
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

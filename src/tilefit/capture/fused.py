@@ -1,37 +1,75 @@
 """Calls that CUDA runs as one fused kernel where a CPU build of PyTorch runs many.
 
 Each is an autograd function on shapes alone: it records what CUDA executes, forward and backward, and
-allocates what CUDA allocates. Where tensors have values, :class:`~tilefit.capture.semantic.SemanticMode` puts
-them into the results; the gradients are zeros.
+allocates what CUDA allocates. Where tensors have values, :class:`FusedCalls` puts them into the results; the
+gradients are zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.capture.aten import check_alike
+from tilefit.capture.autocast import AutocastState
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import touched_bytes
-from tilefit.ops import (
-    BACKWARD_DATA,
-    BACKWARD_WEIGHT,
-    Attention,
-    Gemm,
-    Recurrent,
-    Streaming,
-)
+from tilefit.capture.recorder import Recorder
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, Attention, Gemm, Recurrent, Streaming
 from tilefit.ops.recurrent import GATES, INFERENCE, TRAINING
 from tilefit.ops.step import DIMENSIONS, MASK
 from tilefit.rnn.modules import Recurrent as Persistent
 
-if TYPE_CHECKING:
-    from tilefit.capture.semantic import SemanticMode
+
+class FusedCalls:
+    """The calls that are replaced, and what a replacement leaves behind.
+
+    Args:
+        recorder: Receives their operations.
+        autocast: The simulated autocast.
+    """
+
+    def __init__(self, recorder: Recorder, autocast: AutocastState) -> None:
+        self.recorder = recorder
+        self.autocast = autocast
+        #: What was assumed, each once.
+        self.notes: dict[str, None] = {}
+        self._has_values = recorder.device != "meta"
+        self._empty = False
+
+    def leave_empty(self) -> None:
+        """Told by a replacement that its result was recorded, not computed."""
+        self._empty = self._has_values
+
+    def fill(self, result: Any, func: Any, args: Any, kwargs: Any) -> None:
+        """Compute a result that was only recorded: code that depends on values is to see the true ones."""
+        if not self._empty:
+            return
+        self._empty = False
+        with torch._C.DisableTorchFunction(), self.recorder.silent(), torch.no_grad():
+            # In single precision, since the CPU has not all of these in half.
+            values = func(*tree_map(_single, args), **tree_map(_single, kwargs))
+            for empty, value in zip(tree_flatten(result)[0], tree_flatten(values)[0], strict=True):
+                if empty.shape == value.shape:  # else it is a part of what is kept for the backward pass
+                    empty.data.copy_(value)
+
+    def zero(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Make gradients that were only recorded harmless, where tensors have values."""
+        if self._has_values:
+            with torch._C.DisableTorchFunction(), self.recorder.silent():
+                for gradient in gradients:
+                    gradient.zero_()
+
+
+def _single(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
 
 
 def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -44,7 +82,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mode: SemanticMode,
+        calls: FusedCalls,
         op: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -54,9 +92,9 @@ class _FusedAttention(torch.autograd.Function):
         out = _empty_like_heads(query, op.value_dim)
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
         reads = [t for t in (query, key, value, mask) if t is not None]
-        mode.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
-        mode.leave_empty()
-        ctx.mode, ctx.op = mode, op
+        calls.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
+        calls.leave_empty()
+        ctx.calls, ctx.op = calls, op
         ctx.save_for_backward(query, key, value, mask, out, logsumexp)
         return out
 
@@ -69,8 +107,8 @@ class _FusedAttention(torch.autograd.Function):
         reads = [t for t in (grad, query, key, value, out, mask) if t is not None]
         grad_mask = torch.empty_like(mask) if mask is not None and mask.requires_grad else None
         writes = grads if grad_mask is None else [*grads, grad_mask]
-        ctx.mode.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, writes)
-        ctx.mode.zero(writes)
+        ctx.calls.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, writes)
+        ctx.calls.zero(writes)
         return (None, None, *grads, grad_mask)
 
 
@@ -81,8 +119,8 @@ def _unfused(
     mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """What ``_scaled_dot_product_attention_math`` (PyTorch, ATen/native/transformers/attention.cpp) runs, but
     for dropout, which is one kernel on CUDA and several elsewhere: fp32 throughout, and under no autocast."""
@@ -122,26 +160,25 @@ def _why_unfused(*operands: torch.Tensor | None) -> str:
 
 
 def scaled_dot_product_attention(
-    mode: SemanticMode,
+    calls: FusedCalls,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,  # scale, enable_gqa
 ) -> Any:
     """The fused kernel, unless CUDA would take the unfused path: other than 4 dimensions, fp64, or an operand
     or mask whose last dimension is not contiguous (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp)."""
 
     def unfused() -> torch.Tensor:
         if dropout_p:
-            return _unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)
         # A CPU, where real data is on one, would take a fused kernel of its own.
         with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH):
             return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+                query, key, value, attn_mask, 0.0, is_causal, **options
             )
 
     check_alike("an attention", (query, key, value))
@@ -163,16 +200,16 @@ def scaled_dot_product_attention(
     )
     reason = _why_unfused(query, key, value, attn_mask)
     if reason:
-        with mode.recorder.sites.falling_back(op, reason):
+        with calls.recorder.sites.falling_back(op, reason):
             return unfused()
-    return _FusedAttention.apply(mode, op, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return _FusedAttention.apply(calls, op, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mode: SemanticMode,
+        calls: FusedCalls,
         op: Recurrent,
         output_shape: Sequence[int],
         *tensors: torch.Tensor,
@@ -185,9 +222,9 @@ class _Recurrence(torch.autograd.Function):
         # What cuDNN reserves for the backward pass: the gates (and the cell) of every step.
         per_step = (op.gates + (1 if op.mode == "LSTM" else 0)) * op.hidden_size
         reserve = x.new_empty(layers * op.seq_len * op.batch * per_step)
-        mode.recorder.record(op, f"aten.{op.mode.lower()}", tensors, [output])
-        mode.leave_empty()
-        ctx.mode, ctx.op = mode, op
+        calls.recorder.record(op, f"aten.{op.mode.lower()}", tensors, [output])
+        calls.leave_empty()
+        ctx.calls, ctx.op = calls, op
         ctx.save_for_backward(*tensors, output, reserve)
         return (output, state, cell) if cell is not None else (output, state)
 
@@ -198,7 +235,7 @@ class _Recurrence(torch.autograd.Function):
             torch.empty_like(t) if needed else None
             for t, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
         ]
-        record, op = ctx.mode.recorder.record, ctx.op
+        record, op = ctx.calls.recorder.record, ctx.op
         for direction in (BACKWARD_DATA, BACKWARD_WEIGHT):
             record(
                 replace(op, direction=direction),
@@ -207,14 +244,14 @@ class _Recurrence(torch.autograd.Function):
                 [g for g in (grads[:1] if direction == BACKWARD_DATA else grads[1:]) if g is not None],
                 direction,
             )
-        ctx.mode.zero([g for g in grads if g is not None])
+        ctx.calls.zero([g for g in grads if g is not None])
         return (None, None, None, *grads)
 
 
 def _recurrent(mode_name: str) -> Callable[..., Any]:
     """The replacement of ``torch.lstm`` and its like, which cuDNN runs as one call."""
 
-    def replacement(mode: SemanticMode, *args: Any) -> Any:
+    def replacement(calls: FusedCalls, *args: Any) -> Any:
         # (input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first), or with a
         # PackedSequence (data, batch_sizes, hx, weights, biases, layers, dropout, train, bidirectional).
         packed = isinstance(args[3], (list, tuple))
@@ -226,14 +263,14 @@ def _recurrent(mode_name: str) -> Callable[..., Any]:
             x, hx, weights, _, layers, _, _, bidirectional, batch_first = args
             batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
         states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-        persistent = mode.recorder.sites.is_running(Persistent)
-        if mode.autocast.enabled:
+        persistent = calls.recorder.sites.is_running(Persistent)
+        if calls.autocast.enabled:
             # cuDNN's always in fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on
             # 2.11).
-            to = mode.autocast.dtype if persistent else torch.float16
-            x, states, weights = mode.autocast.cast((x, states, list(weights)), to)
+            to = calls.autocast.dtype if persistent else torch.float16
+            x, states, weights = calls.autocast.cast((x, states, list(weights)), to)
         dtype = DTYPES[x.dtype]
-        if mode.autocast.enabled and dtype == "bf16":
+        if calls.autocast.enabled and dtype == "bf16":
             dtype = "fp16"  # what cuDNN would take decides who runs it, and both kernels take as long
         hidden = weights[1].shape[0] // GATES[mode_name]
         projected = weights[1].shape[1]
@@ -247,11 +284,11 @@ def _recurrent(mode_name: str) -> Callable[..., Any]:
             bidirectional=bidirectional,
             proj_size=projected if projected != hidden else 0,
             packed=packed,
-            dtype="tf32" if dtype == "fp32" and mode.recorder.tf32_conv else dtype,
+            dtype="tf32" if dtype == "fp32" and calls.recorder.tf32_conv else dtype,
             persistent=_purpose(x, *states, *weights) if persistent else "",
         )
         shape = (*x.shape[:-1], op.directions * op.output_size)
-        return _Recurrence.apply(mode, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
+        return _Recurrence.apply(calls, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
 
     return replacement
 
@@ -262,25 +299,13 @@ def _purpose(*tensors: torch.Tensor) -> str:
     return TRAINING if differentiated else INFERENCE
 
 
-def recurrent_layer(
-    mode: SemanticMode,
-    x: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None,
-    b_hh: torch.Tensor | None,
-    h0: torch.Tensor | None,
-    c0: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    reset: torch.Tensor | None,
-    cell: str,
-    *options: str,
-) -> Any:
-    """One layer of :mod:`tilefit.nn`, called as its operator (see :mod:`tilefit.rnn.operator`)."""
+def recurrent_layer(calls: FusedCalls, *args: Any) -> Any:
+    """One layer of :mod:`tilefit.nn`; ``args`` are those of its operator, in :mod:`tilefit.rnn.operator`."""
+    x, _, w_hh, *_, lengths, _reset, cell = args[:10]
     steps, batch, inputs = x.shape
     directions, _, hidden = w_hh.shape
     dtype = DTYPES[x.dtype]
-    tensors = [t for t in (x, w_ih, w_hh, b_ih, b_hh, h0, c0) if t is not None]
+    tensors = [t for t in args[:7] if t is not None]
     op = Recurrent(
         mode=cell.upper(),
         input_size=inputs,
@@ -289,11 +314,11 @@ def recurrent_layer(
         batch=batch,
         bidirectional=directions == 2,
         packed=lengths is not None,
-        dtype="tf32" if dtype == "fp32" and mode.recorder.tf32_conv else dtype,
+        dtype="tf32" if dtype == "fp32" and calls.recorder.tf32_conv else dtype,
         persistent=_purpose(*tensors),
     )
     shape = (steps, batch, directions, hidden)
-    out, *states = _Recurrence.apply(mode, op, shape, *tensors)  # type: ignore[no-untyped-call]
+    out, *states = _Recurrence.apply(calls, op, shape, *tensors)  # type: ignore[no-untyped-call]
     # What the operator saves for backward, this autograd function has saved already.
     empty = x.new_empty(0)
     return (out, *states, *[empty] * (4 - len(states)))
@@ -303,12 +328,12 @@ class _CellPointwise(torch.autograd.Function):
     """The gates of a recurrent cell: one fused kernel over the two products."""
 
     @staticmethod
-    def forward(ctx: Any, mode: SemanticMode, states: int, gates: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def forward(ctx: Any, calls: FusedCalls, states: int, gates: torch.Tensor, *rest: torch.Tensor) -> Any:
         hidden = rest[-1]
         outputs = tuple(torch.empty_like(hidden) for _ in range(states))
-        _record_pointwise(mode, "aten._thnn_fused_cell", (gates, *rest), outputs)
-        mode.leave_empty()
-        ctx.mode = mode
+        _record_streaming(calls, "aten._thnn_fused_cell", "pointwise", (gates, *rest), outputs)
+        calls.leave_empty()
+        ctx.calls = calls
         ctx.save_for_backward(gates, *rest)
         return outputs
 
@@ -316,29 +341,35 @@ class _CellPointwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
         results = [torch.empty_like(t) for t in saved]
-        _record_pointwise(ctx.mode, "aten._thnn_fused_cell_backward", (*grads, *saved), results)
-        ctx.mode.zero(results)
+        _record_streaming(ctx.calls, "aten._thnn_fused_cell_backward", "pointwise", (*grads, *saved), results)
+        ctx.calls.zero(results)
         return (None, None, *results)
 
 
-def _record_pointwise(
-    mode: SemanticMode, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+def _record_streaming(
+    calls: FusedCalls,
+    name: str,
+    role: str,
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    inner: int = 0,
 ) -> None:
     largest = max((*reads, *writes), key=lambda t: t.numel())
     op = Streaming(
-        "pointwise",
+        role,
         largest.numel(),
         sum(map(touched_bytes, reads)),
         sum(map(touched_bytes, writes)),
         DTYPES[largest.dtype],
         flop_per_element=5,
+        inner=inner,
     )
-    mode.recorder.record(op, name, reads, writes)
+    calls.recorder.record(op, name, reads, writes)
 
 
 def _cell(states: int) -> Callable[..., Any]:
     def replacement(
-        mode: SemanticMode,
+        calls: FusedCalls,
         x: torch.Tensor,
         hx: Any,
         w_ih: torch.Tensor,
@@ -350,21 +381,24 @@ def _cell(states: int) -> Callable[..., Any]:
         of_input = torch.nn.functional.linear(x, w_ih)
         of_state = torch.nn.functional.linear(hidden[0], w_hh)
         biases = [b for b in (b_ih, b_hh) if b is not None]
-        outputs = _CellPointwise.apply(mode, states, of_input, of_state, *biases, *hidden)  # type: ignore[no-untyped-call]
+        outputs = _CellPointwise.apply(calls, states, of_input, of_state, *biases, *hidden)  # type: ignore[no-untyped-call]
         return outputs if states > 1 else outputs[0]
 
     return replacement
 
 
+_RMS_NORM = "aten._fused_rms_norm"
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mode: SemanticMode, rows: int, x: torch.Tensor, weight: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, calls: FusedCalls, rows: int, x: torch.Tensor, weight: torch.Tensor | None) -> Any:
         out = torch.empty_like(x)
         rstd = x.new_empty(rows, dtype=torch.float32)
         reads = [t for t in (x, weight) if t is not None]
-        _record_normalization(mode, "aten._fused_rms_norm", x.numel() // max(1, rows), reads, [out])
-        mode.leave_empty()
-        ctx.mode, ctx.rows = mode, rows
+        _record_streaming(calls, _RMS_NORM, "normalization", reads, [out], x.numel() // max(1, rows))
+        calls.leave_empty()
+        ctx.calls, ctx.rows = calls, rows
         ctx.save_for_backward(x, weight, rstd)
         return out
 
@@ -374,28 +408,13 @@ class _RmsNorm(torch.autograd.Function):
         reads = [t for t in (grad, x, rstd, weight) if t is not None]
         writes = [torch.empty_like(t) for t in (x, weight) if t is not None]
         inner = x.numel() // max(1, ctx.rows)
-        _record_normalization(ctx.mode, "aten._fused_rms_norm_backward", inner, reads, writes)
-        ctx.mode.zero(writes)
+        _record_streaming(ctx.calls, f"{_RMS_NORM}_backward", "normalization", reads, writes, inner)
+        ctx.calls.zero(writes)
         return None, None, writes[0], writes[1] if weight is not None else None
 
 
-def _record_normalization(
-    mode: SemanticMode, name: str, inner: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
-) -> None:
-    op = Streaming(
-        "normalization",
-        reads[0].numel(),
-        sum(map(touched_bytes, reads)),
-        sum(map(touched_bytes, writes)),
-        DTYPES[reads[0].dtype],
-        flop_per_element=5,
-        inner=inner,
-    )
-    mode.recorder.record(op, name, reads, writes)
-
-
 def rms_norm(
-    mode: SemanticMode,
+    calls: FusedCalls,
     x: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
@@ -403,24 +422,24 @@ def rms_norm(
 ) -> Any:
     """On CUDA, one kernel forward and one backward; a CPU build decomposes it."""
     rows = x.numel() // max(1, prod(normalized_shape))
-    return _RmsNorm.apply(mode, rows, x, weight)  # type: ignore[no-untyped-call]
+    return _RmsNorm.apply(calls, rows, x, weight)  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):
     """One product per expert over rows sorted by expert, taken to be shared out evenly."""
 
     @staticmethod
-    def forward(ctx: Any, mode: SemanticMode, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, calls: FusedCalls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         experts, k, n = b.shape
         rows = max(1, a.shape[0] // experts)
         dtype = DTYPES[a.dtype]
-        dtype = "tf32" if dtype == "fp32" and mode.recorder.tf32_matmul else dtype
+        dtype = "tf32" if dtype == "fp32" and calls.recorder.tf32_matmul else dtype
         out = a.new_empty((a.shape[0], n))
         layout = "NN" if b.stride(-1) == 1 else "TN"
         product = Gemm(rows, n, k, dtype, layout, batch=experts)
-        mode.recorder.record(product, "aten._grouped_mm", (a, b), (out,))
-        mode.leave_empty()
-        ctx.mode, ctx.product = mode, product
+        calls.recorder.record(product, "aten._grouped_mm", (a, b), (out,))
+        calls.leave_empty()
+        ctx.calls, ctx.product = calls, product
         ctx.save_for_backward(a, b)
         return out
 
@@ -428,37 +447,37 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
         m, n, k = ctx.product.m, ctx.product.n, ctx.product.k
-        record = ctx.mode.recorder.record
+        record = ctx.calls.recorder.record
         grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
         letter = "T" if ctx.product.layout == "NN" else "N"
         of_data = replace(ctx.product, n=k, k=n, layout=letter + "N")
         of_weight = replace(ctx.product, m=k, n=n, k=m, layout="NT")
         record(of_data, "aten._grouped_mm_backward", (grad, b), (grad_a,), BACKWARD_DATA)
         record(of_weight, "aten._grouped_mm_backward", (grad, a), (grad_b,), BACKWARD_WEIGHT)
-        ctx.mode.zero([grad_a, grad_b])
+        ctx.calls.zero([grad_a, grad_b])
         return None, grad_a, grad_b
 
 
-def grouped_mm(mode: SemanticMode, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def grouped_mm(calls: FusedCalls, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Rows by expert times a stack of weights; other forms go their own way."""
     if a.dim() != 2 or b.dim() != 3:
         return NotImplemented
-    return _GroupedProduct.apply(mode, a, b)  # type: ignore[no-untyped-call]
+    return _GroupedProduct.apply(calls, a, b)  # type: ignore[no-untyped-call]
 
 
-def dropout(mode: SemanticMode, x: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
+def dropout(calls: FusedCalls, x: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
     """On CUDA, dropout is one kernel that also keeps the mask."""
     if not train or p in (0.0, 1.0) or x.numel() == 0:
         return NotImplemented
     return torch.native_dropout(x, p, train)[0]
 
 
-def padding_is_last(mode: SemanticMode, *args: Any) -> bool:
+def padding_is_last(calls: FusedCalls, *args: Any) -> bool:
     """Whether padded tokens come last: then ``nn.TransformerEncoder`` leaves them out (nested tensors).
 
     How many they are depends on values, so here it computes them, as it does where they are elsewhere.
     """
-    mode.notes["nn.TransformerEncoder computes padded tokens here; on a GPU it may leave them out."] = None
+    calls.notes["nn.TransformerEncoder computes padded tokens here; on a GPU it may leave them out."] = None
     return False
 
 

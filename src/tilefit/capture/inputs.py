@@ -1,15 +1,17 @@
-"""Inputs by specification: ``input_ids: int64[16,1024]``."""
+"""Inputs in words: made of ``input_ids: int64[16,1024]``, described in the same way, counted."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.trees import tensors
 from tilefit.errors import UsageError
+from tilefit.ops import Recurrent, StepOp
 
 _SPEC = re.compile(r"^\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*$")
 _BY_NAME: dict[str, torch.dtype] = {
@@ -81,3 +83,54 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(shape, device=device).to(dtype)
     return torch.randint(0, 2, shape, device=device).to(dtype)
+
+
+def describe_inputs(inputs: Any) -> Iterator[str]:
+    """``name: dtype[sizes]`` of every tensor among the inputs."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    named: Sequence[tuple[str, Any]] = (
+        list(inputs.items())
+        if isinstance(inputs, Mapping)
+        else [(str(i), v) for i, v in enumerate(inputs or ())]
+    )
+    for name, value in named:
+        if isinstance(value, Mapping):
+            yield from describe_inputs({f"{name}.{key}": inner for key, inner in value.items()})
+            continue
+        several = isinstance(value, (list, tuple))
+        first = next(tensors(value), None) if several else value
+        if isinstance(first, torch.Tensor):
+            shapes = [t.shape for t in tensors(value) if t.dim() == first.dim()] if several else [first.shape]
+            sizes = ",".join(_range(extents) for extents in zip(*shapes, strict=True))
+            dtype = str(first.dtype).removeprefix("torch.")
+            yield f"{name}: {f'{len(value)} x ' if several else ''}{dtype}[{sizes}]"
+
+
+def _range(extents: Sequence[int]) -> str:
+    least, most = min(extents), max(extents)
+    return str(least) if least == most else f"{least}..{most}"
+
+
+def batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
+    """Samples: the length of a list of images, or of samples of different lengths; or the first size of the
+    first input, or what a recurrent layer that reads time first says."""
+    arguments = inputs.values() if isinstance(inputs, Mapping) else inputs
+    listed = next(iter(arguments), None) if isinstance(arguments, Iterable) else None
+    if isinstance(listed, list) and listed and (all(map(_is_image, listed)) or _is_ragged(listed)):
+        return len(listed)
+    first = next((t for t in tensors(inputs) if t.dim() > 0), None)
+    if first is None:
+        return 0
+    recurrent = next((entry.op for entry in ops if isinstance(entry.op, Recurrent)), None)
+    if recurrent is not None and tuple(first.shape[:2]) == (recurrent.seq_len, recurrent.batch):
+        return recurrent.batch
+    return int(first.shape[0])
+
+
+def _is_ragged(values: list[Any]) -> bool:
+    return all(isinstance(v, torch.Tensor) and v.dim() for v in values) and len({len(v) for v in values}) > 1
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] in (1, 3)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
-from tilefit.capture import fused
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.constants import Constants
+from tilefit.capture.fused import REPLACEMENTS, FusedCalls
 from tilefit.capture.recorder import Recorder
 from tilefit.errors import CaptureError
 
@@ -52,9 +52,7 @@ class SemanticMode(TorchFunctionMode):
         self.constants = Constants()
         #: How often code asked for the value of a tensor.
         self.values_read = 0
-        #: What was assumed, each once.
-        self.notes: dict[str, None] = {}
-        self._empty = False
+        self.fused = FusedCalls(recorder, autocast)
         self._copies: dict[FunctionType, FunctionType] = {}
         self._calling: list[FunctionType] = []
 
@@ -73,38 +71,16 @@ class SemanticMode(TorchFunctionMode):
             args, kwargs = self.autocast.cast_arguments(name, args, kwargs)
         if func is torch.embedding and self.device.type == "meta":
             self._check_lookup(*args, **kwargs)
-        replacement = fused.REPLACEMENTS.get(name)
+        replacement = REPLACEMENTS.get(name)
         if replacement is not None:
             with self:
-                result = replacement(self, *args, **kwargs)
-            if self._empty:
-                self._fill(result, func, args, kwargs)
+                result = replacement(self.fused, *args, **kwargs)
+            self.fused.fill(result, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
         self.constants.observe(name, func, args, kwargs, result)
         return result
-
-    def leave_empty(self) -> None:
-        """Told by a replacement that its result was recorded, not computed."""
-        self._empty = self.device.type != "meta"
-
-    def _fill(self, result: Any, func: Any, args: Any, kwargs: Any) -> None:
-        """Compute a result that was only recorded: code that depends on values is to see the true ones."""
-        self._empty = False
-        with torch._C.DisableTorchFunction(), self.recorder.silent(), torch.no_grad():
-            # In single precision, since the CPU has not all of these in half.
-            values = func(*tree_map(_single, args), **tree_map(_single, kwargs))
-            for empty, value in zip(tree_flatten(result)[0], tree_flatten(values)[0], strict=True):
-                if empty.shape == value.shape:  # else it is a part of what is kept for the backward pass
-                    empty.data.copy_(value)
-
-    def zero(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Make gradients that were only recorded harmless, where tensors have values."""
-        if self.device.type != "meta":
-            with torch._C.DisableTorchFunction(), self.recorder.silent():
-                for gradient in gradients:
-                    gradient.zero_()
 
     def _check_lookup(self, weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
         """Refuse to look up rows that a table has not, where they are known: positions, not words.
@@ -223,11 +199,6 @@ _DEVICE_CALLS: dict[str, Callable[[SemanticMode, Any, Any, Any], Any]] = {
     "__float__": SemanticMode._value,
     "__index__": SemanticMode._value,
 }
-
-
-def _single(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value
 
 
 def _called_from_torch() -> bool:

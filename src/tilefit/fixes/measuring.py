@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from tilefit.capture.dtypes import AMP_DTYPES
+from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import made_optimizer
-from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
 from tilefit.errors import UsageError
 from tilefit.fixes.fix import Candidate, Undo
 from tilefit.fixes.run import Run

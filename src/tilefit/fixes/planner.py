@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tilefit import units
-from tilefit.capture.run import ON_CPU
+from tilefit.capture.failures import ON_CPU
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse

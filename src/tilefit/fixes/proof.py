@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tilefit.capture.run import copied, tensors
+from tilefit.capture.copies import copied
+from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.fixes.fix import Candidate, RefusedError, Undo
 from tilefit.fixes.run import Run

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tilefit.capture.run import tensors
+from tilefit.capture.trees import tensors
 from tilefit.fixes.around import around_forward
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.padding import crop

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilefit.capture.run import capture, copied, on_device
+from tilefit.capture.copies import copied, on_device
+from tilefit.capture.run import capture
 from tilefit.ops import Step
 from tilefit.options import StepOptions
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from tilefit.capture.run import call, loss_of_output
+from tilefit.capture.forward import call, loss_of_output
 from tilefit.fixes.fix import Undo
 from tilefit.fixes.run import Run
 

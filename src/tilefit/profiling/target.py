@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit.capture.child import capture_target
+from tilefit.capture.dtypes import AMP_DTYPES
+from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.capture.run import AMP_DTYPES, call, loss_of_output
-from tilefit.capture.targets import input_options, load
+from tilefit.capture.targets import load
 from tilefit.cost.fusion import fuse
 from tilefit.options import TargetOptions
 from tilefit.profiling.session import PLAIN_STEPS, PROFILED_STEPS, SKIPPED_STEPS, Profile, require_gpu
@@ -44,7 +45,7 @@ def profile_target(
     if device == "cuda":
         require_gpu()
     captured = capture_target(target, options)
-    loaded = load(target, input_options(options, "cpu"))
+    loaded = load(target, replace(options, on_cpu=True))
     if options.compile:
         captured = fuse(captured)
     profile = Profile(steps=steps, skip=skip, plain=plain, name=loaded.name, captured=captured, **judged)

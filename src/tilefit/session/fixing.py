@@ -103,9 +103,10 @@ class FixSession:
         assert step is not None
         from tilefit.fixes.source.program import Program
 
-        real = self.request.options.on_cpu or self.request.measure
+        options = self.request.options
         with self._stage("Choosing fixes"):
-            return Program(self.request.target, self.request.options, "cpu" if real else "meta")
+            real = options.on_cpu or self.request.measure
+            return Program(self.request.target, replace(options, on_cpu=real))
 
     @cached_property
     def options(self) -> TargetOptions:

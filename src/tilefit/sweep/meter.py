@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilefit.capture.targets import InputOptions, input_options, load
+from tilefit.capture.targets import load
 from tilefit.errors import TargetError
 from tilefit.fixes.measuring import RunningStep
 from tilefit.fixes.run import Run
@@ -55,7 +55,7 @@ class Meter:
         self._options = options
         self._device = device
         self._clock = clock
-        loaded = load(target, self._inputs(1, "cpu"))
+        loaded = load(target, self._options_at(1, real=True))
         if not isinstance(loaded.model, nn.Module):
             raise TargetError(
                 f"{target} does a whole step itself, and its batch cannot be varied",
@@ -81,7 +81,7 @@ class Meter:
     def _measured(self, batch: int) -> Trial:
         options, cuda = self._options, self._device.type == "cuda"
         torch._dynamo.reset()  # each batch is compiled for itself, as a training run with it would be
-        shapes = load(self._target, self._inputs(batch, "meta"))
+        shapes = load(self._target, self._options_at(batch, real=False))
         self._require(batch, shapes.inputs)
         run = Run(
             self._model.train(options.train),
@@ -122,8 +122,8 @@ class Meter:
         step.synchronize()
         return (self._clock() - start) / many
 
-    def _inputs(self, batch: int, device: str) -> InputOptions:
-        return input_options(replace(self._options, batch=batch, varied="batch"), device)
+    def _options_at(self, batch: int, *, real: bool) -> TargetOptions:
+        return replace(self._options, batch=batch, varied="batch", on_cpu=real)
 
     def _require(self, batch: int, inputs: Any) -> None:
         """Check that inputs which the target gives have that many samples, first or second in their shape.

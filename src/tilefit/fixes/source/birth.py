@@ -52,14 +52,14 @@ class Caller:
 #: Who called whom, innermost first, up to the one that loads and runs the program.
 Callers = tuple[Caller, ...]
 
-#: Modules that call the user's code: what is outside them is the command line.
+#: What calls the user's code: what is outside them is the command line.
 _LOADERS = ("tilefit.capture.targets", "tilefit.fixes.source.program")
 
 
 def callers(frame: FrameType | None, born: Any = None) -> Callers:
     """The calls that are going on in the program, from a frame outwards."""
     found = []
-    while frame is not None and frame.f_globals.get("__name__") not in _LOADERS:
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_LOADERS):
         code = frame.f_code
         of_constructor = (
             born is not None

@@ -12,20 +12,17 @@ from torch import nn
 from tilefit.capture import capture
 from tilefit.capture.overlay import is_installed
 from tilefit.capture.sites import SiteTracker
-from tilefit.capture.targets import Target, input_options, load
+from tilefit.capture.targets import PREFIXES, Target, load
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.options import TargetOptions
 
-#: Targets that name a model of a library.
-_LIBRARIES = ("hf", "torchvision", "timm")
-
 
 def has_source(target: str) -> bool:
     """Whether a target names code of the user's, not a library's model."""
-    return target.partition(":")[0] not in _LIBRARIES
+    return target.partition(":")[0] not in PREFIXES
 
 
 class Program:
@@ -39,18 +36,18 @@ class Program:
         calls: Who called each of them first, by the same; empty for a target that is a model.
     """
 
-    def __init__(self, target: str, options: TargetOptions, device: str = "meta") -> None:
+    def __init__(self, target: str, options: TargetOptions) -> None:
         self.target = target
         self.births = Births()
         self.models: dict[str, nn.Module] = {}
         self.calls: dict[str, Callers] = {}
         self._syntaxes: dict[Path, Syntax] = {}
         with recorded(self.births):
-            self.loaded: Target = load(target, input_options(options, device))
+            self.loaded: Target = load(target, options)
             if isinstance(self.loaded.model, nn.Module):
                 self.models[""] = self.loaded.model
             elif has_source(target):
-                self._run(device == "cpu")
+                self._run(options.on_cpu)
 
     def _run(self, on_cpu: bool) -> None:
         """Take the step once, to see which models it runs."""

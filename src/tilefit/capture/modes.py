@@ -1,0 +1,193 @@
+"""The modes that a step runs under, and what they learn of it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from tilefit.capture.autocast import AutocastState, simulated
+from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.failures import ELSEWHERE, ON_CPU, explained
+from tilefit.capture.inputs import batch_of, describe_inputs
+from tilefit.capture.optimizer import OptimizerSteps, intercepted
+from tilefit.capture.recorder import Recorder
+from tilefit.capture.semantic import SemanticMode
+from tilefit.capture.sites import SiteTracker, user_line
+from tilefit.capture.trees import tensors
+from tilefit.errors import CaptureError, TilefitError
+from tilefit.ops import Memory, Parameter, Settings, Step
+from tilefit.ops.scaling import tensors_that_stay
+
+#: What code that asks for the GPU's compute capability is told: the oldest with bf16 Tensor Cores, on which
+#: current libraries take the paths they take on every later one.
+CAPABILITY = (8, 0)
+
+
+class Modes:
+    """The modes of one capture and what they have learnt."""
+
+    def __init__(self, device: str, tf32: bool | None, of_module: bool) -> None:
+        self.device = device
+        self.of_module = of_module
+        self.sites = SiteTracker(self._adopt, self._keep_saved)
+        tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
+        tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
+        self.recorder = Recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
+        self.autocast = AutocastState()
+        self.semantic = SemanticMode(self.recorder, self.autocast)
+        self.steps = OptimizerSteps(self.recorder, self.autocast)
+        self.saved_bytes = 0
+        self._held_bytes = 0  # parameters, buffers, inputs
+        self.notes: list[str] = []
+        #: Layers that ``torch.compile`` compiles each for itself.
+        self.split = False
+        self.recompiled = 0
+
+    @property
+    def amp_seen(self) -> str:
+        dtype = self.autocast.seen
+        return DTYPES[dtype] if dtype is not None else ""
+
+    @property
+    def channels_last_seen(self) -> bool:
+        convs = [entry.op for entry in self.recorder.ops if entry.op.kind == "conv"]
+        return bool(convs) and all(getattr(op, "channels_last", False) for op in convs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(_eager())
+            stack.enter_context(simulated(self.autocast))
+            stack.enter_context(intercepted(self.steps))
+            stack.enter_context(self.sites.following())
+            if not self.of_module:
+                # A step callable makes its own tensors, and says nothing of a device where there is no GPU.
+                stack.enter_context(torch.device(self.device))
+            stack.enter_context(
+                patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
+            )
+            # Layers that are dropped at random must be the same ones in every capture.
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(0)
+            stack.callback(random.setstate, random.getstate())
+            random.seed(0)
+            stack.enter_context(self.semantic)
+            stack.enter_context(self.recorder)
+            try:
+                yield
+            except TilefitError as error:
+                if not error.where:
+                    error.where = user_line(error)
+                    error.hint = error.hint or ON_CPU
+                raise
+            except Exception as error:
+                raise explained(error, on_shapes=self.device == "meta") from error
+
+    def _adopt(self, prefix: str, model: nn.Module) -> None:
+        """Name a model's parameters; count them and its buffers as memory."""
+        before = self.recorder.live_bytes
+        for name, parameter in model.named_parameters():
+            self.recorder.name_parameter(parameter, prefix + name)
+        self.recorder.keep(model.buffers())
+        self._held_bytes += self.recorder.live_bytes - before
+
+    def _keep_saved(self) -> None:
+        """Count the activations that are there when a backward pass begins."""
+        self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - self._held_bytes)
+
+    def hold(self, inputs: Any) -> None:
+        """Count the inputs as memory."""
+        for tensor in tensors(inputs):
+            self.recorder.identify(tensor)
+        self._held_bytes = self.recorder.live_bytes
+
+    def note_graph_breaks(self, values_read: int) -> None:
+        """Say where the compiler splits the model, and count the layers that it compiles each for itself.
+
+        The code of a layer is compiled once for all layers, unless it depends on the layer's number. It does
+        where its attention puts keys and values into a cache, which at first concatenates them with nothing.
+        """
+        if not values_read:
+            return
+        filling = {
+            entry.site.module.rpartition(".")[0]
+            for entry in self.recorder.ops
+            if entry.name == "aten.cat" and any(0 in ref.shape for ref in entry.inputs)
+        }
+        self.split = True
+        self.recompiled = len(filling)
+        layers = "1 layer that fills" if len(filling) == 1 else f"{len(filling)} layers that fill"
+        one_by_one = f", and compiles {layers} a KV cache one by one" if filling else ""
+        self.notes.append(
+            f"The forward pass reads {values_read} tensor value{'s' * (values_read > 1)}: there "
+            f"torch.compile splits the model{one_by_one}. The GPU's time is estimated as that of one part."
+        )
+
+    def check_something_ran(self) -> None:
+        """Refuse a step whose tensors were somewhere else all along."""
+        if not self.recorder.ops:
+            raise CaptureError(
+                f"the step did nothing on the {self.device} device, where it is watched",
+                hint=ELSEWHERE,
+            )
+
+    def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
+        names: dict[nn.Parameter, list[str]] = {}
+        buffers: set[torch.Tensor] = set()
+        for prefix, model in self.sites.roots:
+            for path, parameter in model.named_parameters(remove_duplicate=False):
+                names.setdefault(parameter, []).append(prefix + path)
+            buffers.update(model.buffers())
+        parameters = {
+            first: Parameter(
+                tuple(tensor.shape), DTYPES.get(tensor.dtype, "fp32"), tuple(aliases), tensor.requires_grad
+            )
+            for tensor, (first, *aliases) in names.items()
+        }
+        parameter_bytes = sum(p.numel() * p.element_size() for p in names)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in names if p.requires_grad)
+        buffer_bytes = sum(b.numel() * b.element_size() for b in buffers)
+        memory = Memory(
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes if settings.training else 0,
+            optimizer_bytes=self.steps.optimizer_bytes,
+            buffer_bytes=buffer_bytes,
+            saved_bytes=self.saved_bytes,
+            peak_bytes=self.recorder.peak_bytes,
+            moments=self.recorder.moments(tensors_that_stay(self.recorder.ops, parameters)),
+        )
+        return Step(
+            ops=tuple(self.recorder.ops),
+            memory=memory,
+            settings=settings,
+            inputs=tuple(describe_inputs(inputs)),
+            batch=batch_of(inputs, self.recorder.ops),
+            parameters=parameters,
+            modules=dict(self.sites.classes),
+            model=name,
+            notes=(*notes, *self.notes, *self.semantic.fused.notes),
+        )
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled regions run as plain Python: what fusion buys is the cost model's business."""
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "compile", compiled))
+        if "torch._dynamo" in sys.modules:  # else nothing can have been compiled, and importing it is slow
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

@@ -1,0 +1,1 @@
+"""The kinds of targets that are written ``prefix:name``, a module each."""
