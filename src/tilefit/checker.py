@@ -9,11 +9,10 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from tilefit import gpus, rules
+from tilefit import rules
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.cost.lookup import named_gpu, title, using
-from tilefit.errors import UsageError
+from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.report import Comparison, Report, build
@@ -70,7 +69,7 @@ def check(
         min_gain: Smallest gain worth a finding, as a share of the step.
         per_module_ignores: Rules not to report, by pattern of module path: ``{"encoder.*": ["QNT"]}``.
         profile: A file that ``tilefit calibrate`` wrote, for the estimates on its GPU; None is the user's own
-            profile of a GPU, else the one that ships.
+            calibration of a GPU, else the one that ships.
 
     Returns:
         A :class:`~tilefit.report.Report`; with several GPUs a :class:`~tilefit.report.Comparison`.
@@ -78,8 +77,7 @@ def check(
     Raises:
         TilefitError: A name is not known, or the step cannot be captured; says what to do.
     """
-    with using(profile):
-        devices = resolve(gpu)
+    devices = resolve(gpu, profile)
     from tilefit.capture import capture
 
     step = capture(
@@ -103,7 +101,6 @@ def check(
         ignore=ignore,
         min_gain=min_gain,
         per_module_ignores=per_module_ignores,
-        profile=profile,
     )
 
 
@@ -120,24 +117,23 @@ def assess(
     """The report of a step that was captured before; arguments and result as of :func:`check`."""
     if step.settings.compiled:
         step = fuse(step)
-    with using(profile):
-        reports = [
-            report_on(
-                step,
-                device,
-                select=select,
-                ignore=ignore,
-                min_gain=min_gain,
-                per_module_ignores=per_module_ignores,
-            )
-            for device in resolve(gpu)
-        ]
+    reports = [
+        report_on(
+            step,
+            device,
+            select=select,
+            ignore=ignore,
+            min_gain=min_gain,
+            per_module_ignores=per_module_ignores,
+        )
+        for device in resolve(gpu, profile)
+    ]
     return reports[0] if len(reports) == 1 else Comparison(tuple(reports))
 
 
 def report_on(
     step: Step,
-    gpu: Gpu,
+    gpu: PricedGpu,
     *,
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -160,7 +156,7 @@ def report_on(
         gpu,
         estimate,
         [each.finding for each in found],
-        title(gpu),
+        gpu.calibration_title,
         batch_curve=batch_curve(step, gpu, estimate),
         environment=_versions(),
         safe_gain_s=rules.safe_gain_s(step, gpu, estimate, found),
@@ -174,42 +170,3 @@ def _versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     return installed
-
-
-def resolve(gpu: str | Gpu | Sequence[str | Gpu] | None) -> list[Gpu]:
-    """The GPUs meant, in order, each once.
-
-    Raises:
-        TilefitError: A name is not known, or none was given and this machine has no GPU; or a profile was
-            named that is of none of them.
-    """
-    several = isinstance(gpu, Sequence) and not isinstance(gpu, str)
-    asked: Sequence[Any] = gpu if several else () if gpu is None else (gpu,)  # type: ignore[assignment]
-    for entry in asked:
-        if not isinstance(entry, str | Gpu):
-            raise UsageError(
-                f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}",
-                hint='Write gpu="h200"; tilefit gpu lists them.',
-            )
-    named = named_gpu()
-    devices = [
-        gpus.get(entry) if isinstance(entry, str) else entry
-        for entry in asked or [gpus.get(named) if named else _local()]
-    ]
-    if named and named not in {device.name for device in devices}:
-        raise UsageError(
-            f"the profile is of the GPU {named}, not of {', '.join(device.name for device in devices)}",
-            hint=f"Check for that one: --gpu {named}; or leave the profile out.",
-        )
-    return list(dict.fromkeys(devices))
-
-
-def _local() -> Gpu:
-    device = gpus.local()
-    if device is None:
-        raise UsageError(
-            "no GPU was named, and none was found in this machine",
-            hint='Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. A GPU in this '
-            "machine is found with the nvml extra: pip install tilefit[nvml].",
-        )
-    return device

@@ -62,7 +62,8 @@ def check(
 
     Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
-    from tilefit.checker import MIN_GAIN, assess, resolve
+    from tilefit.checker import MIN_GAIN, assess
+    from tilefit.cost.priced import resolve
     from tilefit.parallel import Split, plan, rank_step
     from tilefit.rules import select as select_rules
 
@@ -71,7 +72,7 @@ def check(
     unwanted = (*settled.ignore, *codes(ignore))
     # Whatever can be wrong without the model is found before the model is loaded.
     select_rules(wanted, unwanted)
-    devices = resolve(gpu or settled.gpu or None)
+    devices = resolve(gpu or settled.gpu or None, profile)
 
     from tilefit.capture.child import capture_in_child
 

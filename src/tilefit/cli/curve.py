@@ -83,7 +83,7 @@ def gemm(
 
     title = f"gemm {sizes.text(('m', 'n', 'k', 'batch'))} {dtype}"
     names = dict.fromkeys(layout or ["TN"])
-    _products(title, sizes, {name: products(name) for name in names}, gpu, measure, store, where)
+    _products(title, sizes, {name: products(name) for name in names}, gpu, profile, measure, store, where)
 
 
 @app.command()
@@ -123,7 +123,7 @@ def linear(
         return curve.linear(at["batch"] * at["seq"], at["in"], at["out"], dtype, train=train)
 
     title = f"linear {sizes.text(('in', 'out', 'batch', 'seq'))} {dtype}"
-    _products(title, sizes, {"layer" if train else "forward": products}, gpu, measure, store, where)
+    _products(title, sizes, {"layer" if train else "forward": products}, gpu, profile, measure, store, where)
 
 
 @app.command()
@@ -190,7 +190,7 @@ def target(
     from tilefit.cost.curve import step_curve
 
     local = local_gpu() if measure else None
-    device = predicted_gpu(gpu, local)
+    device = predicted_gpu(gpu, local, profile)
     own = ("batch", "seq", "image_size")
     options = CaptureOptions(
         inputs=tuple(input or ()),
@@ -283,6 +283,7 @@ def _products(
     sizes: Sizes,
     products: Mapping[str, Callable[[int], Sequence[Gemm]]],
     gpu: str | None,
+    calibration: Path | None,
     measure: bool,
     store: Path | None,
     where: Destination,
@@ -292,7 +293,7 @@ def _products(
     from tilefit.cost.curve import curve
 
     local = local_gpu() if measure else None
-    device = predicted_gpu(gpu, local)
+    device = predicted_gpu(gpu, local, calibration)
     predicted = {name: curve(name, at, sizes.values, device) for name, at in products.items()}
     notes: list[str] = []
     families = [Family(each) for each in predicted.values()]

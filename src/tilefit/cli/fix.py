@@ -25,9 +25,9 @@ from tilefit.errors import UsageError
 if TYPE_CHECKING:
     from tilefit.capture.child import CaptureOptions
     from tilefit.cli.fix_output import Outcome
+    from tilefit.cost.priced import PricedGpu
     from tilefit.fixes import Plan
     from tilefit.fixes.source.program import Program
-    from tilefit.gpus import Gpu
     from tilefit.ops import Step
     from tilefit.rules import Finding
 
@@ -124,7 +124,7 @@ def fix(
 
     Without --write nothing is changed. Exit code: 0 nothing to do, 1 fixes found, 2 could not run.
     """
-    from tilefit.checker import resolve
+    from tilefit.cost.priced import resolve
 
     settled = config.load(Path.cwd())
     wanted = codes(select) or settled.select
@@ -132,9 +132,9 @@ def fix(
     if diff and (write or output_format not in (None, "text") or output_file):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
     if measure:
-        device = predicted_gpu(gpu, local_gpu())
+        device = predicted_gpu(gpu, local_gpu(), profile)
     else:
-        device, *others = resolve(gpu or settled.gpu or None)
+        device, *others = resolve(gpu or settled.gpu or None, profile)
         if others:
             raise UsageError("a plan is made for one GPU", hint=f"Name one: --gpu {device.name}.")
     if (diff or write) and target.partition(":")[0] in ("hf", "torchvision", "timm"):
@@ -174,7 +174,7 @@ class _Wishes:
     """What the user wants to be fixed, and how; with the optimizer of their own program where no option names
     one."""
 
-    gpu: Gpu
+    gpu: PricedGpu
     level: str
     verify: bool
     measure: bool
@@ -217,7 +217,6 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
     from tilefit.cli.fix_output import Outcome
     from tilefit.cost import estimate_step
     from tilefit.cost.fusion import fuse
-    from tilefit.cost.lookup import title
     from tilefit.fixes.planner import MIN_GAIN
     from tilefit.fixes.registry import all_fixes
     from tilefit.fixes.source.patches import Patches, propose, source_fixes
@@ -271,7 +270,7 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
     fuses = plan is not None and plan.run.fused_optimizer and not options.fused_optimizer
     compiles = plan is not None and any(fix.name == "compile" for fix in plan.fixes)
     return Outcome(
-        report=build(context.step, wishes.gpu, context.estimate, findings, title(wishes.gpu)),
+        report=build(context.step, wishes.gpu, context.estimate, findings, wishes.gpu.calibration_title),
         plan=plan,
         patches=patches,
         call=_call(options, wishes, min_gain, fuses, compiles),

@@ -50,7 +50,7 @@ def gemm(
     from tilefit.ops import Gemm
 
     local = local_gpu() if measure else None
-    device = predicted_gpu(gpu, local)
+    device = predicted_gpu(gpu, local, profile)
     product = Gemm(m, n, k, dtype=dtype, layout=layout, batch=batch)
     console = output.stdout()
     console.print(_explained(explain(product, device)))
@@ -69,7 +69,6 @@ def _explained(told: GemmExplanation) -> RenderableType:
     from rich.text import Text
 
     from tilefit import units
-    from tilefit.cost.lookup import title as source
     from tilefit.report.text import times
 
     product, predicted = told.gemm, told.estimate
@@ -90,7 +89,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
         ("Tile", _tile(told)),
         ("Waves", f"{told.waves:.2f}; the last one fills {units.share(told.last_wave_fill)} of the SMs"),
         ("Floor", f"{units.seconds(told.floor_s)}, the least that physics allows"),
-        ("Times", times(predicted.provenance, source(told.gpu))),
+        ("Times", times(predicted.provenance, told.gpu.calibration_title)),
     ):
         facts.add_row(Text(label, style="dim"), Text(value))
     operands = output.table("matrix", "contiguous", ">leading dimension", ">aligned to")

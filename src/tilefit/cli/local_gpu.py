@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilefit.errors import UsageError
@@ -9,7 +10,7 @@ from tilefit.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from tilefit.gpus import Gpu
+    from tilefit.cost.priced import PricedGpu
     from tilefit.measure import timer
     from tilefit.measure.environment import Environment
 
@@ -37,16 +38,17 @@ def local_gpu() -> LocalGpu:
     return LocalGpu(device, place, current(place))
 
 
-def predicted_gpu(name: str | None, local: LocalGpu | None) -> Gpu:
+def predicted_gpu(name: str | None, local: LocalGpu | None, calibration: Path | None = None) -> PricedGpu:
     """The GPU that times are predicted for: the one named, which has to be the one that is measured, if any.
 
     Raises:
         UsageError: the name is unknown, or another GPU is measured.
     """
-    from tilefit.checker import resolve
+    from tilefit import gpus
+    from tilefit.cost.priced import resolve
 
-    (gpu,) = resolve(name or (local.environment.gpu if local else None))
-    if local and resolve(local.environment.gpu) != [gpu]:
+    (gpu,) = resolve(name or (local.environment.gpu if local else None), calibration)
+    if local and gpus.get(local.environment.gpu).name != gpu.name:
         raise UsageError(
             f"--measure measures this machine's GPU, {local.environment.gpu}, not {gpu.title}",
             hint="Leave out --gpu, or --measure.",

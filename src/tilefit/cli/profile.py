@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from tilefit import gpus
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibrated_profile import ProfileFile
 from tilefit.cli.step_options import codes
@@ -132,6 +131,7 @@ def profile(
     steps. A trace needs no GPU. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
     from tilefit.checker import MIN_GAIN
+    from tilefit.cost.priced import resolve
     from tilefit.rules import select as select_rules
 
     settled = config.load(Path.cwd())
@@ -143,8 +143,8 @@ def profile(
     }
     # Whatever can be wrong without a run is found before it.
     select_rules(rules["select"], rules["ignore"])
-    if gpu is not None:
-        gpus.get(gpu)
+    if gpu is not None or profile is not None:
+        resolve(gpu, profile)
     if arguments and not _is_script(target):
         raise UsageError(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
@@ -155,12 +155,12 @@ def profile(
         from tilefit.profiling.imported import Imported
 
         with output.progress(f"Reading {target}"):
-            run: Imported | Profile = Imported(Path(target), gpu, **rules)
+            run: Imported | Profile = Imported(Path(target), gpu, profile, **rules)
             document = run.report
     elif _is_script(target):
         step_options.refuse(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments or ())
-        run, error = _script(Path(target), list(arguments or ()), gpu, steps, skip, plain, rules)
+        run, error = _script(Path(target), list(arguments or ()), gpu, profile, steps, skip, plain, rules)
         if error is not None and not run.profiled:
             raise error
         document = run.report
@@ -175,7 +175,9 @@ def profile(
 
         options = step_options.capture_options(context)
         with output.progress(f"Profiling {target}"):
-            run = profile_target(target, options, gpu=gpu, steps=steps, skip=skip, plain=plain, **rules)
+            run = profile_target(
+                target, options, gpu=gpu, calibration=profile, steps=steps, skip=skip, plain=plain, **rules
+            )
             document = run.report
     report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
     if export is not None:
@@ -190,6 +192,7 @@ def _script(
     script: Path,
     arguments: list[str],
     gpu: str | None,
+    calibration: Path | None,
     steps: int,
     skip: int,
     plain: int,
@@ -202,6 +205,13 @@ def _script(
 
     require_gpu()
     run = Profile(
-        steps=steps, skip=skip, plain=plain, gpu=gpu, name=script.name, optimizer_steps=True, **rules
+        steps=steps,
+        skip=skip,
+        plain=plain,
+        gpu=gpu,
+        calibration=calibration,
+        name=script.name,
+        optimizer_steps=True,
+        **rules,
     )
     return run, run_script(script, arguments, run)

@@ -17,7 +17,7 @@ from tilefit.cli.local_gpu import LocalGpu, local_gpu
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tilefit.gpus import Gpu
+    from tilefit.cost.priced import PricedGpu
     from tilefit.sweep.axes import Axis
     from tilefit.sweep.kept import Kept
     from tilefit.sweep.point import Point
@@ -133,7 +133,7 @@ def sweep(
     from tilefit.sweep.run import Grid
 
     local = local_gpu() if measure else None
-    devices = _gpus(axes, gpu, local)
+    devices = _gpus(axes, gpu, local, profile)
     axes = [axis for axis in axes if axis.name != "gpu"]
     points(axes)
     options = step_options.capture_options(context)
@@ -262,14 +262,16 @@ def _batches(axes: list[Axis]) -> list[Axis]:
     return [Axis("batch", batches(_MOST_BATCH)), *axes] if not any(a.name == "batch" for a in axes) else axes
 
 
-def _gpus(axes: Sequence[Axis], names: list[str] | None, local: LocalGpu | None) -> tuple[Gpu, ...]:
-    from tilefit.checker import resolve
+def _gpus(
+    axes: Sequence[Axis], names: list[str] | None, local: LocalGpu | None, calibration: Path | None
+) -> tuple[PricedGpu, ...]:
     from tilefit.cli.local_gpu import predicted_gpu
+    from tilefit.cost.priced import resolve
 
     varied = next((axis.values for axis in axes if axis.name == "gpu"), None)
     if local:
-        return (predicted_gpu(names[0] if names else None, local),)
-    return tuple(resolve([str(name) for name in varied] if varied else names))
+        return (predicted_gpu(names[0] if names else None, local, calibration),)
+    return resolve([str(name) for name in varied] if varied else names, calibration)
 
 
 def _fitting(points: list[Point]) -> list[Point]:

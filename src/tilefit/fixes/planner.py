@@ -16,10 +16,10 @@ from torch import nn
 
 from tilefit import units
 from tilefit.capture.run import ON_CPU
-from tilefit.checker import resolve
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse
+from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
@@ -181,7 +181,7 @@ class _Planner:
     else is left.
     """
 
-    def __init__(self, run: Run, gpu: Gpu, fixes: Sequence[Fix], min_gain: float, verify: bool) -> None:
+    def __init__(self, run: Run, gpu: PricedGpu, fixes: Sequence[Fix], min_gain: float, verify: bool) -> None:
         self.run = run
         self.gpu = gpu
         self.fixes = fixes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tilefit.checker import resolve
+from tilefit.cost.priced import resolve
 from tilefit.gpus import Gpu
 from tilefit.profiling.measurement import Live, Measured, measure
 from tilefit.profiling.trace import read_trace
@@ -18,15 +18,18 @@ class Imported:
     Args:
         path: A ``.json`` or ``.json.gz`` file.
         gpu: The GPU it was recorded on; None for the one the trace names.
+        calibration: A file that ``tilefit calibrate`` wrote; None for the GPU's usual one.
         rules: Further arguments for the rules: ``select``, ``ignore``, ``min_gain``, ``per_module_ignores``.
 
     Raises:
         TilefitError: the file is no trace, nothing in it ran on a GPU, or the GPU is not known.
     """
 
-    def __init__(self, path: Path, gpu: str | Gpu | None = None, **rules: Any) -> None:
+    def __init__(
+        self, path: Path, gpu: str | Gpu | None = None, calibration: Path | None = None, **rules: Any
+    ) -> None:
         trace = read_trace(path)
-        (device,) = resolve(gpu or trace.gpu or None)
+        (device,) = resolve(gpu or trace.gpu or None, calibration)
         self._path = path
         self._measured: Measured = measure(trace, device, Live(path.name), **rules)
 

@@ -61,6 +61,7 @@ class Profile:
         skip: int = 0,
         plain: int = 0,
         gpu: str | Gpu | None = None,
+        calibration: Path | None = None,
         name: str = "a run",
         captured: Step | None = None,
         optimizer_steps: bool = False,
@@ -78,6 +79,7 @@ class Profile:
         self._skip = skip
         self._plain = plain
         self._gpu = gpu
+        self._calibration = calibration
         self._name = name
         self._captured = captured
         self._optimizer_steps = optimizer_steps
@@ -156,11 +158,11 @@ class Profile:
 
     @cached_property
     def _result(self) -> Measured:
-        from tilefit.checker import resolve
+        from tilefit.cost.priced import resolve
         from tilefit.profiling.measurement import Live, measure
 
         trace = self.trace
-        (gpu,) = resolve(self._gpu or trace.gpu or None)
+        (gpu,) = resolve(self._gpu or trace.gpu or None, self._calibration)
         modules = {bare(path): name for path, name in self._ranges.classes.items()}
         live = Live(self._name, self._parameters(), modules, tuple(self._times_s), self._compiled)
         return measure(trace, gpu, live, self._captured, **self._rules)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from math import hypot
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.rules.base import Change, Context, Proposal
@@ -82,6 +83,7 @@ def find(
     Raises:
         UsageError: a code fits no rule.
     """
+    gpu = priced(gpu)
     before = estimate or estimate_step(step, gpu)
     context = Context(step, gpu, before)
     ignored = {

@@ -15,8 +15,7 @@ from typing import Any
 
 import tilefit
 from tilefit.capture.child import CaptureOptions
-from tilefit.cost.lookup import profile
-from tilefit.gpus import Gpu
+from tilefit.cost.priced import PricedGpu
 from tilefit.measure.store import Store
 from tilefit.sweep.point import Point
 
@@ -47,7 +46,7 @@ class Kept:
         self._about = [target, _content(target), _versions(), list(measured)]
         self.found = 0
 
-    def get(self, options: CaptureOptions, gpu: Gpu, more: Mapping[str, Any]) -> Point | None:
+    def get(self, options: CaptureOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> Point | None:
         """The point that was computed with these options before, if any.
 
         Args:
@@ -62,15 +61,14 @@ class Kept:
         values = json.loads(text)
         return Point(**{**values, "notes": tuple(values["notes"])})
 
-    def put(self, options: CaptureOptions, gpu: Gpu, more: Mapping[str, Any], point: Point) -> None:
+    def put(self, options: CaptureOptions, gpu: PricedGpu, more: Mapping[str, Any], point: Point) -> None:
         """Keep a point; one without a step is not kept, what prevented it may pass."""
         if not point.error:
             values = {each.name: getattr(point, each.name) for each in fields(point)}
             self._store.keep_point(self._key(options, gpu, more), json.dumps(values))
 
-    def _key(self, options: CaptureOptions, gpu: Gpu, more: Mapping[str, Any]) -> str:
-        fitted = profile(gpu)
-        about = [*self._about, asdict(options), gpu.name, fitted.about if fitted else None, more]
+    def _key(self, options: CaptureOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> str:
+        about = [*self._about, asdict(options), gpu.name, gpu.calibration and gpu.calibration.about, more]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,8 +12,8 @@ from tilefit.capture.child import CaptureOptions, captures_in_child
 from tilefit.capture.sweep import SMOOTH, Capture, at_size, first_captures, sweep
 from tilefit.cost import fuse
 from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError, UsageError
-from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.parallel import Plan, Split, estimate_plan, plan
 from tilefit.rules.batch.memory import USABLE_SHARE
@@ -39,7 +39,7 @@ class Grid:
     target: str
     options: CaptureOptions
     axes: tuple[Axis, ...]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[PricedGpu, ...]
 
     @property
     def size(self) -> int:
@@ -188,7 +188,7 @@ _THINNED = TilefitError("not captured: so many sizes are captured one by one onl
 class _Case:
     """What a captured step is priced with: the GPU, the compiler, the way it is split."""
 
-    gpu: Gpu
+    gpu: PricedGpu
     values: _Values
     compiled: bool
     split: Split
