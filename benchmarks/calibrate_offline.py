@@ -5,7 +5,7 @@
 Plays :func:`tilefit.measure.calibration.calibrate` with rows of a collection as candidates and their recorded
 times as measurements, and states the error against the number of operations measured, on a test set that the
 calibration never sees, not even as its own held-out operations: the families of shapes that
-``pack_h200.py`` holds out. Nothing of the profile that ships is used, and the constants start from those of a
+``pack_h200.py`` holds out. Nothing of what ships is used, and the constants start from those of a
 GPU of another architecture, so that nothing of this GPU was known before. The same for the published bf16
 tables of other GPUs, from 100 rows each, where the test set is what was neither measured nor drawn.
 """
@@ -25,15 +25,15 @@ from zlib import crc32
 import numpy as np
 import public_tables
 import torch
-from fit_profile import READERS
+from fit_calibration import READERS
 from pack_h200 import HELD_OUT
 from pack_h200 import family as packed_family
 from pack_h200 import rows as collected
 
 from tilefit import gpus
-from tilefit.cost import profiles
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import Profile
+from tilefit.cost.calibration import Calibration
+from tilefit.cost.constants import Constants, constants
 from tilefit.gpus import Gpu
 from tilefit.measure.calibration import Candidate, calibrate
 from tilefit.ops import Op
@@ -67,9 +67,9 @@ class Recorded:
 
 
 def play(
-    gpu: Gpu, kind: str, pool: dict[Op, float], number: int, start: profiles.Constants, seed: int = 0
-) -> tuple[Profile, list[Op]]:
-    """A profile after so many measurements, and what was measured or drawn."""
+    gpu: Gpu, kind: str, pool: dict[Op, float], number: int, start: Constants, seed: int = 0
+) -> tuple[Calibration, list[Op]]:
+    """A calibration after so many measurements, and what was measured or drawn."""
     order = list(pool)
     Random(seed).shuffle(order)
     seen: list[Op] = []
@@ -80,19 +80,19 @@ def play(
             yield Candidate(op, lambda _: lambda: None)
 
     bench = Recorded(pool)
-    profile = calibrate(
+    own = calibrate(
         gpu, bench, budget_s=number / MEASURING, drawn={kind: drawn()}, shares={kind: 1.0}, start=start,
         clock=bench.clock,
     )  # fmt: skip
-    return profile, seen
+    return own, seen
 
 
-def score(gpu: Gpu, profile: Profile, test: dict[Op, float], start: profiles.Constants) -> dict[str, float]:
+def score(gpu: Gpu, own: Calibration, test: dict[Op, float], start: Constants) -> dict[str, float]:
     """Errors in per cent, and the share of times inside the interval."""
-    ops = [op for op in test if profile.covers(op)]
+    ops = [op for op in test if own.covers(op)]
     times = np.array([test[op] for op in ops])
-    first = [analytic(op, gpu, profile.constants) for op in ops]
-    second = profile.correct(ops, gpu, first)
+    first = [analytic(op, gpu, own.constants) for op in ops]
+    second = own.correct(ops, gpu, first)
     before = np.array([analytic(op, gpu, start).time_s for op in ops])
     inside = [e.low_s <= t <= e.high_s for e, t in zip(second, times, strict=True)]
 
@@ -114,7 +114,7 @@ def score(gpu: Gpu, profile: Profile, test: dict[Op, float], start: profiles.Con
 
 def h200(folder: Path, show: Callable[[str, dict[str, float]], None], kinds: Sequence[str]) -> None:
     gpu = gpus.get("h200")
-    start = profiles.constants(gpus.get("a100"))
+    start = constants(gpus.get("a100"))
     divisor, remainder = HELD_OUT
     for kind in kinds:
         pool: dict[Op, float] = {}
@@ -130,11 +130,11 @@ def h200(folder: Path, show: Callable[[str, dict[str, float]], None], kinds: Seq
                 (test if aside else pool)[op] = float(row["us"]) * 1e-6
         test = dict(islice(test.items(), MOST_TESTED))
         for number in NUMBERS[kind]:
-            profile, _ = play(gpu, kind, pool, number, start)
-            own = profile.about["networks"][kind]["errors"]["calibrated"]
+            fitted, _ = play(gpu, kind, pool, number, start)
+            own = fitted.about["networks"][kind]["errors"]["calibrated"]
             show(
                 f"h200 {kind}, {number} measured",
-                score(gpu, profile, test, start) | {"own_estimate": round(100 * own, 2)},
+                score(gpu, fitted, test, start) | {"own_estimate": round(100 * own, 2)},
             )
 
 
@@ -144,14 +144,14 @@ def tables(folder: Path, show: Callable[[str, dict[str, float]], None]) -> None:
         rows = public_tables.bf16_table(folder, name)
         Random(1).shuffle(rows)
         found = {row.gemm: row.time_s for row in rows}
-        start = profiles.constants(gpus.get(OTHERS[name]))
+        start = constants(gpus.get(OTHERS[name]))
         for number in (100, 200, 400):
-            profile, seen = play(gpu, "gemm", found, number, start)
+            fitted, seen = play(gpu, "gemm", found, number, start)
             rest = found.copy()
             for op in seen:
                 del rest[op]
             test = dict(islice(rest.items(), MOST_TESTED))
-            show(f"{name} table, {number} measured", score(gpu, profile, test, start))
+            show(f"{name} table, {number} measured", score(gpu, fitted, test, start))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Collect the measurements the shipped profile of a GPU is fitted to.
+"""Collect the measurements the shipped calibration of a GPU is fitted to.
 
 Run one part after the other on the GPU, each within a time budget; another seed continues with new shapes:
 

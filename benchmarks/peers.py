@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/peers.py --data results/h200
 
-The rows are a random sample of the bf16 products in the test set of fit_profile.py. Compared:
+The rows are a random sample of the bf16 products in the test set of fit_calibration.py. Compared:
 
 - roofline, datasheet: ``max(flop / peak, bytes / bandwidth)``.
 - roofline, measured: the same with the best rates of the training set's products (99.9th percentiles).
@@ -27,9 +27,9 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from fit_profile import GPU, Measured, errors, read
+from fit_calibration import GPU, Measured, errors, read
 
-from tilefit.cost import calibrated, lookup
+from tilefit.cost import calibration, priced
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
 from tilefit.ops import Gemm
@@ -48,7 +48,7 @@ def roofline(flop_per_s: float, bytes_per_s: float) -> Predict:
     return lambda op: max(op.flop / flop_per_s, op.moved_bytes / bytes_per_s)
 
 
-def corrected(fitted: calibrated.Profile) -> Predict:
+def corrected(fitted: calibration.Calibration) -> Predict:
     return lambda op: fitted.correct([op], GPU, [analytic(op, GPU)])[0].time_s
 
 
@@ -98,7 +98,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of collect_h200.py's files")
-    parser.add_argument("--profile", type=Path, help="instead of the one that ships")
+    parser.add_argument("--calibration", type=Path, help="instead of the one that ships")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--rows", type=int, default=2000, help="products compared")
     args = parser.parse_args()
@@ -111,8 +111,8 @@ def main() -> None:
     held_out = [each for each in everything if each.held_out]
     tested = Random(0).sample(held_out, min(args.rows, len(held_out)))
     peak, bandwidth = measured_ceilings(trained)
-    fitted = calibrated.read(args.profile) if args.profile else lookup.shipped(GPU)
-    notes = [] if fitted else [f"no profile of the {GPU.name} ships: tilefit is the analytic stage alone"]
+    fitted = calibration.read(args.calibration) if args.calibration else priced.shipped(GPU)
+    notes = [] if fitted else [f"no calibration of the {GPU.name} ships: tilefit is the analytic stage alone"]
     others, missing = nv_heuristics()
     notes += missing
     predictors: dict[str, Predict] = {
@@ -152,7 +152,7 @@ def main() -> None:
         "held_out_rows": len(held_out),
         "tested_rows": len(tested),
         "measured_ceilings": {"flop_per_s": round(peak), "bytes_per_s": round(bandwidth)},
-        "profile": {key: fitted.about[key] for key in ("collected", "versions")} if fitted else None,
+        "calibration": {key: fitted.about[key] for key in ("collected", "versions")} if fitted else None,
         PACKAGE: version(PACKAGE) if others else None,
         "notes": notes,
         "errors": scores,

@@ -3,7 +3,7 @@
     python benchmarks/public_tables.py [--data DIR] [--constants]
 
 Prints a table and records it in ``benchmarks/results/public_tables.json``. ``--constants`` refits the
-constants of ``tilefit.cost.profiles`` and prints them. The tables (DeepBench, aiconfigurator, NeuSight) are
+constants of ``tilefit.cost.constants`` and prints them. The tables (DeepBench, aiconfigurator, NeuSight) are
 not part of the package; the script needs their directory.
 """
 
@@ -22,12 +22,12 @@ from random import Random
 from statistics import fmean, median, quantiles
 
 from tilefit import gpus
-from tilefit.cost import profiles
 from tilefit.cost.attention import estimate_attention
+from tilefit.cost.constants import GDDR_CAPABILITIES, GDDR_MATH_EFFICIENCY, GENERAL, Constants
+from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.fitting import RANGES, Measured, fit
 from tilefit.cost.gemm import estimate_gemm
-from tilefit.cost.profiles import Constants
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv2d, Gemm
 
@@ -122,9 +122,9 @@ def sample(rows: Sequence[Measured], count: int = FIT_ROWS) -> list[Measured]:
 def prior(tables: dict[str, list[Measured]], names: Iterable[str], gpu: Gpu) -> Constants:
     """Constants for a GPU from the tables of others."""
     rows = [row for name in names for row in sample(tables[name])]
-    fitted = fit(rows, profiles.GENERAL, WITHOUT_L2)
-    if gpu.compute_capability in profiles.GDDR_CAPABILITIES:
-        fitted = replace(fitted, math_efficiency=profiles.GDDR_MATH_EFFICIENCY)
+    fitted = fit(rows, GENERAL, WITHOUT_L2)
+    if gpu.compute_capability in GDDR_CAPABILITIES:
+        fitted = replace(fitted, math_efficiency=GDDR_MATH_EFFICIENCY)
     return fitted
 
 
@@ -144,7 +144,7 @@ def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
         fitted = fit([rows[i] for i in sorted(chosen)], start)
         rest = [row for i, row in enumerate(rows) if i not in chosen]
         show(f"gemm bf16 {name}: calibrated on {CALIBRATION_ROWS} rows", gemm_scores(rest, fitted))
-        show(f"gemm bf16 {name}: shipped constants", gemm_scores(rows, profiles.constants(gpu)))
+        show(f"gemm bf16 {name}: shipped constants", gemm_scores(rows, constants_of(gpu)))
 
 
 def fp32(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
@@ -159,7 +159,7 @@ def fp32(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
             by_device.setdefault((row["device"], row["kind"]), []).append(measured)
     for (device, kind), rows in by_device.items():
         show(f"fp32 {kind} {device}: roofline", roofline(rows))
-        show(f"fp32 {kind} {device}", gemm_scores(rows, profiles.constants(rows[0].gpu)))
+        show(f"fp32 {kind} {device}", gemm_scores(rows, constants_of(rows[0].gpu)))
 
 
 def deepbench_gemm(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
@@ -179,7 +179,7 @@ def deepbench_gemm(data: Path, show: Callable[[str, dict[str, float]], None]) ->
             if rate and float(rate) and not any(o.leading_dimension % 8 for o in gemm.operands):
                 rows.append(Measured(gemm, gpus.get(name), gemm.flop / (float(rate) * 1e12)))
         show(f"DeepBench GEMM {column}: roofline", roofline(rows))
-        show(f"DeepBench GEMM {column}", gemm_scores(rows, profiles.constants(rows[0].gpu)))
+        show(f"DeepBench GEMM {column}", gemm_scores(rows, constants_of(rows[0].gpu)))
 
 
 def deepbench_conv(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
@@ -212,9 +212,7 @@ def deepbench_conv(data: Path, show: Callable[[str, dict[str, float]], None]) ->
                     channels_last=dtype == "fp16",
                     direction=direction,
                 )
-                pairs.append(
-                    (estimate_conv(conv, gpu, profiles.constants(gpu)).time_s, float(time_ms) * 1e-3)
-                )
+                pairs.append((estimate_conv(conv, gpu, constants_of(gpu)).time_s, float(time_ms) * 1e-3))
             show(f"DeepBench convolution {column} {label}", scores(pairs))
 
 
@@ -232,9 +230,7 @@ def attention(data: Path, show: Callable[[str, dict[str, float]], None]) -> None
                     num_kv_heads=int(row["kv_heads"]),
                     is_causal=True,
                 )
-                rows.append(
-                    (estimate_attention(op, gpu, profiles.constants(gpu)), op, float(row["us"]) * 1e-6)
-                )
+                rows.append((estimate_attention(op, gpu, constants_of(gpu)), op, float(row["us"]) * 1e-6))
         for label, kept in (("", rows), (", 1024 and longer", [r for r in rows if r[1].seq_len >= 1024])):
             show(
                 f"attention forward {name}{label}",
@@ -244,9 +240,9 @@ def attention(data: Path, show: Callable[[str, dict[str, float]], None]) -> None
 
 
 def print_constants(data: Path) -> None:
-    """The constants of ``profiles``, fitted on all tables."""
+    """The constants of ``tilefit.cost.constants``, fitted on all tables."""
     tables = {name: bf16_table(data, name) for name in BF16}
-    general = fit([row for name in HBM for row in sample(tables[name])], profiles.GENERAL, WITHOUT_L2)
+    general = fit([row for name in HBM for row in sample(tables[name])], GENERAL, WITHOUT_L2)
     hopper = fit([row for name in HOPPER for row in sample(tables[name])], general, WITHOUT_L2)
     named = {"GENERAL": general, "hopper": hopper}
     for name, rows in tables.items():

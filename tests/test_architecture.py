@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def architecture() -> ModuleType:
     spec = importlib.util.spec_from_file_location("architecture", ROOT / "benchmarks" / "architecture.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilefit
-from small_profile import made
-from tilefit.cost.calibrated import write
+from small_calibration import made
+from tilefit.cost.calibration import write
 from tilefit.errors import UsageError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tilefit.session import assess
 
 from tilefit.capture.child import capture_target
-from tilefit.checker import assess
 from tilefit.options import TargetOptions
 from tilefit.report import Report
 

@@ -17,7 +17,6 @@ from tilefit.version import __version__
 
 if TYPE_CHECKING:
     from tilefit import gpus, nn, ops, precision
-    from tilefit.checker import assess, check
     from tilefit.cost import Estimate
     from tilefit.cost.model import estimate
     from tilefit.errors import TilefitError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from tilefit.profiling import profile
     from tilefit.report import Comparison, Report
     from tilefit.rules import Finding
+    from tilefit.session import assess, check
 
 __all__ = [
     "Comparison",
@@ -61,8 +61,8 @@ _HOMES = {
     "Step": "tilefit.ops",
     "TilefitError": "tilefit.errors",
     "Verification": "tilefit.fixes",
-    "assess": "tilefit.checker",
-    "check": "tilefit.checker",
+    "assess": "tilefit.session",
+    "check": "tilefit.session",
     "optimize": "tilefit.fixes",
     "verify": "tilefit.fixes",
     "estimate": "tilefit.cost",

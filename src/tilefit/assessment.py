@@ -61,6 +61,7 @@ class Assessment:
             gpu,
             estimate,
             self.findings,
+            gpu.calibration_title,
             batch_curve=batch_curve(step, gpu, estimate),
             environment=_versions(),
             safe_gain_s=rules.safe_gain_s(self.context, self.found),

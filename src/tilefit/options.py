@@ -73,7 +73,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         # What is no word at all means none as well.
-        amp, optimizer = str(self.amp or "off"), self.optimizer or "none"
+        amp, optimizer = str(self.amp or "off"), self.optimizer or "none"  # type: ignore[unreachable]
         if amp not in get_args(Amp):
             raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
         known = get_args(OptimizerName)

@@ -70,10 +70,11 @@ def assert_no_waste(
             all (it does not fit its memory).
         TilefitError: An argument cannot be understood, or the step cannot be captured.
     """
-    from tilefit.checker import check
+    from tilefit.session import check
 
     allowed = share(max_waste)
-    for report in check(model, inputs, gpu=gpu, select=rules, **options).reports:
+    asked: Any = gpu
+    for report in check(model, inputs, gpu=asked, select=rules, **options).reports:
         broken = [finding for finding in report.findings if finding.severity == ERROR]
         if broken or report.waste > allowed:
             raise WasteError(_message(report, allowed), report)

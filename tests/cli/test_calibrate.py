@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from small_profile import made
+from small_calibration import made
 from tilefit import gpus
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import read, write
-from tilefit.cost.profiles import GENERAL
+from tilefit.cost.calibration import read, write
+from tilefit.cost.constants import GENERAL
 from tilefit.measure import calibration, run
 from tilefit.measure.environment import Environment
 from tilefit.measure.timer import HostDevice, Timing
@@ -49,7 +49,7 @@ def test_it_writes_the_profile_that_other_commands_then_use(tilefit, tmp_path: P
     assert "calibrated" not in before
     ran = tilefit("calibrate")
     assert ran.code == 0, ran.err
-    path = tmp_path / "data" / "tilefit" / "profiles" / f"{A100.name}.npz"
+    path = tmp_path / "data" / "tilefit" / "calibrations" / f"{A100.name}.npz"
     assert f"Profile written to {path}" in ran.err
     assert "gemm" in ran.out
     facts = read(path).about["networks"]["gemm"]
@@ -117,4 +117,4 @@ def test_a_profile_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None:
     for name in ("notes.txt", "missing.npz"):
         ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--profile", str(tmp_path / name))
         assert ran.code == 2
-        assert f"{name}: the profile cannot be read" in ran.err
+        assert f"{name}: the calibration cannot be read" in ran.err

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from tilefit.cost.constants import constants
 from tilefit.cost.fitting import Measured, fit
 from tilefit.cost.gemm import estimate_gemm
-from tilefit.cost.profiles import constants
 from tilefit.gpus import get
 from tilefit.ops import Gemm
 

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations
 
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
-from tilefit.checker import resolve
 from tilefit.cost import estimate_step
+from tilefit.cost.priced import resolve
 from tilefit.fixes import Context, Refusal, RefusedError, Run
 from tilefit.fixes.channel_paths import paddings, traces
 from tilefit.fixes.channels import PadChannels, PaddedChannels

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations
 import tilefit
 from tilefit.capture.layouts import is_channels_last
 from tilefit.capture.torchvision_import import tolerated
-from tilefit.checker import resolve
 from tilefit.cost import estimate_step
+from tilefit.cost.priced import resolve
 from tilefit.fixes import Candidate, Context, Plan, Refusal, RefusedError, Run
 from tilefit.fixes.channels_last import ChannelsLast, InChannelsLast
 

@@ -12,8 +12,8 @@ import pytest
 
 from tilefit import gpus
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import Profile, read, write
-from tilefit.cost.profiles import GENERAL
+from tilefit.cost.calibration import Calibration, read, write
+from tilefit.cost.constants import GENERAL
 from tilefit.errors import TilefitError
 from tilefit.measure import calibration
 from tilefit.measure.calibration import CEILINGS, Candidate, Progress, calibrate, candidates, held_out
@@ -47,97 +47,97 @@ class Bench:
         return self.now_s
 
 
-def run(bench: Bench, budget_s: float, **how: object) -> Profile:
+def run(bench: Bench, budget_s: float, **how: object) -> Calibration:
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
     return calibrate(GPU, bench, budget_s=budget_s, shares=chosen, clock=bench.clock, **how)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def result() -> tuple[Profile, Bench]:
+def result() -> tuple[Calibration, Bench]:
     bench = Bench()
     return run(bench, 900, launch_scale=1.25, versions={"torch": "2.11"}), bench
 
 
-def mean_error(profile: Profile, ops: list[Op], bench: Bench) -> float:
-    first = [analytic(op, GPU, profile.constants) for op in ops]
-    times = profile.correct(ops, GPU, first)
+def mean_error(own: Calibration, ops: list[Op], bench: Bench) -> float:
+    first = [analytic(op, GPU, own.constants) for op in ops]
+    times = own.correct(ops, GPU, first)
     return sum(abs(t.time_s / bench.time_s(op) - 1) for op, t in zip(ops, times, strict=True)) / len(ops)
 
 
-def fresh(kind: str, profile: Profile, number: int = 150) -> list[Op]:
+def fresh(kind: str, own: Calibration, number: int = 150) -> list[Op]:
     """Operations of another seed than the calibration's."""
     ops = (candidate.op for candidate in candidates(seed=99)[kind])
-    return list(islice((op for op in ops if profile.covers(op)), number))
+    return list(islice((op for op in ops if own.covers(op)), number))
 
 
-def test_it_predicts_products_it_never_saw(result: tuple[Profile, Bench]) -> None:
-    profile, bench = result
-    errors = profile.about["networks"]["gemm"]["errors"]
+def test_it_predicts_products_it_never_saw(result: tuple[Calibration, Bench]) -> None:
+    own, bench = result
+    errors = own.about["networks"]["gemm"]["errors"]
     assert errors["datasheet"] > 0.2
     assert errors["calibrated"] < 0.1
-    assert mean_error(profile, fresh("gemm", profile), bench) < 0.1
+    assert mean_error(own, fresh("gemm", own), bench) < 0.1
 
 
-def test_it_learns_streaming_operations_too(result: tuple[Profile, Bench]) -> None:
-    profile, bench = result
-    ops = fresh("streaming", profile)
+def test_it_learns_streaming_operations_too(result: tuple[Calibration, Bench]) -> None:
+    own, bench = result
+    ops = fresh("streaming", own)
     before = sum(abs(analytic(op, GPU).time_s / bench.time_s(op) - 1) for op in ops) / len(ops)
-    assert mean_error(profile, ops, bench) < before / 2
+    assert mean_error(own, ops, bench) < before / 2
 
 
-def test_the_interval_holds_most_of_what_it_never_saw(result: tuple[Profile, Bench]) -> None:
-    profile, bench = result
-    ops = fresh("gemm", profile)
-    first = [analytic(op, GPU, profile.constants) for op in ops]
+def test_the_interval_holds_most_of_what_it_never_saw(result: tuple[Calibration, Bench]) -> None:
+    own, bench = result
+    ops = fresh("gemm", own)
+    first = [analytic(op, GPU, own.constants) for op in ops]
     inside = [
         e.low_s <= bench.time_s(op) <= e.high_s
-        for op, e in zip(ops, profile.correct(ops, GPU, first), strict=True)
+        for op, e in zip(ops, own.correct(ops, GPU, first), strict=True)
     ]
     assert 0.65 <= sum(inside) / len(inside) <= 0.97
 
 
-def test_the_first_stage_has_constants_of_this_gpu(result: tuple[Profile, Bench]) -> None:
+def test_the_first_stage_has_constants_of_this_gpu(result: tuple[Calibration, Bench]) -> None:
     constants = result[0].constants
     assert constants is not None
     assert constants.kernel_clocks == pytest.approx(HIDDEN.kernel_clocks, rel=0.25)
     assert constants.provenance == "estimated"
 
 
-def test_the_ceilings_come_first(result: tuple[Profile, Bench]) -> None:
+def test_the_ceilings_come_first(result: tuple[Calibration, Bench]) -> None:
     assert tuple(result[1].ops[: len(CEILINGS)]) == CEILINGS
 
 
-def test_what_is_held_out_is_not_fitted_to(result: tuple[Profile, Bench]) -> None:
-    profile, bench = result
+def test_what_is_held_out_is_not_fitted_to(result: tuple[Calibration, Bench]) -> None:
+    own, bench = result
     for kind in KINDS:
-        facts = profile.about["networks"][kind]
+        facts = own.about["networks"][kind]
         measured = [op for op in bench.ops if op.kind == kind]
         assert facts["held_out_rows"] == sum(map(held_out, measured)) > 20
         assert facts["trained_rows"] == len(measured) - facts["held_out_rows"]
 
 
-def test_it_keeps_to_its_budget(result: tuple[Profile, Bench]) -> None:
+def test_it_keeps_to_its_budget(result: tuple[Calibration, Bench]) -> None:
     assert 0.8 * 900 <= result[1].now_s <= 0.9 * 900
 
 
 def test_the_file_says_what_it_is_and_predicts_the_same(
-    result: tuple[Profile, Bench], tmp_path: Path
+    result: tuple[Calibration, Bench], tmp_path: Path
 ) -> None:
-    profile, bench = result
+    own, bench = result
     path = tmp_path / "new" / "h200.npz"
-    write(profile, path)
+    write(own, path)
     again = read(path)
-    assert again.about == profile.about
-    assert (again.constants, again.launch_scale) == (profile.constants, 1.25)
+    assert again.about == own.about
+    assert (again.constants, again.launch_scale) == (own.constants, 1.25)
     assert again.about["gpu"] == "h200"
     assert again.about["versions"] == {"torch": "2.11"}
     assert again.title.startswith("calibrated on 20")
-    ops = fresh("gemm", profile)
-    assert mean_error(again, ops, bench) == pytest.approx(mean_error(profile, ops, bench), rel=1e-3)
+    ops = fresh("gemm", own)
+    assert mean_error(again, ops, bench) == pytest.approx(mean_error(own, ops, bench), rel=1e-3)
     assert [file.name for file in path.parent.iterdir()] == ["h200.npz"]
 
 
-def test_nothing_beyond_what_was_measured_is_made_up(result: tuple[Profile, Bench]) -> None:
+def test_nothing_beyond_what_was_measured_is_made_up(result: tuple[Calibration, Bench]) -> None:
     # A function that was never measured, with sizes far out of range.
     op = Streaming("pointwise", 10**11, 10**11, 10**11, function="logaddexp")
     first = analytic(op, GPU, result[0].constants)
@@ -147,14 +147,14 @@ def test_nothing_beyond_what_was_measured_is_made_up(result: tuple[Profile, Benc
 
 def test_operations_that_cannot_run_are_left_out() -> None:
     bench = Bench(refuse=lambda op: isinstance(op, Gemm) and op.m > 10_000)
-    profile = run(bench, 300)
-    facts = profile.about["networks"]
+    own = run(bench, 300)
+    facts = own.about["networks"]
     assert sum(f["trained_rows"] + f["held_out_rows"] for f in facts.values()) == len(bench.ops) < 255
 
 
 def test_a_kind_that_cannot_be_measured_is_left_out() -> None:
-    profile = run(Bench(refuse=lambda op: op.kind == "streaming"), 300)
-    assert set(profile.networks) == {"gemm"}
+    own = run(Bench(refuse=lambda op: op.kind == "streaming"), 300)
+    assert set(own.networks) == {"gemm"}
 
 
 def test_too_little_is_an_error() -> None:
@@ -210,9 +210,9 @@ def test_interrupted_it_fits_to_what_has_been_measured() -> None:
         return bench(candidate)
 
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    profile = calibrate(GPU, interrupted, budget_s=400, shares=chosen, clock=bench.clock)
-    assert list(profile.networks) == ["gemm"]
-    assert profile.about["networks"]["gemm"]["errors"]["calibrated"] < 0.15
+    own = calibrate(GPU, interrupted, budget_s=400, shares=chosen, clock=bench.clock)
+    assert list(own.networks) == ["gemm"]
+    assert own.about["networks"]["gemm"]["errors"]["calibrated"] < 0.15
 
 
 def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -41,8 +41,9 @@ def recall(target: str, options: TargetOptions) -> Step | None:
     """The step that was captured of a target before, if nothing that it depends on has changed."""
     path = _path(target, options)
     try:
-        witness, _, text = path.read_text().partition("\n")
-        if _state(json.loads(witness)) != json.loads(witness):
+        first, _, text = path.read_text().partition("\n")
+        witness = json.loads(first)
+        if _state(witness["files"], witness["variables"], os.environ) != witness:
             return None
         os.utime(path)  # the least recently used is deleted first
         return Step.from_json(text)
@@ -70,6 +71,7 @@ class Witness:
     """Sees what this process reads, from now to its end."""
 
     def __init__(self) -> None:
+        self._environment = dict(os.environ)  # libraries set variables of their own when they are imported
         self._files: set[str] = set()
         self._variables: set[str] = set()
         sys.addaudithook(self._heard)
@@ -100,14 +102,14 @@ class Witness:
             for file in files
             if not file.endswith(".pyc") and not file.startswith(_SYSTEM) and not is_installed(file)
         ]
-        return json.dumps(_state({"files": dict.fromkeys(own), "variables": dict.fromkeys(self._variables)}))
+        return json.dumps(_state(own, self._variables, self._environment))
 
 
-def _state(names: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the files and the variables of these names are now."""
+def _state(files: Iterable[str], variables: Iterable[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """What files and variables are now."""
     return {
-        "files": {name: _content(name) for name in sorted(names["files"])},
-        "variables": {name: _hashed(os.environ.get(name)) for name in sorted(names["variables"])},
+        "files": {name: _content(name) for name in sorted(files)},
+        "variables": {name: _hashed(environment.get(name)) for name in sorted(variables)},
     }
 
 

@@ -196,11 +196,11 @@ def _ending(returncode: int) -> str:
 
 def main() -> None:
     """The child's side."""
+    witness = Witness()
     request = json.load(sys.stdin)
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
     # Before the user's folders come first on the path, for the same reason.
     import_module("tilefit.capture.targets")
-    witness = Witness()
     sys.stdin = open(os.devnull)  # noqa: SIM115 - a model that asks for input must not wait for it
     for index, options in enumerate(request["options"]):
         try:

@@ -15,7 +15,7 @@ from tilefit.cli import output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tilefit.cost.calibrated import Profile
+    from tilefit.cost.calibration import Calibration
     from tilefit.gpus import Gpu
     from tilefit.measure.calibration import Progress
 
@@ -43,10 +43,9 @@ def calibrate(
     def used_s() -> float:
         return time.monotonic() - began_s
 
-    from tilefit.checker import resolve
     from tilefit.cli.local_gpu import local_gpu
-    from tilefit.cost.calibrated import write
-    from tilefit.cost.lookup import keep, shipped, user_path
+    from tilefit.cost.calibration import write
+    from tilefit.cost.priced import keep, resolve, shipped, user_path
     from tilefit.measure.calibration import Candidate
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import launch_scale
@@ -67,7 +66,7 @@ def calibrate(
         gpu,
         measure,
         budget_s=max(1.0, 60 * minutes - used_s()),
-        shipped=shipped(gpu),
+        shipped=shipped(gpu.name),
         launch_scale=launch_scale(local.place),
         versions={
             "torch": environment.torch,
@@ -100,7 +99,7 @@ def _teller(used_s: Callable[[], float]) -> Callable[[Progress], None]:
     return tell
 
 
-def _table(gpu: Gpu, found: Profile) -> RenderableType:
+def _table(gpu: Gpu, found: Calibration) -> RenderableType:
     """What was measured of each kind, and the errors on what was never fitted to."""
     from rich.console import Group
 

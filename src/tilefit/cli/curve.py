@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -192,9 +192,11 @@ def target(
 
     device, local = devices(gpu, measure, calibration)
     options = TargetOptions(
-        **{each.name: getattr(how, each.name) for each in fields(how)},
+        **asdict(how),
         input=tuple(input or ()),
-        **{name: sizes.fixed.get(name) for name in INPUT_SIZES},
+        batch=sizes.fixed.get("batch"),
+        seq=sizes.fixed.get("seq"),
+        image_size=sizes.fixed.get("image_size"),
         arguments={name: size for name, size in sizes.fixed.items() if name not in INPUT_SIZES},
     )
     sweep = capture_sweep(

@@ -16,7 +16,6 @@ from tilefit import units
 from tilefit.cli import output
 from tilefit.cost.curve import LEAST_GAIN, Curve, Point
 from tilefit.cost.explain import MOST_GROWTH
-from tilefit.cost.lookup import title as source_of
 from tilefit.report import text as words
 from tilefit.report.plot import Line, Row, braille, ceiling, svg
 
@@ -224,7 +223,7 @@ def as_text(curves: Curves, width: int) -> RenderableType:
     for family in families:
         parts += [Text(), *_found(over, family.curves[-1])]
     rests = ", ".join(
-        dict.fromkeys(words.times(each.provenance, source_of(each.gpu)) for each in curves.every)
+        dict.fromkeys(words.times(each.provenance, each.gpu.calibration_title) for each in curves.every)
     )
     parts += [Text(), *(Text(note, "dim") for note in curves.notes), Text(f"Times: {rests}.", "dim")]
     return Group(*parts)

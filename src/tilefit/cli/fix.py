@@ -20,8 +20,8 @@ from tilefit.errors import UsageError
 from tilefit.options import Selection
 
 if TYPE_CHECKING:
+    from tilefit.cli.fix_output import Outcome
     from tilefit.cost.priced import PricedGpu
-    from tilefit.fixes.outcome import Outcome
 
 Level = Literal["safe", "unsafe"]
 

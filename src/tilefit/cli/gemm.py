@@ -68,7 +68,6 @@ def _explained(told: GemmExplanation) -> RenderableType:
     from rich.text import Text
 
     from tilefit import units
-    from tilefit.cost.lookup import title as source
     from tilefit.report.text import times
 
     product, predicted = told.gemm, told.estimate
@@ -89,7 +88,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
         ("Tile", _tile(told)),
         ("Waves", f"{told.waves:.2f}; the last one fills {units.share(told.last_wave_fill)} of the SMs"),
         ("Floor", f"{units.seconds(told.floor_s)}, the least that physics allows"),
-        ("Times", times(predicted.provenance, source(told.gpu))),
+        ("Times", times(predicted.provenance, told.gpu.calibration_title)),
     ):
         facts.add_row(Text(label, style="dim"), Text(value))
     operands = output.table("matrix", "contiguous", ">leading dimension", ">aligned to")

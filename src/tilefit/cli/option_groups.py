@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+
+from tilefit.options import refuse
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,15 @@ def _read(option: Field[Any], value: Any) -> Any:
         parts = [part for text in value or () for part in (text.split(separator) if separator else [text])]
         return tuple(part.strip() if separator else part for part in parts if not separator or part.strip())
     return value
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Refuse those options that were given and would have no effect.
+
+    Raises:
+        UsageError: one was; says ``why`` it is of no use.
+    """
+    refuse((name for name in names if given(context, name)), why)
 
 
 def given(context: typer.Context, name: str) -> bool:

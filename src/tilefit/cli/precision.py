@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from tilefit.cli import report_output, step_options
-from tilefit.cli.step_options import codes
+from tilefit.cli.option_groups import grouped, refuse_given
 from tilefit.errors import TargetError, UsageError
 
 #: Steps a script is watched for.
 STEPS = 100
 
 
+@grouped
 def precision(
     context: typer.Context,
     script: Annotated[
@@ -25,6 +26,7 @@ def precision(
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="Its own arguments.", show_default=False),
     ] = None,
+    *,
     steps: Annotated[
         int, typer.Option(min=1, metavar="N", help="End the script after this many steps of its optimizer.")
     ] = STEPS,
@@ -38,15 +40,7 @@ def precision(
     find_non_finite: Annotated[
         bool, typer.Option("--find-non-finite", help="Check every operation for inf and NaN; slow.")
     ] = False,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CODE",
-            help="Only these rules, by code or its beginning; repeat or separate by commas.",
-            rich_help_panel="Rules",
-        ),
-    ] = None,
-    ignore: step_options.Ignore = None,
+    selection: step_options.Codes,
     show_all: Annotated[
         bool, typer.Option("--all", help="The tables as well.", rich_help_panel=report_output.PANEL)
     ] = False,
@@ -62,9 +56,9 @@ def precision(
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
     if not numerics:
-        step_options.refuse(context, ("every", "find_non_finite"), "--no-numerics looks at no step closely")
+        refuse_given(context, ("every", "find_non_finite"), "--no-numerics looks at no step closely")
     if find_non_finite:
-        step_options.refuse(context, ["every"], "--find-non-finite looks at every step")
+        refuse_given(context, ["every"], "--find-non-finite looks at every step")
     step_options.note_misplaced(context, str(script), arguments or ())
     from tilefit.precision.script import run_script
     from tilefit.precision.watching import Watch
@@ -74,8 +68,8 @@ def precision(
         numerics=numerics,
         steps=steps,
         find_non_finite=find_non_finite,
-        select=codes(select),
-        ignore=codes(ignore),
+        select=selection.select,
+        ignore=selection.ignore,
     )
     interrupted, error = False, None
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,9 @@ from typer.core import TyperCommand
 from tilefit import gpus
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
-from tilefit.cli.option_groups import given, grouped
+from tilefit.cli.option_groups import grouped, refuse_given
 from tilefit.errors import TilefitError, UsageError
-from tilefit.options import TargetOptions, refuse
+from tilefit.options import TargetOptions
 
 if TYPE_CHECKING:
     from tilefit.profiling.session import Profile
@@ -124,17 +123,17 @@ def profile(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
     judged: dict[str, Any] = {"gpu": gpu, "calibration": calibration, "selection": selection}
-    window = {"steps": steps, "skip": skip, "plain": plain}
+    window: dict[str, Any] = {"steps": steps, "skip": skip, "plain": plain}
     error: TilefitError | None = None
     if _is_trace(target):
-        _refuse(context, (*_OF_MODELS, *window), "a trace tells which steps it is of")
+        refuse_given(context, (*_OF_MODELS, *window), "a trace tells which steps it is of")
         from tilefit.profiling.imported import Imported
 
         with output.progress(f"Reading {target}"):
             run: Imported | Profile = Imported(Path(target), **judged)
             document = run.report
     elif _is_script(target):
-        _refuse(context, _OF_MODELS, "a script makes its own steps")
+        refuse_given(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments or ())
         run, error = _script(Path(target), list(arguments or ()), **window, **judged)
         if error is not None and not run.profiled:
@@ -159,10 +158,6 @@ def profile(
     if error is not None:
         raise error
     return document.exit_code
-
-
-def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
-    refuse((name for name in names if given(context, name)), why)
 
 
 def _script(script: Path, arguments: list[str], **how: Any) -> tuple[Profile, TilefitError | None]:

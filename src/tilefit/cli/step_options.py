@@ -39,6 +39,7 @@ OfRun = Annotated[
 OfOperations = Annotated[TargetOptions, Group(_STEP, without=("on_cpu", "compile"))]
 SplitOver = Annotated[Split, Group(SPLIT)]
 Rules = Annotated[Selection, Group(_RULES)]
+Codes = Annotated[Selection, Group(_RULES, without=("min_gain",))]
 Input = Annotated[
     list[str] | None,
     typer.Option(
@@ -62,8 +63,3 @@ def note_misplaced(context: typer.Context, script: str, arguments: Sequence[str]
     for name in dict.fromkeys(argument.partition("=")[0] for argument in arguments):
         if name.startswith("--") and name in ours:
             print(f"{name} went to {script}; options of tilefit stand before the script", file=sys.stderr)
-
-
-def codes(values: list[str] | None) -> tuple[str, ...]:
-    """What a repeatable, comma-separated option lists."""
-    return tuple(code.strip() for value in values or () for code in value.split(",") if code.strip())

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from tilefit import units
 from tilefit.cli import output
 from tilefit.cli.destination import Destination
-from tilefit.cost.lookup import title as source_of
 from tilefit.report import text as words
 from tilefit.report.plot import Line, braille, ceiling, svg
 from tilefit.sweep.point import Point, best, by_latency, by_memory, compares_models
@@ -216,7 +215,7 @@ def as_text(
     parts += _trouble(results, {*common})
     rests = ", ".join(
         dict.fromkeys(
-            words.times(point.provenance, source_of(gpu))
+            words.times(point.provenance, gpu.calibration_title)
             for gpu in results.grid.gpus
             for point in running
             if point.gpu == gpu.name

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import hypot, inf
 
-from tilefit import gpus
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.model import estimate
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.tiles import round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Streaming
@@ -77,7 +77,7 @@ def alternatives(gemm: Gemm, gpu: Gpu | str) -> tuple[Alternative, ...]:
     Raises:
         UsageError: no GPU has this name.
     """
-    device = gpus.get(gpu) if isinstance(gpu, str) else gpu
+    device = priced(gpu)
     found = []
     if gemm.dtype not in _ONE_LAYOUT:
         of_b, of_a = gemm.layout[0], gemm.layout[1]
@@ -103,7 +103,7 @@ def _padded(gemm: Gemm) -> Gemm:
     return replace(gemm, **sizes)  # type: ignore[arg-type]
 
 
-def _alternative(what: str, gemm: Gemm, then: Gemm, copied: str, gpu: Gpu) -> Alternative:
+def _alternative(what: str, gemm: Gemm, then: Gemm, copied: str, gpu: PricedGpu) -> Alternative:
     now, after = estimate(gemm, gpu), estimate(then, gpu)
     saving_s = now.time_s - after.time_s
     saving = Interval(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tilefit.cost.attention import estimate_attention
 from tilefit.cost.collective import estimate_collective
+from tilefit.cost.constants import Constants, constants
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.persistent import estimate_layers
-from tilefit.cost.profiles import Constants, constants
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import Attention, Collective, Conv, Gemm, Op, Recurrent, Streaming

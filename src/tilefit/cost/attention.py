@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MATH, MEMORY, Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.profiles import Constants
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, Attention, Gemm, Streaming

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import SIMT, Kernel, select, uses_tensor_cores
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.profiles import Constants
 from tilefit.cost.tiles import round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, Conv
@@ -40,7 +40,7 @@ _FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
 #: Channels per group from which the grouped kernels use Tensor Cores.
 _TENSOR_CORE_GROUP = 8
 #: Depthwise and narrow grouped kernels on CUDA cores: share of the bandwidth, and of the fp32 peak. Typical
-#: values, to be replaced by a measured profile; hence their wide interval.
+#: values, to be replaced by a calibration; hence their wide interval.
 _DEPTHWISE_BANDWIDTH_SHARE = {True: 0.45, False: 0.6}
 _DEPTHWISE_WEIGHT_GRADIENT_FACTOR = 3.0
 _DEPTHWISE_MATH_SHARE = 0.25

@@ -10,6 +10,7 @@ from itertools import pairwise
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
 from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.step import estimate_step
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
@@ -102,7 +103,7 @@ class Curve:
     """
 
     name: str
-    gpu: Gpu
+    gpu: PricedGpu
     points: tuple[Point, ...]
     dips: tuple[Dip, ...]
     provenance: str
@@ -210,6 +211,7 @@ def curve(
         gpu: The GPU.
         prices: Measured times; predicted ones if None.
     """
+    gpu = priced(gpu)
     ordered = sizes if prices else _with_larger(sizes, products(sizes[0])[0].dtype)
     together = [products(size) for size in ordered]
     estimates = iter((prices or estimate_all)([product for each in together for product in each], gpu))
@@ -255,6 +257,7 @@ def step_curve(
     Raises:
         TilefitError: the GPU's memory does not hold the step at any of the sizes.
     """
+    gpu = priced(gpu)
     first = step_at(sizes[0])
     dtype = first.settings.amp or "fp32"
     found: dict[int, Point] = {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilefit import gpus
 from tilefit.cost import tiles
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import Kernel, alignment_bytes, select
-from tilefit.cost.lookup import profile
 from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate
-from tilefit.cost.profiles import constants
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import elements_per_access
@@ -77,7 +75,7 @@ class GemmExplanation:
     """
 
     gemm: Gemm
-    gpu: Gpu
+    gpu: PricedGpu
     estimate: Estimate
     floor_s: float
     intensity: float
@@ -109,10 +107,9 @@ def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
     Raises:
         UsageError: no GPU has this name.
     """
-    device = gpus.get(gpu) if isinstance(gpu, str) else gpu
+    device = priced(gpu)
     kernel = select(gemm, device)
-    fitted = profile(device)
-    plan = schedule(gemm, device, (fitted and fitted.constants) or constants(device), kernel)
+    plan = schedule(gemm, device, device.constants, kernel)
     predicted = estimate(gemm, device)
     dtypes = (gemm.dtype, gemm.dtype, gemm.out_dtype or gemm.dtype)
     return GemmExplanation(
@@ -145,7 +142,7 @@ def larger_sizes(size: int, dtype: str) -> list[int]:
     return sorted(larger for larger in multiples - {size} if larger <= size * (1 + MOST_GROWTH))
 
 
-def _neighbours(gemm: Gemm, gpu: Gpu, now: Estimate) -> tuple[Neighbour, ...]:
+def _neighbours(gemm: Gemm, gpu: PricedGpu, now: Estimate) -> tuple[Neighbour, ...]:
     """The next multiples of each dimension that are predicted to be faster than the size asked for."""
     found = []
     for dimension in ("m", "n", "k"):

@@ -9,9 +9,9 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
+from tilefit.cost.constants import Constants
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import select
-from tilefit.cost.profiles import Constants
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import LATENCY, MATH, MEMORY, Estimate
 from tilefit.cost.kernels import SIMT, Kernel, select
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.profiles import Constants
 from tilefit.cost.tiles import TILES, Tile, ceil_div
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op

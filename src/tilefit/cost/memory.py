@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.cost.profiles import Constants
+from tilefit.cost.constants import Constants
 from tilefit.gpus import Gpu
 from tilefit.ops import Op
 

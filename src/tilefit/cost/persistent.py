@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tilefit.cost import recurrent_times
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s
-from tilefit.cost.profiles import Constants
 from tilefit.cost.recurrent import estimate_recurrent
 from tilefit.cost.recurrent_times import Row
 from tilefit.gpus import Gpu

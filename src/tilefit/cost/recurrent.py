@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 from math import exp, log
 
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s
-from tilefit.cost.profiles import Constants
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Streaming

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import hypot
 
-from tilefit import gpus
 from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
 from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, kernels, launch_s
-from tilefit.cost.lookup import profile
 from tilefit.cost.measured import measured_run
 from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
@@ -29,15 +28,14 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         gpu: The GPU, or its name.
         estimates: Times of the step's operations, where they are known better (measured).
     """
-    device = gpus.get(gpu) if isinstance(gpu, str) else gpu
+    device = priced(gpu)
     run = measured_run(device.name)
     if estimates is None:
         estimates = estimate_all((entry.op for entry in step.ops), device)
         if run is not None:
             estimates = [run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)
-    fitted = profile(device)
-    scale = fitted.launch_scale if fitted else 1.0
+    scale = device.calibration.launch_scale if device.calibration else 1.0
     if run is not None and run.launch_scale is not None:
         scale = run.launch_scale
     host_s = free_s = gpu_s = 0.0

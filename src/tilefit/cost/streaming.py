@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.profiles import Constants
 from tilefit.gpus import Gpu
 from tilefit.ops import Op, Streaming
 
@@ -16,7 +16,7 @@ GENERATED = "generated"
 APPLIED = "batch_norm_elemt"
 
 #: Share of the reachable bandwidth, by role: PyTorch's eager kernels, typical values to be replaced by a
-#: measured profile. A sort makes several passes, an embedding gathers rows, a loss reads its logits more
+#: calibration. A sort makes several passes, an embedding gathers rows, a loss reads its logits more
 #: than once, a collective also crosses a slower link that no GPU file describes.
 _SHARES = {
     "pointwise": 1.0,

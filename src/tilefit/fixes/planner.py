@@ -92,8 +92,10 @@ def optimize(
         raise UsageError("a plan is made for one GPU", hint='Name one: gpu="h200".')
     live = keywords.get("optimizer")
     if isinstance(live, torch.optim.Optimizer):
-        keywords = {**keywords, "optimizer": like(live, model), "fused_optimizer": is_fused(live)}
-    options, selection = taken("optimize", keywords, StepOptions, Selection)
+        of_live = {"optimizer": like(live, model), "fused_optimizer": is_fused(live)}
+        options, selection = taken("optimize", {**keywords, **of_live}, StepOptions, Selection)
+    else:
+        options, selection = taken("optimize", keywords, StepOptions, Selection)
     run = Run(
         model=model if inplace else copy.deepcopy(model),
         inputs=inputs,
@@ -205,7 +207,7 @@ class _Planner:
     else is left.
     """
 
-    def __init__(self, run: Run, gpu: Gpu, fixes: Sequence[Fix], min_gain: float, verify: bool) -> None:
+    def __init__(self, run: Run, gpu: PricedGpu, fixes: Sequence[Fix], min_gain: float, verify: bool) -> None:
         self.run = run
         self.gpu = gpu
         self.fixes = fixes

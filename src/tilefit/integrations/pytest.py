@@ -59,11 +59,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _wrong(model: Any, mark: pytest.Mark) -> str:
     """What is wrong with the test itself."""
-    from tilefit.checker import check
+    from tilefit.options import CheckKeywords
+    from tilefit.session import check
     from tilefit.testing import assert_no_waste
 
-    known = [*signature(assert_no_waste).parameters, *signature(check).parameters]
-    known = [name for name in dict.fromkeys(known) if name not in ("model", "inputs", "select", "options")]
+    known = [
+        *signature(assert_no_waste).parameters,
+        *signature(check).parameters,
+        *CheckKeywords.__annotations__,
+    ]
+    own = ("model", "inputs", "select", "options", "keywords")
+    known = [name for name in dict.fromkeys(known) if name not in own]
     if mark.args or not mark.kwargs.keys() <= set(known):
         wrong = ", ".join(map(str, [*mark.args, *(mark.kwargs.keys() - set(known))]))
         return f"the mark {_MARK} takes no {wrong}; it takes, by name: {', '.join(known)}"

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from tilefit.capture.aten import multi_tensor_launches
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import Network, Profile, fingerprint, on_analytic
+from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analytic
+from tilefit.cost.constants import Constants, constants
 from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.features import domain
 from tilefit.cost.fitting import Measured, fit
 from tilefit.cost.kernels import select
-from tilefit.cost.profiles import Constants, constants
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure import streaming, suites
@@ -268,13 +268,13 @@ def calibrate(
     drawn: Mapping[str, Iterator[Candidate]] | None = None,
     shares: Mapping[str, float] | None = None,
     start: Constants | None = None,
-    shipped: Profile | None = None,
+    shipped: Calibration | None = None,
     launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
     device: str = "cpu",
     clock: Callable[[], float] = time.monotonic,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Profile:
+) -> Calibration:
     """Measure and fit, within a time budget.
 
     Interrupted (``KeyboardInterrupt``), it stops measuring and fits to what there is.
@@ -287,7 +287,7 @@ def calibrate(
         shares: Of the time, by kind, in the order in which they are measured, products first; by default
             :data:`SHARES`.
         start: Constants that the fit of the first stage starts from; by default those of the GPU's kind.
-        shipped: A profile whose errors on the same held-out operations are recorded beside.
+        shipped: A calibration whose errors on the same held-out operations are recorded beside.
         launch_scale: As :func:`tilefit.measure.launch.launch_scale` gives it.
         versions: Of the software; recorded.
         device: Where to train the networks.
@@ -295,9 +295,9 @@ def calibrate(
         on_progress: Called after each operation.
 
     Returns:
-        The profile; ``about["networks"][kind]`` holds how many operations were fitted to and held out, and
-        the mean absolute relative errors on the latter (``errors``): of the first stage as it was
-        (``datasheet``), of this profile (``calibrated``), and of ``shipped``.
+        The calibration; ``about["networks"][kind]`` holds how many operations were fitted to and held out,
+        and the mean absolute relative errors on the latter (``errors``): of the first stage as it was
+        (``datasheet``), of this calibration (``calibrated``), and of ``shipped``.
 
     Raises:
         TilefitError: too few products could be measured.
@@ -343,11 +343,11 @@ def calibrate(
         "constants": asdict(fitted),
         "networks": facts,
     }
-    return Profile(networks, about, fitted, launch_scale)
+    return Calibration(networks, about, fitted, launch_scale)
 
 
 def _fitted(
-    session: _Session, rows: _Rows, aside: _Rows, shipped: Profile | None
+    session: _Session, rows: _Rows, aside: _Rows, shipped: Calibration | None
 ) -> tuple[Network, dict[str, object]]:
     """A kind's networks, and what is recorded of them."""
     kind = rows.ops[0].kind
@@ -363,7 +363,7 @@ def _fitted(
     level = min(1.0, 0.9 * (1 + 1 / len(residual)))
     low, high = np.quantile(residual, (1 - level, level))
     network = replace(network, quantiles=(float(low), float(high)))
-    own = Profile({kind: network}, {}, session.fitted)
+    own = Calibration({kind: network}, {}, session.fitted)
     errors = {
         "datasheet": _error(aside, None, session.start),
         "calibrated": _error(aside, own, session.fitted),
@@ -385,12 +385,12 @@ def _fitted(
     }
 
 
-def _error(rows: _Rows, profile: Profile | None, fitted: Constants) -> float:
-    """Mean absolute relative error; what the profile does not cover is left to the first stage."""
+def _error(rows: _Rows, own: Calibration | None, fitted: Constants) -> float:
+    """Mean absolute relative error; what the calibration does not cover is left to the first stage."""
     predicted = {op: analytic(op, rows.gpu, fitted) for op in rows.ops}
-    if profile and (covered := [op for op in predicted if profile.covers(op)]):
+    if own and (covered := [op for op in predicted if own.covers(op)]):
         first = [predicted[op] for op in covered]
-        predicted |= zip(covered, profile.correct(covered, rows.gpu, first), strict=True)
+        predicted |= zip(covered, own.correct(covered, rows.gpu, first), strict=True)
     times = np.array([predicted[op].time_s for op in rows.ops])
     return round(float(np.abs(times / rows.times_s - 1).mean()), 4)
 

@@ -1,4 +1,4 @@
-"""Trains the networks of a profile; :class:`~tilefit.cost.calibrated.Network` runs them without torch."""
+"""Trains a calibration's networks; :class:`~tilefit.cost.calibration.Network` runs them without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tilefit.cost.calibrated import Network
+from tilefit.cost.calibration import Network
 
 _MEMBERS, _WIDTH, _HIDDEN = 8, 128, 2
 _BATCH = 64
@@ -71,7 +71,7 @@ def train(
             schedule.step()
 
     def rounded(tensor: torch.Tensor) -> NDArray[np.float32]:
-        # As the profile's file stores it.
+        # As the calibration's file stores it.
         array: NDArray[np.float32] = tensor.detach().cpu().half().float().numpy()
         return array
 

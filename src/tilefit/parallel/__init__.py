@@ -5,6 +5,6 @@ The way a step is split is inferred from what it executes, not read from a frame
 """
 
 from tilefit.parallel.pricing import SplitEstimate, estimate_plan, rank_step
-from tilefit.parallel.split import Plan, Split, plan
+from tilefit.parallel.split import Plan, plan
 
-__all__ = ["Plan", "Split", "SplitEstimate", "estimate_plan", "plan", "rank_step"]
+__all__ = ["Plan", "SplitEstimate", "estimate_plan", "plan", "rank_step"]

@@ -10,6 +10,7 @@ from tilefit.errors import UsageError
 from tilefit.ops import OPTIMIZER, Collective, Shard, Site, Step, StepOp
 from tilefit.ops.collective import ALL_REDUCE
 from tilefit.ops.scaling import scale_batch
+from tilefit.options import Split
 from tilefit.parallel.pipeline import stages
 from tilefit.parallel.roles import Roles
 from tilefit.parallel.tensor import tensor_parallel
@@ -18,49 +19,6 @@ from tilefit.rules.sites import pattern
 #: Megatron-LM fills the vocabulary up to a multiple of the ranks times this
 #: (``--make-vocab-size-divisible-by``).
 MEGATRON_VOCABULARY = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Over how many GPUs each way.
-
-    Attributes:
-        tensor: Ranks that share each layer.
-        pipeline: Stages, each a part of the layers.
-        data: Replicas, each with its part of the batch.
-        micro_batches: Parts in which a replica's batch goes through it, one after the other; 0 for as many as
-            there are stages.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    micro_batches: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} parallelism over {getattr(self, name)} GPUs")
-
-    @property
-    def gpus(self) -> int:
-        """GPUs altogether."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def parts(self) -> int:
-        """Micro-batches of a replica."""
-        return self.micro_batches or self.pipeline
-
-    @property
-    def is_trivial(self) -> bool:
-        """One GPU does the whole batch at once."""
-        return self.gpus == self.parts == 1
-
-    def __str__(self) -> str:
-        named = (("tensor", self.tensor), ("pipeline", self.pipeline), ("data", self.data))
-        sizes = [f"{name} {size}" for name, size in named if size > 1]
-        return ", ".join([*sizes, *([f"{self.parts} micro-batches"] if self.parts > 1 else [])]) or "one GPU"
 
 
 _NOTHING_SPLIT = "tensor-parallel ranks share nothing that was recognised in this step: each does all of it"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tilefit.assessment import Assessment
 from tilefit.cost import MEMORY, Estimate, StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
+from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Op, Parameter, Settings, Site, Step, StepOp, Streaming, TensorRef
@@ -57,7 +58,7 @@ class Measured(NamedTuple):
 
 def measure(
     trace: Trace,
-    gpu: Gpu,
+    gpu: PricedGpu,
     live: Live,
     captured: Step | None = None,
     selection: Selection | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tilefit.cost import StepEstimate
-from tilefit.gpus import Gpu
+from tilefit.cost.priced import PricedGpu
 from tilefit.ops import Step, StepOp
 
 
@@ -54,7 +54,7 @@ class Context:
     """All that a rule may look at: data, never a live module."""
 
     step: Step
-    gpu: Gpu
+    gpu: PricedGpu
     estimate: StepEstimate
 
 

@@ -10,6 +10,7 @@ from math import hypot
 from typing import Unpack
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.options import Selection, SelectionKeywords, taken
@@ -41,6 +42,7 @@ def run(
 ) -> list[Finding]:
     """The findings of :func:`find` in a step that may have to be priced first."""
     (selection,) = taken("run", keywords, Selection)
+    gpu = priced(gpu)
     context = Context(step, gpu, estimate or estimate_step(step, gpu))
     return [each.finding for each in find(context, selection)]
 

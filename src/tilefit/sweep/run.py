@@ -12,11 +12,11 @@ from tilefit.capture.child import captures_in_child
 from tilefit.capture.sweep import SMOOTH, Capture, at_size, first_captures, sweep
 from tilefit.cost import fuse
 from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError, UsageError
-from tilefit.gpus import Gpu
 from tilefit.ops import Step
-from tilefit.options import INPUT_SIZES, TargetOptions
-from tilefit.parallel import Plan, Split, estimate_plan, plan
+from tilefit.options import INPUT_SIZES, Split, TargetOptions
+from tilefit.parallel import Plan, estimate_plan, plan
 from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.sweep.axes import SETTINGS, SPLITS, Axis, Value
 from tilefit.sweep.feed import Feed
@@ -40,7 +40,7 @@ class Grid:
     target: str
     options: TargetOptions
     axes: tuple[Axis, ...]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[PricedGpu, ...]
 
     @property
     def size(self) -> int:
@@ -189,7 +189,7 @@ _THINNED = TilefitError("not captured: so many sizes are captured one by one onl
 class _Case:
     """What a captured step is priced with: the GPU, the compiler, the way it is split."""
 
-    gpu: Gpu
+    gpu: PricedGpu
     values: _Values
     compiled: bool
     split: Split

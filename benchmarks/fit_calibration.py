@@ -1,6 +1,7 @@
-"""Fit the shipped profile of the H200 to what collect_h200.py measured, and record its errors.
+"""Fit the shipped calibration of the H200 to what collect_h200.py measured, and record its errors.
 
-    PYTHONPATH=src python benchmarks/fit_profile.py --data results/h200 --out src/tilefit/cost/data/h200.npz
+    PYTHONPATH=src python benchmarks/fit_calibration.py --data results/h200 \
+        --out src/tilefit/cost/data/h200.npz
 
 The test set is that of pack_h200.py: whole families of shapes, so that no test shape has a near neighbour in
 the training set. Operations of some models (Llama and Whisper; of convolutions DenseNet and SqueezeNet) are
@@ -43,7 +44,7 @@ from pack_h200 import HELD_OUT, family, kernel_name
 from pack_h200 import rows as collected
 
 from tilefit import gpus
-from tilefit.cost import calibrated
+from tilefit.cost import calibration
 from tilefit.cost.features import FEATURES, domain
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
@@ -364,10 +365,10 @@ def fit(
         "families": families,
         "tiles": tiles,
         "paths": plan.paths,
-        "fingerprint": calibrated.fingerprint(kind, GPU),
+        "fingerprint": calibration.fingerprint(kind, GPU),
         "trained_rows": int((~aside).sum()),
     }
-    network = calibrated.network({f"{kind}/{key}": value for key, value in arrays.items()}, kind, facts)
+    network = calibration.network({f"{kind}/{key}": value for key, value in arrays.items()}, kind, facts)
     outputs = network(x[aside])
     residual = (y[aside] - outputs[:, 0]) / np.exp(outputs[:, 1])
     facts["quantiles"] = [round(float(q), 4) for q in np.quantile(residual, (0.1, 0.9))]
@@ -428,11 +429,11 @@ def shape(each: Measured) -> str:
     return "/".join(each.row.get(key, "") for key in keys)
 
 
-def score(kind: str, measured: list[Measured], profile: calibrated.Profile) -> dict[str, Any]:
-    tested = [each for each in measured if each.held_out and profile.covers(each.op)][:MOST_TESTED]
+def score(kind: str, measured: list[Measured], own: calibration.Calibration) -> dict[str, Any]:
+    tested = [each for each in measured if each.held_out and own.covers(each.op)][:MOST_TESTED]
     trained = {shape(each) for each in measured if not each.held_out}
     first = [analytic(each.op, GPU) for each in tested]
-    second = profile.correct([each.op for each in tested], GPU, first)
+    second = own.correct([each.op for each in tested], GPU, first)
     truth = np.array([each.time_s for each in tested])
     stages = {
         "calibrated": np.array([e.time_s for e in second]),
@@ -505,7 +506,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of collect_h200.py's files")
-    parser.add_argument("--out", type=Path, required=True, help="the profile to write")
+    parser.add_argument("--out", type=Path, required=True, help="the calibration to write")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "fit_h200.json")
     parser.add_argument("--kinds", nargs="*", default=list(PLANS), choices=list(PLANS), help="fit only these")
     parser.add_argument("--threads", type=int, default=2)
@@ -533,7 +534,7 @@ def main() -> None:
         with args.out.open("wb") as file:
             np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
         results[kind] = {"measured": len(measured), "trained_on": facts["trained_rows"]} | score(
-            kind, measured, calibrated.read(args.out)
+            kind, measured, calibration.read(args.out)
         )
         print(kind, json.dumps({k: v for k, v in results[kind].items() if k != "groups"}))
         for name, stages in results[kind]["groups"].items():
@@ -542,7 +543,7 @@ def main() -> None:
                 f"  {name:32s} {c['rows']:6d} rows: {c['mape']:6.2f} / {c['median']:6.2f} / {c['p90']:6.2f} %"
                 f"  (analytic {a['mape']:6.1f}, roofline {r['mape']:6.1f})  held {stages['coverage']:.2f}"
             )
-        summary = {"profile_bytes": args.out.stat().st_size, "about": about | {"networks": None}}
+        summary = {"calibration_bytes": args.out.stat().st_size, "about": about | {"networks": None}}
         args.results.write_text(json.dumps(summary | {"kinds": results}, indent=1) + "\n")
 
 

@@ -3,8 +3,8 @@
 For each kind of operation an ensemble of small networks predicts ``log(time / baseline)``, the spread of its
 own error, and for products the family and the tile of the kernel that runs. The inputs are those of
 :mod:`tilefit.cost.features`. Two programs fit them and record their errors on shapes that the fit never saw:
-``benchmarks/fit_profile.py`` for a profile that ships, and ``tilefit calibrate`` for the user's own GPU. Both
-write the file that :func:`read` reads.
+``benchmarks/fit_calibration.py`` for a calibration that ships, and ``tilefit calibrate`` for the user's own.
+Both write the file that :func:`read` reads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zlib import error as ZlibError
 
 from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import ESTIMATED, LATENCY, MATH, MEMORY, Estimate
 from tilefit.cost.features import FEATURES, domain
 from tilefit.cost.memory import floor_s
-from tilefit.cost.profiles import Constants
 from tilefit.cost.tiles import count
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
@@ -102,7 +102,7 @@ class Network:
 
 
 @dataclass(frozen=True, eq=False)
-class Profile:
+class Calibration:
     """The measured behaviour of one GPU.
 
     Attributes:
@@ -249,22 +249,22 @@ def fingerprint(kind: str, gpu: Gpu) -> int:
     return crc32(" ".join(f"{value:.4g}" for value in (*times, *rows[0])).encode())
 
 
-def read(path: Traversable) -> Profile:
-    """The profile in a file.
+def read(path: Traversable) -> Calibration:
+    """The calibration in a file.
 
     Raises:
-        TilefitError: the file cannot be read, or is no profile, or damaged. It is left as it is.
+        TilefitError: the file cannot be read, or is no calibration, or damaged. It is left as it is.
     """
     try:
         return load(path)
     except OSError as error:
-        what = f"the profile cannot be read: {error.strerror or error}"
+        what = f"the calibration cannot be read: {error.strerror or error}"
         raise TilefitError(what, where=str(path), hint=_HINT) from error
     except DAMAGED as error:
-        raise TilefitError(f"the profile cannot be read: {error}", where=str(path), hint=_HINT) from error
+        raise TilefitError(f"the calibration cannot be read: {error}", where=str(path), hint=_HINT) from error
 
 
-def load(path: Traversable) -> Profile:
+def load(path: Traversable) -> Calibration:
     """As :func:`read`, but raises what went wrong: OSError or one of :data:`DAMAGED`."""
     import numpy as np
 
@@ -276,13 +276,15 @@ def load(path: Traversable) -> Profile:
         if facts.get("fingerprint") != fingerprint(kind, gpu):
             raise ValueError("it was made with another version of tilefit")
     if "constants" not in about:
-        return Profile(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")
+        return Calibration(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")
     constants = Constants(**about["constants"])
-    return Profile(networks, about, constants, about["launch_scale"], f"calibrated on {about['date'][:10]}")
+    return Calibration(
+        networks, about, constants, about["launch_scale"], f"calibrated on {about['date'][:10]}"
+    )
 
 
-def write(profile: Profile, path: Path) -> None:
-    """Write a profile's file, whole or not at all.
+def write(calibration: Calibration, path: Path) -> None:
+    """Write a calibration's file, whole or not at all.
 
     Raises:
         TilefitError: it cannot be written.
@@ -290,7 +292,7 @@ def write(profile: Profile, path: Path) -> None:
     import numpy as np
 
     arrays: dict[str, Any] = {}
-    for kind, fitted in profile.networks.items():
+    for kind, fitted in calibration.networks.items():
         for name in ("low", "high", "mean", "scale"):
             arrays[f"{kind}/{name}"] = getattr(fitted, name)
         for index, (weight, bias) in enumerate(fitted.layers):
@@ -300,16 +302,16 @@ def write(profile: Profile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
-            np.savez_compressed(file, about=np.array(json.dumps(profile.about)), **arrays)
+            np.savez_compressed(file, about=np.array(json.dumps(calibration.about)), **arrays)
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        what = f"the profile cannot be written: {error.strerror}"
+        what = f"the calibration cannot be written: {error.strerror}"
         raise TilefitError(what, where=str(path), hint="Choose another file: --output FILE.") from error
 
 
 def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
-    """One kind's networks from the arrays and facts of a profile's file."""
+    """One kind's networks from the arrays and facts of a calibration's file."""
     import numpy as np
 
     def array(name: str) -> NDArray[np.float32]:

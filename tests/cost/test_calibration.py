@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tilefit import gpus
 from tilefit.cost import ESTIMATED, estimate
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import SOFTENED, least_error, read
-from tilefit.cost.lookup import profile
+from tilefit.cost.calibration import SOFTENED, least_error, read
 from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
 from tilefit.ops import Attention, Conv2d, Gemm, Op, Streaming
 
@@ -248,7 +248,7 @@ def test_healthy_sizes_gain_nothing_from_the_next_multiple_of_64(m: int, n: int,
 def test_what_was_not_measured_keeps_the_analytic_stage() -> None:
     for op in (Gemm(512, 512, 512, "fp64"), Streaming("collective", 1000, 4000, 4000)):
         assert estimate(op, H200) == analytic(op, H200)
-    assert profile(gpus.get("a100")) is None
+    assert priced("a100").calibration is None
 
 
 def test_the_table_is_small_and_says_where_it_is_from() -> None:
@@ -269,7 +269,7 @@ def test_a_damaged_table_is_reported(tmp_path: Path) -> None:
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.npz").write_bytes(b"")
     for name in ("nan", "bare", "cut", "empty"):
-        with pytest.raises(TilefitError, match="profile cannot be read") as error:
+        with pytest.raises(TilefitError, match="calibration cannot be read") as error:
             read(tmp_path / f"{name}.npz")
         assert name in error.value.where
 

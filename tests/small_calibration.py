@@ -1,4 +1,4 @@
-"""A profile like those of ``tilefit calibrate``, small and of a known effect."""
+"""A calibration like those of ``tilefit calibrate``, small and of a known effect."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import Network, Profile, fingerprint, on_analytic
+from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analytic
+from tilefit.cost.constants import GENERAL, Constants
 from tilefit.cost.estimate import ESTIMATED
-from tilefit.cost.profiles import GENERAL, Constants
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 
@@ -21,8 +21,8 @@ def made(
     factor: float = 3.0,
     errors: dict[str, float] | None = None,
     constants: Constants = CONSTANTS,
-) -> Profile:
-    """A profile whose network multiplies the first stage's time of products by a factor."""
+) -> Calibration:
+    """A calibration whose network multiplies the first stage's time of products by a factor."""
     inputs = on_analytic([op := Gemm(8, 8, 8)], gpu, [analytic(op, gpu)])[1].shape[1]
     weight = np.zeros((1, inputs, 2), dtype=np.float32)
     bias = np.array([[[np.log(factor), -2.0]]], dtype=np.float32)
@@ -58,4 +58,4 @@ def made(
         "constants": asdict(constants),
         "networks": {"gemm": facts},
     }
-    return Profile({"gemm": network}, about, constants, 2.0)
+    return Calibration({"gemm": network}, about, constants, 2.0)

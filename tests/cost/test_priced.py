@@ -1,9 +1,8 @@
-"""Which profile estimates rest on: a named file, the user's own, the one that ships."""
+"""Which calibration estimates rest on: a named file, the user's own, the one that ships."""
 
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +11,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from small_profile import CONSTANTS, made
+from small_calibration import CONSTANTS, made
 from tilefit import gpus
 from tilefit.cost import estimate, estimate_step
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibrated import read, write
+from tilefit.cost.calibration import read, write
 from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.explain import explain
-from tilefit.cost.lookup import keep, profile, shipped, title, user_path, using
-from tilefit.errors import TilefitError
+from tilefit.cost.priced import PricedGpu, keep, priced, resolve, shipped, user_path
+from tilefit.errors import TilefitError, UsageError
 from tilefit.ops import FORWARD, Attention, Gemm, Site, Step, StepOp
 
 A100, H200 = gpus.get("a100"), gpus.get("h200")
@@ -39,33 +38,50 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_named_file_is_used_within_the_block_only(file: Path) -> None:
+def test_a_named_file_is_used_by_the_gpu_that_it_was_given_to(file: Path) -> None:
     before = estimate(PRODUCT, A100)
-    with using(file):
-        within = estimate(PRODUCT, A100)
-        assert title(A100) == "calibrated on 2026-01-02"
-    assert within.time_s == pytest.approx(3 * analytic(PRODUCT, A100, CONSTANTS).time_s, rel=1e-2)
-    assert within.provenance == ESTIMATED
-    assert within.low_s < within.time_s < within.high_s
+    device = priced(A100, file)
+    own = estimate(PRODUCT, device)
+    assert device.calibration_title == "calibrated on 2026-01-02"
+    assert own.time_s == pytest.approx(3 * analytic(PRODUCT, A100, CONSTANTS).time_s, rel=1e-2)
+    assert own.provenance == ESTIMATED
+    assert own.low_s < own.time_s < own.high_s
     assert estimate(PRODUCT, A100) == before
+    assert priced(device) is device
 
 
 def test_what_the_networks_do_not_cover_has_the_fitted_constants(file: Path) -> None:
     other = replace(PRODUCT, dtype="fp16")
-    with using(file):
-        assert estimate(other, A100) == analytic(other, A100, CONSTANTS)
-        assert estimate(other, H200).provenance == ESTIMATED
-        assert explain(other, A100).estimate == analytic(other, A100, CONSTANTS)
+    device = priced("a100", file)
+    assert estimate(other, device) == analytic(other, A100, CONSTANTS)
+    assert explain(other, device).estimate == analytic(other, A100, CONSTANTS)
     assert estimate(other, A100) != analytic(other, A100, CONSTANTS)
 
 
-def test_other_threads_do_not_see_it(file: Path) -> None:
-    before, seen = estimate(PRODUCT, A100), []
-    with using(file):
-        thread = threading.Thread(target=lambda: seen.append(estimate(PRODUCT, A100)))
-        thread.start()
-        thread.join()
-    assert seen == [before]
+def test_of_several_gpus_each_has_its_own(file: Path) -> None:
+    a100, h200 = resolve(["a100", H200, "A100"], file)
+    assert a100.calibration_title == "calibrated on 2026-01-02"
+    assert h200 == priced("h200")
+    for nothing in (None, []):
+        (of_the_file,) = resolve(nothing, file)
+        assert (of_the_file.name, of_the_file.calibration_title) == (a100.name, a100.calibration_title)
+
+
+def test_a_gpu_is_equal_to_one_that_is_priced_alike(file: Path) -> None:
+    assert priced("h200") == priced(replace(H200, sources={}))
+    assert len({priced("h200"), priced("NVIDIA H200"), priced(H200)}) == 1
+    assert priced(A100) != priced(A100, file)
+    assert priced(replace(H200, sms=100)) != priced(H200)
+    assert isinstance(priced(H200), PricedGpu)
+
+
+def test_a_calibration_of_another_gpu_is_refused(file: Path) -> None:
+    with pytest.raises(UsageError, match="calibration is of the GPU a100-sxm-80gb, not of h200"):
+        resolve("h200", file)
+    with pytest.raises(UsageError, match="calibration is of the GPU"):
+        priced(H200, file)
+    with pytest.raises(UsageError, match="named by a text, not by int 7"):
+        resolve([7])  # type: ignore[list-item]
 
 
 def test_the_user_s_own_is_found_by_itself() -> None:
@@ -79,8 +95,7 @@ def test_the_user_s_own_is_found_by_itself() -> None:
 def test_launches_take_what_they_take_on_that_host(file: Path) -> None:
     step = Step((StepOp(Gemm(16, 16, 16, "fp16"), FORWARD, Site("net", "model.py:1")),) * 50)
     before = estimate_step(step, A100)
-    with using(file):
-        assert estimate_step(step, A100).host_time_s == pytest.approx(2 * before.host_time_s)
+    assert estimate_step(step, priced(A100, file)).host_time_s == pytest.approx(2 * before.host_time_s)
 
 
 @pytest.mark.parametrize(("shipped_error", "own_wins"), [(0.2, True), (0.05, False)])
@@ -92,15 +107,14 @@ def test_of_the_shipped_and_the_own_the_better_is_used(shipped_error: float, own
     write(made(H200, errors=errors), user_path("h200"))
     assert (estimate(PRODUCT, H200).time_s > 2 * before.time_s) == own_wins
     assert estimate(attention, H200).time_s == same.time_s  # a kind that the own does not know
-    assert ("gemm calibrated on 2026-01-02; " in title(H200)) == own_wins
-    assert "tilefit's authors" in title(H200)
+    assert ("gemm calibrated on 2026-01-02; " in priced(H200).calibration_title) == own_wins
+    assert "tilefit's authors" in priced(H200).calibration_title
 
 
 def test_a_named_file_is_used_even_where_the_shipped_one_is_better(tmp_path: Path) -> None:
     before = estimate(PRODUCT, H200)
     write(made(H200, errors={"calibrated": 0.1, "shipped": 0.05}), tmp_path / "mine.npz")
-    with using(tmp_path / "mine.npz"):
-        assert estimate(PRODUCT, H200).time_s > 2 * before.time_s
+    assert estimate(PRODUCT, priced(H200, tmp_path / "mine.npz")).time_s > 2 * before.time_s
 
 
 # --- files that are no good --------------------------------------------------------------------------
@@ -120,7 +134,7 @@ def refused() -> str:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_a_cut_profile_is_reported_once_and_set_aside(own: Path, share: float) -> None:
+def test_a_cut_calibration_is_reported_once_and_set_aside(own: Path, share: float) -> None:
     damaged = own.read_bytes()[: int(share * own.stat().st_size)]
     own.write_bytes(damaged)
     message = refused()
@@ -132,20 +146,20 @@ def test_a_cut_profile_is_reported_once_and_set_aside(own: Path, share: float) -
     assert aside.read_bytes() == damaged
 
 
-def test_a_profile_of_another_version_is_reported_and_set_aside(
+def test_a_calibration_of_another_version_is_reported_and_set_aside(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tilefit.cost.calibrated.fingerprint", lambda kind, gpu: -1)
+    monkeypatch.setattr("tilefit.cost.calibration.fingerprint", lambda kind, gpu: -1)
     assert "another version of tilefit" in refused()
     assert not own.exists()
 
 
-def test_a_profile_of_another_gpu_is_not_used(own: Path) -> None:
+def test_a_calibration_of_another_gpu_is_not_used(own: Path) -> None:
     write(made(H200), own)
     assert "GPU h200" in refused()
 
 
-def test_a_profile_that_cannot_be_read_stays(own: Path) -> None:
+def test_a_calibration_that_cannot_be_read_stays(own: Path) -> None:
     own.unlink()
     own.mkdir()
     assert "cannot be read" in refused()
@@ -154,8 +168,8 @@ def test_a_profile_that_cannot_be_read_stays(own: Path) -> None:
 
 def test_a_named_file_that_is_damaged_stays_where_it_is(file: Path) -> None:
     file.write_bytes(b"PK not really")
-    with pytest.raises(TilefitError, match="cannot be read"), using(file):
-        pass
+    with pytest.raises(TilefitError, match="cannot be read"):
+        resolve(A100, file)
     assert file.read_bytes() == b"PK not really"
 
 
@@ -191,7 +205,7 @@ def test_before_writing_only_what_is_damaged_is_moved(tmp_path: Path, file: Path
     assert not file.exists()
 
 
-def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_calibration_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "folder.npz").mkdir()
     with pytest.raises(TilefitError, match="cannot be written"):
         write(made(A100), tmp_path / "folder.npz")
@@ -199,6 +213,6 @@ def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_what_ships_is_what_is_used_without_any_other() -> None:
-    assert profile(H200) is shipped(H200) is not None
-    assert profile(A100) is None
-    assert title(A100) == ""
+    assert priced(H200).calibration is shipped("h200") is not None
+    assert priced(A100).calibration is None
+    assert priced(A100).calibration_title == ""

@@ -1,0 +1,212 @@
+"""A GPU with what its estimates rest on: a calibration that was named, the user's own or one that ships."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from importlib import resources
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from tilefit import gpus
+from tilefit.cost.calibration import DAMAGED, Calibration, load, read
+from tilefit.cost.constants import Constants, constants
+from tilefit.errors import TilefitError, UsageError
+from tilefit.gpus import Gpu
+from tilefit.paths import corrupt_name, data_folder
+
+_FACTS = tuple(each.name for each in fields(Gpu))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PricedGpu(Gpu):
+    """A GPU as estimates see it; equal to another with the same facts and the same calibration.
+
+    Attributes:
+        calibration: The measured behaviour of this GPU; None where nobody has measured it.
+    """
+
+    calibration: Calibration | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, PricedGpu)
+            and self.calibration is other.calibration
+            and all(getattr(self, name) == getattr(other, name) for name in _FACTS)
+        )
+
+    __hash__ = Gpu.__hash__
+
+    @property
+    def constants(self) -> Constants:
+        """Of the model's first stage: fitted to this GPU, else those of its kind."""
+        return (self.calibration and self.calibration.constants) or constants(self)
+
+    @property
+    def calibration_title(self) -> str:
+        """Where the measurements are from; empty where there are none."""
+        return self.calibration.title if self.calibration else ""
+
+
+def priced(gpu: Gpu | str, calibration: str | os.PathLike[str] | None = None) -> PricedGpu:
+    """A GPU with what its estimates rest on; one that has it already stays as it is.
+
+    Args:
+        gpu: The GPU, or its name.
+        calibration: A calibration's file; kinds of operations that it does not know are taken from the
+            calibration that ships. None: the user's own of the GPU, else the one that ships.
+
+    Raises:
+        UsageError: no GPU has this name, or the calibration is of another one.
+        TilefitError: the file cannot be read, or is no calibration. The user's own is then set aside, so that
+            the next call goes on without it.
+    """
+    return _together([gpu], _named(calibration))[0]
+
+
+def resolve(
+    asked: str | Gpu | Sequence[str | Gpu] | None, calibration: str | os.PathLike[str] | None = None
+) -> tuple[PricedGpu, ...]:
+    """The GPUs meant, in order, each once; None: that of the calibration, else the one of this machine.
+
+    Raises:
+        TilefitError: as :func:`priced`; or none was named and this machine has no GPU.
+    """
+    named = _named(calibration)
+    several: Sequence[Any] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
+    if asked is None or not several:
+        several = [named.about["gpu"] if named else _local()]
+    return tuple(dict.fromkeys(_together(several, named)))
+
+
+def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu]:
+    devices = [gpus.get(entry) if isinstance(entry, str) else entry for entry in asked]
+    for entry in devices:
+        if not isinstance(entry, Gpu):
+            raise UsageError(
+                f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}",
+                hint='Write gpu="h200"; tilefit gpu lists them.',
+            )
+    of_gpu = named.about["gpu"] if named else ""
+    if named and of_gpu not in {device.name for device in devices}:
+        raise UsageError(
+            f"the calibration is of the GPU {of_gpu}, not of {', '.join(device.name for device in devices)}",
+            hint=f"Check for that one: --gpu {of_gpu}; or leave the calibration out.",
+        )
+    return [
+        device
+        if isinstance(device, PricedGpu) and device.name != of_gpu
+        else _with(device, named if device.name == of_gpu else _usual(device.name))
+        for device in devices
+    ]
+
+
+@lru_cache(maxsize=64)
+def _with(gpu: Gpu, calibration: Calibration | None) -> PricedGpu:
+    """The same object for the same arguments: estimates are looked up by it."""
+    return PricedGpu(**{name: getattr(gpu, name) for name in _FACTS}, calibration=calibration)
+
+
+def _local() -> Gpu:
+    device = gpus.local()
+    if device is None:
+        raise UsageError(
+            "no GPU was named, and none was found in this machine",
+            hint='Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. A GPU in this '
+            "machine is found with the nvml extra: pip install tilefit[nvml].",
+        )
+    return device
+
+
+# --- which calibration -----------------------------------------------------------------------------
+
+
+def user_path(gpu: str) -> Path:
+    """Where ``tilefit calibrate`` keeps the calibration of a GPU, by its short name."""
+    return data_folder() / "calibrations" / f"{gpu}.npz"
+
+
+@lru_cache(maxsize=64)
+def shipped(gpu: str) -> Calibration | None:
+    """The calibration that ships for a GPU, by its short name."""
+    path = resources.files("tilefit.cost") / "data" / f"{gpu}.npz"
+    return read(path) if path.is_file() else None
+
+
+def keep(path: Path) -> Path | None:
+    """Before a calibration is written: move a file that is there and is no sound one; returns where to.
+
+    Raises:
+        TilefitError: what is there cannot be read.
+    """
+    try:
+        load(path)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        read(path)  # says so
+    except DAMAGED:
+        return _set_aside(path)
+    return None
+
+
+def _named(path: str | os.PathLike[str] | None) -> Calibration | None:
+    if path is None:
+        return None
+    own = read(Path(path))
+    return _completed(own, own.networks)
+
+
+def _usual(gpu: str) -> Calibration | None:
+    """The user's own calibration, else the one that ships; None where nobody has measured the GPU."""
+    path = user_path(gpu)
+    try:
+        changed_ns = os.stat(path).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return shipped(gpu)
+    except OSError:
+        changed_ns = 0  # reading it will say what is wrong
+    return _users(path, changed_ns, gpu)
+
+
+@lru_cache(maxsize=64)
+def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
+    """The user's own, without the kinds that the shipped calibration predicted better when it was made."""
+    try:
+        own = load(path)
+        if own.about["gpu"] != gpu:
+            raise ValueError(f"it is one of the GPU {own.about['gpu']}")
+    except OSError:
+        own = read(path)  # says so
+    except DAMAGED as error:
+        aside = _set_aside(path)
+        raise TilefitError(
+            f"the calibration of this GPU cannot be used: {error}",
+            where=str(path),
+            hint=f"It was moved to {aside.name}. Run the command again to go on without it, or make a new "
+            "one: tilefit calibrate.",
+        ) from error
+    errors = {kind: facts.get("errors", {}) for kind, facts in own.about["networks"].items()}
+    return _completed(
+        own, [kind for kind, e in errors.items() if e.get("calibrated", 0.0) < e.get("shipped", inf)]
+    )
+
+
+def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
+    """A calibration with these kinds, and what else the shipped one knows."""
+    mine = {kind: own.networks[kind] for kind in kinds}
+    ships = shipped(own.about["gpu"])
+    theirs = {kind: net for kind, net in (ships.networks if ships else {}).items() if kind not in mine}
+    title = own.title
+    if ships and theirs:
+        title = f"{', '.join(mine)} {own.title}; {', '.join(theirs)} {ships.title}" if mine else ships.title
+    return replace(own, networks=mine | theirs, title=title)
+
+
+def _set_aside(path: Path) -> Path:
+    return path.rename(corrupt_name(path))
