@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/architecture.py
 
-What stands between ``<!-- map -->`` and ``<!-- end -->`` is replaced: the packages in the layers that the import
-contract names, an arrow for each import that no other path of arrows implies, and what each of them is for. The
-tests draw it again and compare.
+What stands between ``<!-- map -->`` and ``<!-- end -->`` is replaced: the packages in the layers that the
+import contract names, an arrow for each import that no other path of arrows implies, and what each of them is
+for. The tests draw it again and compare.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def arrows(rooms: list[str]) -> dict[str, set[str]]:
     for room in reversed(rooms):  # what is imported stands below
         reached[room] = set().union(direct[room], *(reached[other] for other in direct[room]))
     return {
-        room: {below for below in direct[room] if not any(below in reached[o] for o in direct[room] - {below})}
+        room: {
+            below for below in direct[room] if not any(below in reached[o] for o in direct[room] - {below})
+        }
         for room in rooms
     }
 
@@ -79,7 +81,12 @@ def drawn() -> str:
     rooms = [room for row in rows for room in row]
     lines = ["```mermaid", "flowchart TD"]
     for number, row in enumerate(rows):
-        lines += [f"  subgraph layer{number}[ ]", "    direction LR", *(f"    {room}" for room in row), "  end"]
+        lines += [
+            f"  subgraph layer{number}[ ]",
+            "    direction LR",
+            *(f"    {room}" for room in row),
+            "  end",
+        ]
     for room, below in arrows(rooms).items():
         lines += [f"  {room} --> {other}" for other in sorted(below, key=rooms.index)]
     lines += ["```", "", "| package | modules | what it is for |", "| --- | --- | --- |"]

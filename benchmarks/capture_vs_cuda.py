@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tilefit.capture import capture
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import load
 from tilefit.ops import Attention, Conv, Gemm, Recurrent, Step
+from tilefit.options import TargetOptions
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 
@@ -68,7 +69,7 @@ def loaded(name: str, device: str) -> Any:
         path = folder / "config.json"
         path.write_text(json.dumps({"model_type": target, **overrides}))
         target = f"hf:{path}"
-    return load(target, InputOptions(device=device, **sizes))
+    return load(target, TargetOptions(on_cpu=device == "cpu", **sizes))
 
 
 class Witness(TorchDispatchMode):

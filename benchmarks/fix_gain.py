@@ -48,13 +48,14 @@ from torch.utils._pytree import tree_map
 
 import tilefit
 from tilefit.capture.forward import call, loss_of_output
-from tilefit.capture.targets import InputOptions, Target, load
+from tilefit.capture.targets import Target, load
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun
 from tilefit.cost.measured import measured as priced_by
 from tilefit.fixes import Candidate, Context, Refusal, Run, all_fixes
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step
+from tilefit.options import StepOptions, TargetOptions
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 LLAMA = {
@@ -173,7 +174,7 @@ class Variant:
         if model.channels_last:
             module = module.to(memory_format=torch.channels_last)
             inputs = tree_map(_in_channels_last, inputs)
-        self.run = Run(module, inputs, amp="bf16", loss=loaded.loss, channels_last=model.channels_last)
+        self.run = Run(module, inputs, _options(model), loss=loaded.loss)
         for candidate in candidates:
             candidate.apply(self.run)
         self._flags = _flags()
@@ -254,6 +255,10 @@ def _real(leaf: Any, device: str) -> Any:
     return leaf.to(device)
 
 
+def _options(model: Model) -> StepOptions:
+    return StepOptions(amp="bf16", channels_last=model.channels_last)
+
+
 def _in_channels_last(leaf: Any) -> Any:
     is_image = isinstance(leaf, torch.Tensor) and leaf.dim() == 4
     return leaf.to(memory_format=torch.channels_last) if is_image else leaf
@@ -271,7 +276,7 @@ def load_model(model: Model, device: str, small: bool) -> Target:
     sizes = {name: SMALL[name] for name in model.sizes if small} or model.sizes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return load(model.target, InputOptions(device=device, arguments=model.arguments, **sizes))
+        return load(model.target, TargetOptions(on_cpu=device == "cpu", arguments=model.arguments, **sizes))
 
 
 def on_host(gpu: str, scale: float) -> AbstractContextManager[None]:
@@ -401,7 +406,7 @@ def predicted_again(row: dict[str, Any], gpu: str) -> None:
     """Put today's predictions of its fixes into a recorded row."""
     model = MODELS[row["model"]]
     loaded = load_model(model, "meta", small=False)
-    run = Run(loaded.model, loaded.inputs, amp="bf16", loss=loaded.loss, channels_last=model.channels_last)
+    run = Run(loaded.model, loaded.inputs, _options(model), loss=loaded.loss)
     estimate = estimate_step(run.capture(), gpu)
     row["predicted_before_ms"] = 1e3 * estimate.time_s
     row["predicted_gpu_ms"] = [1e3 * estimate.gpu_time_s]

@@ -317,7 +317,8 @@ def recorded(target: str, sizes: dict[str, int], channels_last: bool) -> dict[st
     from torch._subclasses import FakeTensorMode
     from torch.utils._pytree import tree_map
 
-    from tilefit.capture.targets import InputOptions, load
+    from tilefit.capture.targets import load
+    from tilefit.options import TargetOptions
 
     def inner(module: Any, inputs: Any, **options: Any) -> Any:
         try:
@@ -332,7 +333,7 @@ def recorded(target: str, sizes: dict[str, int], channels_last: bool) -> dict[st
             return leaf
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cuda")
 
-    loaded = load(target, InputOptions(device="cpu", **sizes))
+    loaded = load(target, TargetOptions(on_cpu=True, **sizes))
     if target.startswith("hf:"):
         from transformers import cache_utils
 
@@ -399,14 +400,15 @@ def record(only: str, out: Path) -> None:
 def compare(recorded_rows: Path) -> None:
     """Print number and bytes of the compiler's own kernels, as Inductor schedules and tilefit models them."""
     from tilefit.capture import capture
-    from tilefit.capture.targets import InputOptions, load
+    from tilefit.capture.targets import load
     from tilefit.cost.fusion import GENERATED, fuse
     from tilefit.ops import Streaming
+    from tilefit.options import TargetOptions
 
     by_name = {label(*entry): entry for entry in MODELS}
     for row in json.loads(recorded_rows.read_text())["rows"]:
         target, sizes, channels_last = by_name[row["model"]]
-        shapes = load(target, InputOptions(**sizes))
+        shapes = load(target, TargetOptions(**sizes))
         step = fuse(
             capture(
                 shapes.model,

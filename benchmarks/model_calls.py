@@ -24,10 +24,11 @@ from whole_steps import EXAMPLES, MODELS
 
 from tilefit.capture import capture, recorder
 from tilefit.capture.aten import Call, Described, describe, function_of
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import load
 from tilefit.errors import TilefitError
 from tilefit.measure.pool import Pool
 from tilefit.ops import Conv, Streaming
+from tilefit.options import TargetOptions
 
 #: Target, sizes.
 MORE: list[tuple[str, dict[str, int]]] = [
@@ -182,7 +183,7 @@ def record(path: Path) -> None:
                 collection.source = target.rpartition("/")[2]
                 before, began = collection.written, time.monotonic()
                 try:
-                    loaded = load(target, InputOptions(**sizes, train=settings.get("train", True)))
+                    loaded = load(target, TargetOptions(**sizes, train=settings.get("train", True)))
                     capture(loaded.model, loaded.inputs, loss=loaded.loss, **settings)
                 except TilefitError as error:
                     print(f"{target}: {error}", file=sys.stderr)

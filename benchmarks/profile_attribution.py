@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 import torch
 
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import load
 from tilefit.options import TargetOptions
 from tilefit.profiling.kernel_names import read_name
 from tilefit.profiling.target import profile_target, real_step
@@ -101,7 +101,7 @@ WARM = 3
 def options_of(name: str, device: str, compiled: bool) -> tuple[str, TargetOptions]:
     target, sizes, tiny = MODELS[name]
     chosen = tiny if device == "cpu" else sizes
-    return target, TargetOptions(**chosen, amp="bf16", compiled=compiled)
+    return target, TargetOptions(**chosen, amp="bf16", compile=compiled)
 
 
 def row(name: str, device: str, compiled: bool) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def counted_step(name: str, device: str) -> None:
     target, options = options_of(name, device, compiled=False)
     loaded = load(
         target,
-        InputOptions((), options.batch, options.seq, options.image_size, True, "cpu", options.arguments),
+        TargetOptions((), options.batch, options.seq, options.image_size, True, "cpu", options.arguments),
     )
     step = real_step(loaded.model, loaded.inputs, loaded.loss, options, device)
     for _ in range(WARM):

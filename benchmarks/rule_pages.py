@@ -1,32 +1,29 @@
 """Writes ``docs/rules``: a page per rule, and their index.
 
-    PYTHONPATH=src python benchmarks/rule_pages.py [--only CODE]
+    PYTHONPATH=src python benchmarks/rule_pages.py
 
-A page has the rule's own words (its class's docstring), what tilefit prints for its wrong case, how the right
-one differs, and what was measured. The cases are those of the rule's class and, of the mixed-precision rules,
-the wrong loops that the tests run; each is run here. Measured figures are computed from the JSON files in
-``benchmarks/results``. A page that says the same already is not touched.
+A page has the rule's own words (its class's docstring), what tilefit prints for a small case of it, and what
+was measured. The cases are those of ``examples/rule_cases.py`` and, of the mixed-precision rules, the wrong
+loops that the tests run; each is run here. Measured figures are computed from the JSON files in
+``benchmarks/results``.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import io
 import json
-import linecache
 import logging
 import os
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -55,8 +52,6 @@ from tilefit.report.watched import Watched
 from tilefit.rules import Rule, all_rules
 from tilefit.rules.finding import Alarm
 
-AnyRule = Rule | PrecisionRule
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "rules"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,13 +72,13 @@ _CASES = "examples/rule_cases.py"
 # ---- the rule's words ----------------------------------------------------------------------------
 
 
-def words(rule: AnyRule) -> str:
+def words(rule: Rule | PrecisionRule) -> str:
     """The docstring as Markdown, with its headings in bold."""
     text = inspect.getdoc(type(rule)) or ""
     return re.sub(r"(?m)(?<=\n\n)([A-Z][^:.\n`]{2,30}?):{1,2}(?=\s)", r"**\1:**", text)
 
 
-def family(rule: AnyRule) -> str:
+def family(rule: Rule | PrecisionRule) -> str:
     """The heading of the rule's family: the package it is in."""
     if isinstance(rule, PrecisionRule):
         return "Mixed-precision training"
@@ -148,22 +143,12 @@ def wrong_loop(rule: PrecisionRule) -> Iterator[str]:
         with watch() as run:
             found.run()
         report = run.report()
-    seen = tuple(_within(alarm, text) for alarm in report.findings if alarm.code == rule.code)
-    assert seen, f"{rule.code} is silent on its loop"
-    report = replace(report, findings=seen, tables=())
+    report = replace(report, findings=tuple(a for a in report.findings if a.code == rule.code), tables=())
+    assert report.findings, f"{rule.code} is silent on its loop"
     yield "## Seen"
     yield "On the CPU, with tiny layers; the wrong line is marked `# here`, where it is one:"
     yield f"```python\n{text}\n```"
     yield f"```text\n{render(report, show_all=True).strip()}\n```"
-
-
-def _within(alarm: Alarm, shown: str) -> Alarm:
-    """An alarm with its line in the text that is shown: in its file, others' lines would move it."""
-    path, _, number = alarm.source.rpartition(":")
-    line = linecache.getline(str(ROOT / path), int(number)).strip()
-    lines = [text.strip() for text in shown.splitlines()]
-    place = f"loop.py:{lines.index(line) + 1}" if line in lines else Path(path).name
-    return replace(alarm, source=place)
 
 
 class Careless(torch.nn.Module):
@@ -481,7 +466,7 @@ def detected(code: str) -> Iterator[str]:
         yield catalogue.provenance
 
 
-def measured(rule: AnyRule) -> Iterator[str]:
+def measured(rule: Rule | PrecisionRule) -> Iterator[str]:
     yield "## Measured"
     if isinstance(rule, PrecisionRule):
         found = list(detected(rule.code))
@@ -495,61 +480,46 @@ def measured(rule: AnyRule) -> Iterator[str]:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def every_rule() -> list[AnyRule]:
-    return [*all_rules(), *precision_rules()]
-
-
-def page(rule: AnyRule, shown: Iterable[str]) -> str:
+def page(rule: Rule | PrecisionRule) -> str:
+    shown = wrong_loop(rule) if isinstance(rule, PrecisionRule) else case(rule)
     heading = f"# {rule.code}: {rule.title}"
     written = "[All rules](README.md). Written by `benchmarks/rule_pages.py`."
     return "\n\n".join([heading, words(rule), *shown, *measured(rule), written]) + "\n"
 
 
-def written(rule: AnyRule) -> str:
-    """A rule's page."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("tilefit.precision").setLevel(logging.CRITICAL)
-    shown = wrong_loop(rule) if isinstance(rule, PrecisionRule) else predicted(rule, cases(rule)[0])
-    return page(rule, shown)
-
-
-def index() -> str:
-    """The page that lists all others."""
+def index(rules: list[Rule | PrecisionRule]) -> str:
     lines = [
         "# Rules",
         "What tilefit looks for: `tilefit check` and `tilefit profile` all but the last family, "
         "`tilefit precision` that one. `tilefit rule CODE` prints a page's text.",
     ]
-    for name, group in groupby(every_rule(), key=family):
+    for name, group in groupby(rules, key=family):
         lines.append(f"## {name}")
         lines.append("\n".join(f"- [{rule.code}]({rule.code}.md): {rule.title}" for rule in group))
     return "\n\n".join([*lines, "Written by `benchmarks/rule_pages.py`."]) + "\n"
 
 
-def is_current(path: Path, text: str) -> bool:
-    """A page says what it should. What training loops compute on the CPU differs in its last digits from one
-    machine to the next: of their pages the words count."""
-    if not path.exists():
-        return False
-    same = partial(_NUMBER.sub, "#") if path.name.startswith("AMP") else str
-    return same(path.read_text(encoding="utf-8")) == same(text)
+def pages() -> dict[str, str]:
+    """Every page's text by its file's name."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("tilefit.precision").setLevel(logging.CRITICAL)
+    rules: list[Rule | PrecisionRule] = list(chain(all_rules(), precision_rules()))
+    return {"README.md": index(rules), **{f"{rule.code}.md": page(rule) for rule in rules}}
+
+
+def without_numbers(text: str) -> str:
+    """A page for comparison on another machine."""
+    return _NUMBER.sub("#", text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", metavar="CODE", action="append", help="this rule's page; repeat for more")
-    only = {code.upper() for code in parser.parse_args().only or ()}
-    pages = {"README.md": index()}
-    pages |= {f"{rule.code}.md": written(rule) for rule in every_rule() if not only or rule.code in only}
-    changed = [name for name, text in pages.items() if not is_current(PAGES / name, text)]
-    for name in changed:
-        (PAGES / name).write_text(pages[name], encoding="utf-8")
-    known = {"README.md", *(f"{rule.code}.md" for rule in every_rule())}
-    for stale in {path.name for path in PAGES.glob("*.md")} - known:
+    PAGES.mkdir(exist_ok=True)
+    written = pages()
+    for stale in {path.name for path in PAGES.glob("*.md")} - written.keys():
         (PAGES / stale).unlink()
-    print(f"{len(pages)} pages in {PAGES}, changed: {', '.join(changed) or 'none'}")
+    for name, text in written.items():
+        (PAGES / name).write_text(text, encoding="utf-8")
+    print(f"{len(written)} pages in {PAGES}")
 
 
 if __name__ == "__main__":

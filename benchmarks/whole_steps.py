@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit import gpus
 from tilefit.capture import capture
-from tilefit.capture.targets import InputOptions, Target, load
+from tilefit.capture.targets import Target, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, kernels
@@ -50,6 +50,7 @@ from tilefit.gpus import Gpu
 from tilefit.measure.clocks import driver_version
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step, StepOp
+from tilefit.options import TargetOptions
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 
@@ -116,7 +117,7 @@ class Run:
 
     def load(self, device: str) -> Target:
         """The model and its inputs, made on ``device``: meta, or the CPU."""
-        loaded = load(self.target, InputOptions(train=not self.infer, device=device, **self.sizes))
+        loaded = load(self.target, TargetOptions(train=not self.infer, on_cpu=device == "cpu", **self.sizes))
         if not self.halved:
             return loaded
         inputs = tree_map(lambda t: t.bfloat16() if t.is_floating_point() else t, loaded.inputs)

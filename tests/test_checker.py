@@ -110,7 +110,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     write(made(a100), tmp_path / "a100.npz")
     model, rows = _model(4096).bfloat16(), torch.empty(8192, 4096, dtype=torch.bfloat16)
     usual = tilefit.check(model, rows, gpu="a100")
-    fitted = tilefit.check(model, rows, profile=tmp_path / "a100.npz")  # of the file's GPU
+    fitted = tilefit.check(model, rows, calibration=tmp_path / "a100.npz")  # of the file's GPU
     assert isinstance(usual, tilefit.Report)
     assert isinstance(fitted, tilefit.Report)
     assert fitted.gpu == a100.name

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tilefit.session import assess
 
 from tilefit.capture.child import capture_target
 from tilefit.options import TargetOptions
 from tilefit.report import Report
+from tilefit.session import assess
 
 pytest.importorskip("transformers", reason="checks models of transformers")
 

@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilefit.capture import capture
-from tilefit.capture.targets import InputOptions, Target, load
+from tilefit.capture.targets import Target, load
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv, Recurrent, Step, Streaming
+from tilefit.options import TargetOptions
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models.py"
 
@@ -116,14 +117,16 @@ ON_CPU = ("hf:bart", "hf:mixtral")
 def _loaded(name: str, folder: Path, device: str = "meta") -> Target:
     kind, _, rest = name.partition(":")
     if kind == "example":
-        return load(f"{EXAMPLES}:{rest}", InputOptions(OWN[rest], device=device))
+        return load(f"{EXAMPLES}:{rest}", TargetOptions(input=OWN[rest], on_cpu=device == "cpu"))
     image = name in IMAGES
     overrides, size = IMAGES[name] if image else TEXT[rest]
     if kind == "hf":
         path = folder / "config.json"
         path.write_text(json.dumps({"model_type": rest, **overrides}))
         name = f"hf:{path}"
-    return load(name, InputOptions(batch=2, device=device, **{"image_size" if image else "seq": size}))
+    return load(
+        name, TargetOptions(batch=2, on_cpu=device == "cpu", **{"image_size" if image else "seq": size})
+    )
 
 
 def _counted(target: Target, *, train: bool) -> int:

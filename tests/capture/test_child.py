@@ -72,9 +72,7 @@ def test_the_child_s_step_is_the_one_captured_here(file: Path) -> None:
 
 
 def test_one_child_captures_several_times_and_a_failure_is_one_of_them(file: Path) -> None:
-    options = [
-        TargetOptions(inputs=(f"float32[{rows},{width}]",)) for rows, width in ((2, 8), (2, 9), (6, 8))
-    ]
+    options = [TargetOptions(input=(f"float32[{rows},{width}]",)) for rows, width in ((2, 8), (2, 9), (6, 8))]
     first, failed, last = captures_in_child(f"{file}:fine", options)
     assert first == capture_target(f"{file}:fine", options[0])
     assert isinstance(failed, CaptureError)
@@ -150,7 +148,7 @@ def test_errors_arrive_whole(file: Path) -> None:
     with pytest.raises(TargetError, match="has no 'fein'"):
         capture_in_child(f"{file}:fein", OPTIONS)
     with pytest.raises(UsageError, match="unknown element type"):
-        capture_in_child(f"{file}:fine", TargetOptions(inputs=("x: int65[2]",)))
+        capture_in_child(f"{file}:fine", TargetOptions(input=("x: int65[2]",)))
 
 
 def test_an_interrupt_ends_the_child_too(file: Path, tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ def test_inputs_that_were_made_are_named_where_the_model_wants_others(tmp_path: 
         "The inputs were made for it here: 0: float32[2,4,8,8]. Where it wants"
     )
     with pytest.raises(CaptureError) as caught:
-        capture_target(f"{path}:build", TargetOptions(inputs=("float32[2,4,8,8]",)))
+        capture_target(f"{path}:build", TargetOptions(input=("float32[2,4,8,8]",)))
     assert caught.value.hint.startswith("Check the shapes and element types of the inputs (--input)")
 
 

@@ -12,19 +12,19 @@ from capturing import entries
 from tilefit.capture import capture
 from tilefit.capture.child import capture_target
 from tilefit.capture.detection import OBJECTS
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import load
 from tilefit.errors import CaptureError, UsageError
 from tilefit.ops import OPTIMIZER, Conv
 from tilefit.options import TargetOptions
 
 
 def _loaded(name: str, **options: Any) -> Any:
-    return load(f"torchvision:{name}", InputOptions(device="cpu", **options))
+    return load(f"torchvision:{name}", TargetOptions(on_cpu=True, **options))
 
 
 def test_on_shapes_alone_it_is_told_what_to_do() -> None:
     with pytest.raises(CaptureError, match="depends on the boxes") as caught:
-        load("torchvision:fasterrcnn_resnet50_fpn", InputOptions())
+        load("torchvision:fasterrcnn_resnet50_fpn", TargetOptions())
     assert "--on-cpu" in caught.value.hint
 
 
@@ -96,7 +96,9 @@ def test_an_empty_list_holds_no_images() -> None:
 def test_objects_are_matched_where_values_are_known() -> None:
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
     inputs = {
-        device: load("hf:detr", InputOptions(batch=2, image_size=64, device=device, arguments=sizes)).inputs
+        device: load(
+            "hf:detr", TargetOptions(batch=2, image_size=64, on_cpu=device == "cpu", arguments=sizes)
+        ).inputs
         for device in ("meta", "cpu")
     }
     assert "labels" not in inputs["meta"]
@@ -107,12 +109,12 @@ def test_objects_are_matched_where_values_are_known() -> None:
 
 
 def test_a_detector_of_transformers_takes_images_alone() -> None:
-    inputs = load("hf:detr", InputOptions(batch=2, image_size=64, train=False)).inputs
+    inputs = load("hf:detr", TargetOptions(batch=2, image_size=64, train=False)).inputs
     assert [*inputs] == ["pixel_values"]
 
 
 def test_images_are_compared_with_texts() -> None:
-    inputs = load("hf:clip", InputOptions(batch=2)).inputs
+    inputs = load("hf:clip", TargetOptions(batch=2)).inputs
     assert inputs["pixel_values"].shape == (2, 3, 224, 224)
     assert inputs["input_ids"].shape == (2, 77)
     assert inputs["return_loss"] is True

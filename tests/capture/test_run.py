@@ -189,7 +189,7 @@ def test_a_compiled_model_that_is_looked_at_eagerly_is_noted(in_place: bool) -> 
 
     assert any("--compile" in note for note in capture(model, x).notes)
     assert any("--compile" in note for note in capture(step, on_cpu=True).notes)
-    assert not any("--compile" in note for note in capture(model, x, compiled=True).notes)
+    assert not any("--compile" in note for note in capture(model, x, compile=True).notes)
 
 
 def test_a_model_that_asks_is_told_that_it_is_compiled() -> None:
@@ -198,7 +198,7 @@ def test_a_model_that_asks_is_told_that_it_is_compiled() -> None:
             return x.exp() if torch.compiler.is_compiling() else x.sin()
 
     for compiled, name in ((True, "exp"), (False, "sin")):
-        assert names(capture(Asking(), rows(4, 8), train=False, compiled=compiled)) == [name]
+        assert names(capture(Asking(), rows(4, 8), train=False, compile=compiled)) == [name]
     assert not torch.compiler.is_compiling()
 
 
@@ -207,7 +207,7 @@ def test_values_that_split_a_compiled_model_are_noted() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if torch.rand([], device="cpu") < 0.0 else x.exp()
 
-    compiled, eager = (capture(Dropping(), rows(4, 8), train=False, compiled=c) for c in (True, False))
+    compiled, eager = (capture(Dropping(), rows(4, 8), train=False, compile=c) for c in (True, False))
     (note,) = set(compiled.notes) - set(eager.notes)
     assert "reads 1 tensor value: there torch.compile splits the model" in note
 
@@ -238,7 +238,7 @@ class _Caching(nn.Module):
 def test_layers_are_compiled_one_by_one_where_a_split_model_fills_a_cache(
     drops: bool, compiled: bool, layers: int
 ) -> None:
-    step = capture(_Caching(drops), rows(4, 8), compiled=compiled)
+    step = capture(_Caching(drops), rows(4, 8), compile=compiled)
     assert step.settings.recompiled == layers
     assert step.settings.split == (layers > 0)
     assert any("compiles 2 layers that fill a KV cache one by one" in note for note in step.notes) == (
@@ -247,7 +247,7 @@ def test_layers_are_compiled_one_by_one_where_a_split_model_fills_a_cache(
 
 
 def test_the_settings_say_how_it_ran() -> None:
-    step = capture(_model(), rows(2, 3, 8, 8), channels_last=True, compiled=True, amp="bf16", name="mine")
+    step = capture(_model(), rows(2, 3, 8, 8), channels_last=True, compile=True, amp="bf16", name="mine")
     settings = step.settings
     assert (settings.channels_last, settings.compiled, settings.amp, settings.optimizer) == (
         True, True, "bf16", "adamw",

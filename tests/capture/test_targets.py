@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import load
 from tilefit.errors import TargetError, TilefitError, UsageError
+from tilefit.options import TargetOptions
 
 MODEL = """
 import torch
@@ -68,7 +69,7 @@ def _search_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _load(target: str, **options: Any) -> Any:
-    return load(target, InputOptions(**options))
+    return load(target, TargetOptions(**options))
 
 
 # ---- a user's file -----------------------------------------------------------------------------
@@ -174,11 +175,11 @@ def test_a_wrong_target_is_told(
 )
 def test_a_size_without_effect_is_refused(file: Path, target: str, sizes: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        load(target.format(file=file), InputOptions(**sizes))
+        load(target.format(file=file), TargetOptions(**sizes))
 
 
 def test_a_size_that_a_sweep_varies_may_have_no_effect(file: Path) -> None:
-    load(f"{file}:pair", InputOptions(batch=4, varied="batch"))
+    load(f"{file}:pair", TargetOptions(batch=4, varied="batch"))
 
 
 def test_a_factory_that_raises_is_told_with_its_line(file: Path) -> None:
@@ -378,7 +379,7 @@ def test_sizes_reach_the_constructor(
     tmp_path: Path, factory: str, arguments: dict[str, int], shapes: list[tuple[int, int]]
 ) -> None:
     (tmp_path / "sized.py").write_text(SIZED, encoding="utf-8")
-    options = InputOptions(["int64[2,4]"], arguments=arguments)
+    options = TargetOptions(input=["int64[2,4]"], arguments=arguments)
     target = load(f"{tmp_path}/sized.py:{factory}", options)
     assert isinstance(target.model, nn.Module)
     assert [tuple(p.shape) for p in target.model.parameters() if p.dim() > 1] == shapes
@@ -397,19 +398,19 @@ def test_a_size_nobody_takes_is_refused(
 ) -> None:
     (tmp_path / "sized.py").write_text(SIZED, encoding="utf-8")
     with pytest.raises(TargetError, match="has no size") as refused:
-        load(f"{tmp_path}/sized.py:{factory}", InputOptions(["int64[2,4]"], arguments=arguments))
+        load(f"{tmp_path}/sized.py:{factory}", TargetOptions(input=["int64[2,4]"], arguments=arguments))
     assert hint in refused.value.hint
 
 
 def test_sizes_are_attributes_of_a_configuration() -> None:
     pytest.importorskip("transformers")
-    options = InputOptions(batch=1, seq=8, arguments={"hidden": 96, "vocab": 120, "n_layer": 1})
+    options = TargetOptions(batch=1, seq=8, arguments={"hidden": 96, "vocab": 120, "n_layer": 1})
     model: Any = load("hf:gpt2", options).model
     assert (model.config.n_embd, model.config.vocab_size, len(model.transformer.h)) == (96, 120, 1)
     with pytest.raises(TargetError, match="'width'") as refused:
-        load("hf:gpt2", InputOptions(arguments={"width": 96}))
+        load("hf:gpt2", TargetOptions(arguments={"width": 96}))
     assert "_name_or_path" not in refused.value.hint
     assert refused.value.hint.endswith(", ….")
     with pytest.raises(TargetError) as misspelled:
-        load("hf:gpt2", InputOptions(arguments={"bacth": 96}))
+        load("hf:gpt2", TargetOptions(arguments={"bacth": 96}))
     assert misspelled.value.hint == "Did you mean 'batch'?"

@@ -90,7 +90,7 @@ def file(tmp_path: Path) -> str:
     "command", [("gemm", "4096", "4096", "4096"), ("curve", "gemm", "64:512:64", "4096", "4096")]
 )
 def test_a_named_profile_is_used_and_named_and_says_the_gpu(tilefit, file: str, command) -> None:
-    ran = tilefit(*command, "--profile", file)
+    ran = tilefit(*command, "--calibration", file)
     assert ran.code == 0, ran.err
     assert "A100" in ran.out
     assert "(calibrated on 2026-01-02)" in " ".join(ran.out.split())
@@ -101,13 +101,13 @@ def test_check_takes_it(tilefit, file: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(4096, 4096), torch.empty(4096, 4096)\n"
     )
-    ran = tilefit("check", "model.py:make", "--amp", "bf16", "--profile", file)
+    ran = tilefit("check", "model.py:make", "--amp", "bf16", "--calibration", file)
     assert ran.code in (0, 1), ran.err
     assert "calibrated on 2026-01-02" in " ".join(ran.out.split())
 
 
 def test_a_profile_of_another_gpu_is_an_error(tilefit, file: str) -> None:
-    ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--profile", file)
+    ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--calibration", file)
     assert ran.code == 2
     assert f"of the GPU {A100.name}, not of h100-sxm" in ran.err
 
@@ -115,6 +115,6 @@ def test_a_profile_of_another_gpu_is_an_error(tilefit, file: str) -> None:
 def test_a_profile_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for name in ("notes.txt", "missing.npz"):
-        ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--profile", str(tmp_path / name))
+        ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--calibration", str(tmp_path / name))
         assert ran.code == 2
         assert f"{name}: the calibration cannot be read" in ran.err

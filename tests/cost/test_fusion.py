@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tilefit.capture import capture
-from tilefit.capture.targets import InputOptions, load
+from tilefit.capture.targets import load
 from tilefit.cost import estimate_step, fuse
 from tilefit.ops import (
     FORWARD,
@@ -28,6 +28,7 @@ from tilefit.ops import (
     TensorRef,
 )
 from tilefit.ops.step import MASK
+from tilefit.options import TargetOptions
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "inductor_kernels.json"
 ROWS, WIDTH = 8192, 1024
@@ -370,8 +371,8 @@ def test_kernels_and_traffic_are_about_what_inductor_schedules(model: str) -> No
     """As ``benchmarks/inductor_kernels.py`` recorded it."""
     rows = json.loads(RECORDED.read_text())["rows"]
     generated = next(row for row in rows if row["model"] == f"torchvision:{model}")["generated"]
-    shapes = load(f"torchvision:{model}", InputOptions(batch=128))
-    step = fuse(capture(shapes.model, shapes.inputs, amp="bf16", loss=shapes.loss, compiled=True))
+    shapes = load(f"torchvision:{model}", TargetOptions(batch=128))
+    step = fuse(capture(shapes.model, shapes.inputs, amp="bf16", loss=shapes.loss, compile=True))
     ours = [entry.op for entry in step.ops if entry.op.kind == "streaming" and entry.phase != "optimizer"]
     kernels = sum(count for *_, count in generated)
     moved = sum((read + write) * count for _, _, read, write, _, count in generated)
@@ -382,7 +383,7 @@ def test_kernels_and_traffic_are_about_what_inductor_schedules(model: str) -> No
 @pytest.mark.parametrize("train", [False, True])
 def test_given_statistics_are_applied_in_the_kernel_that_goes_on_with_the_result(train: bool) -> None:
     model = nn.Sequential(nn.BatchNorm2d(64), nn.ReLU())
-    step = capture(model, torch.empty(8, 64, 32, 32, device="meta"), train=train, compiled=True)
+    step = capture(model, torch.empty(8, 64, 32, 32, device="meta"), train=train, compile=True)
     norm = next(entry.op for entry in fuse(step).ops if entry.name == "fused(native_batch_norm, relu)")
     assert isinstance(norm, Streaming)
     size = 8 * 64 * 32 * 32 * 4

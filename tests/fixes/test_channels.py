@@ -20,6 +20,7 @@ from tilefit.fixes import Context, Refusal, RefusedError, Run
 from tilefit.fixes.channel_paths import paddings, traces
 from tilefit.fixes.channels import PadChannels, PaddedChannels
 from tilefit.fixes.convolution import FittedConv2d
+from tilefit.options import StepOptions
 
 with tolerated():
     import torchvision
@@ -428,7 +429,7 @@ def test_numbers_can_be_padded_one_after_the_other() -> None:
 def found(model: nn.Module, *shape: int, channels_last: bool = True) -> list[object]:
     (gpu,) = resolve("h200")
     x = torch.empty(shape, device="meta")
-    run = Run(model.to("meta"), (x,), amp="bf16", channels_last=channels_last).on_meta()
+    run = Run(model.to("meta"), (x,), StepOptions(amp="bf16", channels_last=channels_last)).on_meta()
     step = run.capture()
     return list(PadChannels().find(Context(step, gpu, estimate_step(step, gpu), run)))
 

@@ -18,6 +18,7 @@ from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import Candidate, Context, Plan, Refusal, RefusedError, Run
 from tilefit.fixes.channels_last import ChannelsLast, InChannelsLast
+from tilefit.options import StepOptions
 
 with tolerated():
     import torchvision
@@ -42,7 +43,7 @@ def network() -> nn.Sequential:
 
 def found(model: nn.Module, x: torch.Tensor | None = None, amp: str = "bf16") -> list[Candidate | Refusal]:
     (gpu,) = resolve("h200")
-    run = Run(model, torch.empty(IMAGES) if x is None else x, amp=amp).on_meta()
+    run = Run(model, torch.empty(IMAGES) if x is None else x, StepOptions(amp=amp)).on_meta()
     step = run.capture()
     return list(ChannelsLast().find(Context(step, gpu, estimate_step(step, gpu), run)))
 

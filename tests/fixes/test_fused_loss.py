@@ -18,6 +18,7 @@ from tilefit.fixes import fused_loss
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.fused_loss import CompiledLoss, FusedCrossEntropy, FusedLoss
 from tilefit.fixes.run import Run
+from tilefit.options import StepOptions
 
 with tolerated():
     transformers = pytest.importorskip("transformers")
@@ -147,7 +148,7 @@ def test_a_small_loss_beside_it_is_captured_as_ever() -> None:
     changed = copy.deepcopy(original)
     FusedCrossEntropy(()).apply(Run(changed))
     inputs = torch.empty(4, 16, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
-    steps = [Run(which, inputs, amp="bf16").capture() for which in (original, changed)]
+    steps = [Run(which, inputs, StepOptions(amp="bf16")).capture() for which in (original, changed)]
     assert [op.name for op in steps[0].ops] == [op.name for op in steps[1].ops]
 
 

@@ -19,6 +19,7 @@ from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.projections import Merging
 from tilefit.fixes.run import Run
 from tilefit.ops import OPTIMIZER
+from tilefit.options import StepOptions
 
 
 class Attention(nn.Module):
@@ -186,7 +187,9 @@ def test_the_plan_merges_what_pays() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizer_sees_the_parameters_that_are_there(fused: bool) -> None:
-    run = Run(made(), torch.empty(2, 5, 16, dtype=torch.float64), fused_optimizer=fused).on_meta()
+    run = Run(
+        made(), torch.empty(2, 5, 16, dtype=torch.float64), StepOptions(fused_optimizer=fused)
+    ).on_meta()
 
     def work() -> list[Any]:
         return [(entry.name, entry.op) for entry in run.capture().ops if entry.phase == OPTIMIZER]

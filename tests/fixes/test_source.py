@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tilefit import gpus, rules
 from tilefit.capture.child import capture_target
-from tilefit.capture.targets import InputOptions
 from tilefit.cost import estimate_step
 from tilefit.errors import TilefitError, UsageError
 from tilefit.fixes.fix import RefusedError
@@ -76,7 +75,7 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         def find(context: Context) -> list[rules.Finding]:
             return rules.run(context.step, gpu, context.estimate, select=select, min_gain=0.001)
 
-        program = Program(target, InputOptions(options.inputs))
+        program = Program(target, TargetOptions(input=options.input))
         return propose(context, find, program, options, levels, 60)
 
     return run
@@ -736,8 +735,8 @@ def test_no_line_of_the_user_builds_a_class_that_is_the_target(tmp_path: Path) -
     # The command line that names it is none.
     path = tmp_path / "a_class.py"
     path.write_text(_HEAD + _NET)
-    assert not Program(f"{path}:Net", InputOptions(["float32[8,2048]"])).built_at
+    assert not Program(f"{path}:Net", TargetOptions(input=["float32[8,2048]"])).built_at
 
 
 def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:
-    assert not Program("torchvision:alexnet", InputOptions(batch=1)).built_at
+    assert not Program("torchvision:alexnet", TargetOptions(batch=1)).built_at

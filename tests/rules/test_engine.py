@@ -13,6 +13,7 @@ from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
+from tilefit.options import Selection
 from tilefit.rules import Change, Context, Finding, Proposal, Rule, engine, find, run, safe_gain_s
 
 
@@ -142,7 +143,8 @@ def together(monkeypatch: pytest.MonkeyPatch, h200: Gpu, step: Step, run_with) -
 
     def call(*proposals: Proposal) -> float:
         run_with(step, *proposals)
-        return safe_gain_s(step, h200, estimate_step(step, h200), find(step, h200))
+        context = Context(step, h200, estimate_step(step, h200))
+        return safe_gain_s(context, find(context, Selection()))
 
     return call
 

@@ -81,7 +81,7 @@ def test_of_given_inputs_no_other_batch_is_measured(target: str) -> None:
 
 
 def test_inputs_are_those_of_the_command(target: str) -> None:
-    meter = Meter(f"{target}:pair", TargetOptions(inputs=("input: fp32[5,8]",)), CPU)
+    meter = Meter(f"{target}:pair", TargetOptions(input=("input: fp32[5,8]",)), CPU)
     assert meter(5).batch == 5
 
 

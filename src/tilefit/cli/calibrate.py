@@ -32,12 +32,12 @@ def calibrate(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="Profile to write, to share or to use with --profile; default: this user's own, which other "
-            "commands use by themselves.",
+            help="Calibration to write, to share or to use with --calibration; default: this user's own, "
+            "which other commands use by themselves.",
         ),
     ] = None,
 ) -> None:
-    """Measure this GPU where that tells most, fit the cost model to it, and write a profile."""
+    """Measure this GPU where that tells most, fit the cost model to it, and write a calibration."""
     began_s = time.monotonic()
 
     def used_s() -> float:
@@ -79,11 +79,11 @@ def calibrate(
     )
     write(found, path)
     output.stdout().print(_table(gpu, found))
-    print(f"Profile written to {path}, after {used_s():.0f} s", file=sys.stderr)
+    print(f"Calibration written to {path}, after {used_s():.0f} s", file=sys.stderr)
     if aside:
-        print(f"The damaged profile that was there is now {aside}", file=sys.stderr)
+        print(f"The damaged calibration that was there is now {aside}", file=sys.stderr)
     if output_file:
-        print(f"Use it: tilefit check TARGET --profile {output_file}", file=sys.stderr)
+        print(f"Use it: tilefit check TARGET --calibration {output_file}", file=sys.stderr)
 
 
 def _teller(used_s: Callable[[], float]) -> Callable[[Progress], None]:

@@ -54,7 +54,7 @@ def test_where_the_host_takes_longer_what_the_compiler_pads_is_no_saving() -> No
 
 
 def test_a_compiled_step_is_healthy() -> None:
-    assert not findings(capture(LanguageModel(), tokens(), amp="bf16", compiled=True), "NTC001", min_gain=0)
+    assert not findings(capture(LanguageModel(), tokens(), amp="bf16", compile=True), "NTC001", min_gain=0)
 
 
 def test_bare_products_leave_nothing_to_fuse() -> None:

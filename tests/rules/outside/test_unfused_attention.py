@@ -19,7 +19,7 @@ from whatif import findings, saved_s
 
 def encoder(mask: str, *, compiled: bool = False, **options: Any) -> Step:
     x = torch.empty(32, 512, 512, device="meta")
-    step = capture(Encoder(mask), x, amp="bf16", compiled=compiled, **options)
+    step = capture(Encoder(mask), x, amp="bf16", compile=compiled, **options)
     return fuse(step) if compiled else step
 
 
@@ -68,7 +68,7 @@ class Positions(torch.nn.Module):
 def test_what_learns_the_mask_is_not_saved(compiled: bool) -> None:
     x = torch.empty(32, 512, 512, device="meta")
     spread, contiguous = (
-        capture(Positions(contiguous=choice), x, amp="bf16", compiled=compiled) for choice in (False, True)
+        capture(Positions(contiguous=choice), x, amp="bf16", compile=compiled) for choice in (False, True)
     )
     if compiled:
         spread, contiguous = fuse(spread), fuse(contiguous)
