@@ -66,7 +66,7 @@ _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 _FAMILIES = {
     "outside": "Outside the Tensor Cores",
     "parallel": "Several GPUs",
-    "precision": "Precision of the step",
+    "dtypes": "Element types",
     "recurrent": "Recurrent layers",
 }
 
