@@ -1,42 +1,44 @@
 """Writes ``docs/rules``: a page per rule, and their index.
 
-    PYTHONPATH=src python benchmarks/rule_pages.py
+    PYTHONPATH=src python benchmarks/rule_pages.py [--only CODE]
 
-A page has the rule's own words (its class's docstring), what tilefit prints for a small case of it, and what
-was measured. The cases are those of ``examples/rule_cases.py`` and, of the mixed-precision rules, the wrong
-loops that the tests run; each is run here. Measured figures are computed from the JSON files in
-``benchmarks/results``.
+A page has the rule's own words (its class's docstring), what tilefit prints for its wrong case, how the right
+one differs, and what was measured. The cases are those of the rule's class and, of the mixed-precision rules,
+the wrong loops that the tests run; each is run here. Measured figures are computed from the JSON files in
+``benchmarks/results``. A page that says the same already is not touched.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import io
 import json
+import linecache
 import logging
 import os
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from difflib import unified_diff
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-# The cases are the examples' and the tests'.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+# The wrong loops are the tests'.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import rule_cases
 
 from precision import loops, test_ranks
 from precision.loops import computation, parts, protocol, storage
@@ -47,10 +49,11 @@ from tilefit.precision import compare as compare_precision
 from tilefit.precision import first_divergence, watch
 from tilefit.precision.rules import PrecisionRule
 from tilefit.precision.rules import all_rules as precision_rules
-from tilefit.report.terminal import render
-from tilefit.report.watched import Watched
-from tilefit.rules import Rule, all_rules
+from tilefit.report import Report, Watched, loads, render
+from tilefit.rules import Case, Rule, all_rules
 from tilefit.rules.finding import Alarm
+
+AnyRule = Rule | PrecisionRule
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "rules"
@@ -63,22 +66,21 @@ _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 _FAMILIES = {
     "outside": "Outside the Tensor Cores",
     "parallel": "Several GPUs",
-    "precision": "Precision of the step",
+    "dtypes": "Element types",
     "recurrent": "Recurrent layers",
 }
-_CASES = "examples/rule_cases.py"
 
 
 # ---- the rule's words ----------------------------------------------------------------------------
 
 
-def words(rule: Rule | PrecisionRule) -> str:
+def words(rule: AnyRule) -> str:
     """The docstring as Markdown, with its headings in bold."""
     text = inspect.getdoc(type(rule)) or ""
     return re.sub(r"(?m)(?<=\n\n)([A-Z][^:.\n`]{2,30}?):{1,2}(?=\s)", r"**\1:**", text)
 
 
-def family(rule: Rule | PrecisionRule) -> str:
+def family(rule: AnyRule) -> str:
     """The heading of the rule's family: the package it is in."""
     if isinstance(rule, PrecisionRule):
         return "Mixed-precision training"
@@ -86,14 +88,73 @@ def family(rule: Rule | PrecisionRule) -> str:
     return _FAMILIES.get(package, package.capitalize())
 
 
-# ---- its case ------------------------------------------------------------------------------------
+# ---- its cases -----------------------------------------------------------------------------------
 
 
-def command(code: str) -> str:
-    """The command line that shows a rule on its case."""
-    options = rule_cases.OPTIONS[code.lower()]
-    gpu = "" if "--gpu" in options else " --gpu h200"
-    return f"tilefit check {_CASES}:{code.lower()}{gpu} {options} --select {code}".replace("  ", " ")
+def program(case: Case) -> str:
+    """The file that a case is."""
+    code = inspect.cleandoc(case.code)
+    whole = f"return {case.model}, {case.inputs}"
+    lines = [whole] if len(whole) < 90 else ["return (", f"    {case.model},", f"    {case.inputs},", ")"]
+    text = "\n    ".join(["def model():", *lines])
+    known = {
+        "import tilefit.nn": "tilefit.",
+        "import torch": "torch.",
+        "from torch import nn": "nn.",
+        "from torch.nn import functional as F": "F.",
+    }
+    both = f"{code}\n{text}"
+    imports = [line for line, name in known.items() if re.search(rf"(?<![\w.]){re.escape(name)}", both)]
+    return "\n\n\n".join(filter(None, ["\n".join(imports), code, text])) + "\n"
+
+
+def command(rule: Rule, case: Case) -> str:
+    """The command line that checks a case."""
+    gpu = [] if "--gpu" in case.options else ["--gpu h200"]
+    name = f"{rule.code.lower()}.py:model"
+    return " ".join(["tilefit check", name, *gpu, *case.options.split(), f"--select {rule.code}"])
+
+
+def checked(rule: Rule, case: Case) -> Report:
+    """What the command reports."""
+    out = io.StringIO()
+    # A process for each capture would take minutes; what is reported is the same.
+    here = patch.object(
+        child, "capture_in_child", lambda target, options, _: child.capture_target(target, options)
+    )
+    # Nor is the profile of who runs this used, but the one that ships.
+    alone = patch.dict(os.environ, {"XDG_DATA_HOME": os.devnull})
+    with TemporaryDirectory() as folder, chdir(folder), here, alone, redirect_stdout(out):
+        Path(f"{rule.code.lower()}.py").write_text(program(case), encoding="utf-8")
+        arguments = shlex.split(command(rule, case))[1:]
+        app([*arguments, "--output-format", "json"], prog_name="tilefit", standalone_mode=False)
+    report = loads(out.getvalue())
+    assert isinstance(report, Report)
+    return report
+
+
+def cases(rule: Rule) -> tuple[Report, Report]:
+    """What the rule says of its wrong case, and of its right one, which must be nothing."""
+    wrong, right = checked(rule, rule.wrong), checked(rule, rule.right)
+    assert wrong.findings, f"{rule.code} is silent on its wrong case:\n{render(wrong)}"
+    assert not right.findings, f"{rule.code} is not silent on its right case:\n{render(right)}"
+    return wrong, right
+
+
+def predicted(rule: Rule, wrong: Report) -> Iterator[str]:
+    """The wrong case, what ``tilefit check`` prints of it, and what is otherwise in the right one."""
+    yield "## Predicted"
+    yield f"Run with torch {torch.__version__.partition('+')[0]}:"
+    text = program(rule.wrong)
+    yield f"```python\n{text}```"
+    printed = "\n".join(line.rstrip() for line in render(wrong, width=80).strip().splitlines())
+    yield f"```console\n$ {command(rule, rule.wrong)}\n{printed}\n```"
+    sides = [f"$ {command(rule, case)}\n{program(case)}".splitlines() for case in (rule.wrong, rule.right)]
+    changed = [
+        line for line in unified_diff(*sides, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
+    ]
+    yield "The rule is silent on:"
+    yield "\n".join(["```diff", *changed, "```"])
 
 
 def source(function: Callable[..., Any], module: ModuleType) -> str:
@@ -104,32 +165,10 @@ def source(function: Callable[..., Any], module: ModuleType) -> str:
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__
         and re.search(rf"\b{name}\(", text)
-        and name not in (function.__name__, "case", "wrong")
+        and name not in (function.__name__, "wrong")
     ]
     whole = "\n\n".join([*map(inspect.getsource, used), text])
-    return re.sub(r"(?m)^@(case|wrong)\(.*\n", "", whole).strip()
-
-
-def case(rule: Rule) -> Iterator[str]:
-    """The code, and what ``tilefit check`` prints of it."""
-    line = command(rule.code)
-    out = io.StringIO()
-    # A process for each capture would take minutes; what is printed is the same.
-    here = patch.object(
-        child, "capture_in_child", lambda target, options, _: child.capture_target(target, options)
-    )
-    # Nor is the profile of who runs this used, but the one that ships.
-    alone = patch.dict(os.environ, {"COLUMNS": "80", "XDG_DATA_HOME": os.devnull})
-    with chdir(ROOT), here, alone, redirect_stdout(out):
-        app(shlex.split(line)[1:], prog_name="tilefit", standalone_mode=False)
-    assert rule.code in out.getvalue(), f"{rule.code} is silent on its case:\n{out.getvalue()}"
-    build = getattr(rule_cases, rule.code.lower())
-    yield "## Predicted"
-    name, release = rule.code.lower(), torch.__version__.partition("+")[0]
-    yield f"`{name}` in [{_CASES}](../../{_CASES}), run with torch {release}:"
-    yield f"```python\n{source(build, rule_cases)}\n```"
-    printed = "\n".join(text.rstrip() for text in out.getvalue().strip().splitlines())
-    yield f"```console\n$ {line}\n{printed}\n```"
+    return re.sub(r"(?m)^@wrong\(.*\n", "", whole).strip()
 
 
 def wrong_loop(rule: PrecisionRule) -> Iterator[str]:
@@ -143,12 +182,22 @@ def wrong_loop(rule: PrecisionRule) -> Iterator[str]:
         with watch() as run:
             found.run()
         report = run.report()
-    report = replace(report, findings=tuple(a for a in report.findings if a.code == rule.code), tables=())
-    assert report.findings, f"{rule.code} is silent on its loop"
+    seen = tuple(_within(alarm, text) for alarm in report.findings if alarm.code == rule.code)
+    assert seen, f"{rule.code} is silent on its loop"
+    report = replace(report, findings=seen, tables=())
     yield "## Seen"
     yield "On the CPU, with tiny layers; the wrong line is marked `# here`, where it is one:"
     yield f"```python\n{text}\n```"
     yield f"```text\n{render(report, show_all=True).strip()}\n```"
+
+
+def _within(alarm: Alarm, shown: str) -> Alarm:
+    """An alarm with its line in the text that is shown: in its file, others' lines would move it."""
+    path, _, number = alarm.source.rpartition(":")
+    line = linecache.getline(str(ROOT / path), int(number)).strip()
+    lines = [text.strip() for text in shown.splitlines()]
+    place = f"loop.py:{lines.index(line) + 1}" if line in lines else Path(path).name
+    return replace(alarm, source=place)
 
 
 class Careless(torch.nn.Module):
@@ -466,7 +515,7 @@ def detected(code: str) -> Iterator[str]:
         yield catalogue.provenance
 
 
-def measured(rule: Rule | PrecisionRule) -> Iterator[str]:
+def measured(rule: AnyRule) -> Iterator[str]:
     yield "## Measured"
     if isinstance(rule, PrecisionRule):
         found = list(detected(rule.code))
@@ -480,46 +529,61 @@ def measured(rule: Rule | PrecisionRule) -> Iterator[str]:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def page(rule: Rule | PrecisionRule) -> str:
-    shown = wrong_loop(rule) if isinstance(rule, PrecisionRule) else case(rule)
+def every_rule() -> list[AnyRule]:
+    return [*all_rules(), *precision_rules()]
+
+
+def page(rule: AnyRule, shown: Iterable[str]) -> str:
     heading = f"# {rule.code}: {rule.title}"
     written = "[All rules](README.md). Written by `benchmarks/rule_pages.py`."
     return "\n\n".join([heading, words(rule), *shown, *measured(rule), written]) + "\n"
 
 
-def index(rules: list[Rule | PrecisionRule]) -> str:
+def written(rule: AnyRule) -> str:
+    """A rule's page."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("tilefit.precision").setLevel(logging.CRITICAL)
+    shown = wrong_loop(rule) if isinstance(rule, PrecisionRule) else predicted(rule, cases(rule)[0])
+    return page(rule, shown)
+
+
+def index() -> str:
+    """The page that lists all others."""
     lines = [
         "# Rules",
         "What tilefit looks for: `tilefit check` and `tilefit profile` all but the last family, "
         "`tilefit precision` that one. `tilefit rule CODE` prints a page's text.",
     ]
-    for name, group in groupby(rules, key=family):
+    for name, group in groupby(every_rule(), key=family):
         lines.append(f"## {name}")
         lines.append("\n".join(f"- [{rule.code}]({rule.code}.md): {rule.title}" for rule in group))
     return "\n\n".join([*lines, "Written by `benchmarks/rule_pages.py`."]) + "\n"
 
 
-def pages() -> dict[str, str]:
-    """Every page's text by its file's name."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("tilefit.precision").setLevel(logging.CRITICAL)
-    rules: list[Rule | PrecisionRule] = list(chain(all_rules(), precision_rules()))
-    return {"README.md": index(rules), **{f"{rule.code}.md": page(rule) for rule in rules}}
-
-
-def without_numbers(text: str) -> str:
-    """A page for comparison on another machine."""
-    return _NUMBER.sub("#", text)
+def is_current(path: Path, text: str) -> bool:
+    """A page says what it should. What training loops compute on the CPU differs in its last digits from one
+    machine to the next: of their pages the words count."""
+    if not path.exists():
+        return False
+    same = partial(_NUMBER.sub, "#") if path.name.startswith("AMP") else str
+    return same(path.read_text(encoding="utf-8")) == same(text)
 
 
 def main() -> None:
-    PAGES.mkdir(exist_ok=True)
-    written = pages()
-    for stale in {path.name for path in PAGES.glob("*.md")} - written.keys():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="CODE", action="append", help="this rule's page; repeat for more")
+    only = {code.upper() for code in parser.parse_args().only or ()}
+    pages = {"README.md": index()}
+    pages |= {f"{rule.code}.md": written(rule) for rule in every_rule() if not only or rule.code in only}
+    changed = [name for name, text in pages.items() if not is_current(PAGES / name, text)]
+    for name in changed:
+        (PAGES / name).write_text(pages[name], encoding="utf-8")
+    known = {"README.md", *(f"{rule.code}.md" for rule in every_rule())}
+    for stale in {path.name for path in PAGES.glob("*.md")} - known:
         (PAGES / stale).unlink()
-    for name, text in written.items():
-        (PAGES / name).write_text(text, encoding="utf-8")
-    print(f"{len(written)} pages in {PAGES}")
+    print(f"{len(pages)} pages in {PAGES}, changed: {', '.join(changed) or 'none'}")
 
 
 if __name__ == "__main__":

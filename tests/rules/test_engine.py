@@ -48,13 +48,10 @@ def run_with(monkeypatch: pytest.MonkeyPatch, h200: Gpu) -> Callable[..., list[F
     return call
 
 
-def test_a_gain_is_the_difference_of_the_two_steps(step: Step, run_with, h200: Gpu) -> None:
+def test_half_the_work_of_one_of_three_equal_layers_is_a_sixth(step: Step, run_with) -> None:
     half = replace(step.ops[0], op=Gemm(8192, 4096, 4096))
     (finding,) = run_with(step, proposal(Change({0: (half,)})))
-    before = estimate_step(step, h200)
-    after = estimate_step(replace(step, ops=(half, *step.ops[1:])), h200)
-    assert finding.gain_s == pytest.approx(before.time_s - after.time_s)
-    assert finding.gain_fraction == pytest.approx(finding.gain_s / before.time_s)
+    assert finding.gain_fraction == pytest.approx(1 / 6, rel=0.05)
     assert 0 < finding.gain_low_s < finding.gain_s < finding.gain_high_s
     assert finding.severity == "warning"
 
@@ -67,15 +64,15 @@ def test_an_operation_can_be_removed_or_become_several(step: Step, run_with, h20
     assert split.gain_s == pytest.approx(gone.gain_s / 2, rel=0.1)
 
 
-def test_a_larger_batch_is_judged_by_its_time_for_the_same_work(run_with, h200: Gpu) -> None:
+def test_a_larger_batch_is_judged_by_its_time_for_the_same_work(run_with) -> None:
     b = StepBuilder(batch=8)
     b.linear("a", 8, 4096, 4096)
     step = b.step()
     scaled = scale_batch(step, 4)
     change = Change({i: (entry,) for i, entry in enumerate(scaled.ops)}, work_ratio=4)
     (finding,) = run_with(step, proposal(change))
-    before, after = estimate_step(step, h200), estimate_step(scaled, h200)
-    assert finding.gain_s == pytest.approx(before.time_s - after.time_s / 4)
+    # Both read the same weights, which is all the time there is: four times the work costs once as much.
+    assert finding.gain_fraction == pytest.approx(3 / 4, rel=0.02)
 
 
 def test_what_is_not_worth_it_is_dropped(step: Step, run_with) -> None:

@@ -82,7 +82,7 @@ class FuseAttention(Fix):
     unless it is made of numbers and buffers alone and found to be causal: then the kernel skips what is
     masked. Dropout drops with the same probability, but other weights from the same seed.
 
-    RefusedError: modules compiled by TorchScript or whose ``forward`` was replaced. Weights that the block
+    Refused: modules compiled by TorchScript or whose ``forward`` was replaced. Weights that the block
     returns are computed for it, which leaves no gain; with dropout they would not be those that were used,
     and that is an error. Under ``torch.compile`` the block runs as it was written, and fusing is the
     compiler's business.

@@ -77,7 +77,7 @@ class CudaGraph(Fix):
     What it costs: the activations of a captured call stay allocated (at most four sizes are captured), and a
     second derivative is an error.
 
-    RefusedError: modules with Python of their own (``torch.compile(mode="reduce-overhead")`` captures those,
+    Refused: modules with Python of their own (``torch.compile(mode="reduce-overhead")`` captures those,
     with guards), hooks, parametrisations.
     """
 

@@ -200,7 +200,7 @@ class FuseLoss(Fix):
 
     The same function: the operations are the same ones, in fp32 as before.
 
-    RefusedError: a ``loss_function`` that is not one of the library's cross-entropies.
+    Refused: a ``loss_function`` that is not one of the library's cross-entropies.
     """
 
     name = "fuse-loss"

@@ -62,7 +62,7 @@ class MakeMasksContiguous(Fix):
     The encoders of transformers 5.17 make such a mask only when they are compiled: there the change is worth
     something under ``torch.compile`` alone. A mask that the module makes itself is out of reach.
 
-    RefusedError: modules compiled by TorchScript or whose ``forward`` was replaced.
+    Refused: modules compiled by TorchScript or whose ``forward`` was replaced.
     """
 
     name = "contiguous-masks"

@@ -85,7 +85,7 @@ class FuseOptimizer(Fix):
 
     Without an optimizer passed in the plan says to construct it with ``fused=True``.
 
-    RefusedError: an optimizer of another class, ``differentiable=True``, ``foreach=False`` (someone asked for
+    Refused: an optimizer of another class, ``differentiable=True``, ``foreach=False`` (someone asked for
     one kernel per tensor), parameters that are not floating-point, sparse gradients.
     """
 

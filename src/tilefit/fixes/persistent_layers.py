@@ -61,7 +61,7 @@ class PersistentLayers(Fix):
     the kernels cannot run (no CUDA GPU of the generation they were measured on, a size that does not fit)
     the layers run as before.
 
-    RefusedError: subclasses of the three, parametrised weights, modules whose ``forward`` was replaced; on a
+    Refused: subclasses of the three, parametrised weights, modules whose ``forward`` was replaced; on a
     machine with a GPU, where the package is missing that the kernels need (``pip install 'tilefit[rnn]'``).
     """
 

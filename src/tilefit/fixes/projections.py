@@ -170,7 +170,7 @@ class MergeProjections(Fix):
     computes its own product; so it does under ``torch.compile`` and in inference mode, where nobody can tell
     whether the input was written to.
 
-    RefusedError: layers that are no plain ``nn.Linear``.
+    Refused: layers that are no plain ``nn.Linear``.
     """
 
     name = "merge-projections"

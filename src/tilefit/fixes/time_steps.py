@@ -186,7 +186,7 @@ class TimeSteps(Fix):
     step that is a tensor of its own, a sequence that is written to in between, and ``torch.compile`` get a
     product of their own, as before.
 
-    RefusedError: layers that are no plain ``nn.Linear`` (``nn.LSTMCell`` holds its weights itself).
+    Refused: layers that are no plain ``nn.Linear`` (``nn.LSTMCell`` holds its weights itself).
     """
 
     name = "time-steps"

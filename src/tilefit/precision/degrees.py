@@ -62,8 +62,8 @@ def result_degree(name: str, args: tuple[Any, ...], degree_of: DegreeOf) -> floa
 
 
 def _degrees(argument: Any, degree_of: DegreeOf) -> list[float]:
-    """The degrees of the floating-point tensors of an argument; 0 for one that is not made out of "
-    "gradients."""
+    """The degrees of the floating-point tensors of an argument; 0 for one that is not made out of
+    gradients."""
     values = argument if isinstance(argument, list | tuple) else [argument]
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return [0.0 if (degree := degree_of(tensor)) is None else degree for tensor in tensors]

@@ -43,8 +43,8 @@ short = cache(short_path)
 
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame of the user's code; of a library's loop if there is none; or "
-    "empty."""
+    """``file:line`` of the innermost frame of the user's code; of a library's loop if there is none; or
+    empty."""
     frame: FrameType | None = sys._getframe(1)
     loop = ""
     while frame is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from tilefit.cost import StepEstimate
@@ -58,15 +58,45 @@ class Context:
     estimate: StepEstimate
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A small program, as text: a rule imports no torch, and its page shows what was run.
+
+    Attributes:
+        model, inputs: Expressions, with ``torch``, ``nn`` and ``F`` at hand.
+        options: How the step runs, as ``tilefit check`` takes it; on an H200 unless a GPU is named.
+        code: What the expressions need, such as a class.
+    """
+
+    model: str
+    inputs: str
+    options: str = ""
+    code: str = ""
+
+    def but(self, old: str, new: str) -> Case:
+        """The same program with a piece of its text replaced wherever it stands."""
+        texts = (self.model, self.inputs, self.code)
+        assert any(old in text for text in texts), f"{old!r} stands nowhere in {self}"
+        model, inputs, code = (text.replace(old, new) for text in texts)
+        return Case(model, inputs, self.options, code)
+
+    def under(self, options: str) -> Case:
+        """The same program under other options."""
+        return replace(self, options=options)
+
+
 class Rule(ABC):
     """A rule looks at a priced step and proposes changes.
 
     A subclass's docstring is its documentation page: what it sees, why it costs time, the arithmetic, an
-    example, the source. ``code`` is the family's three letters and a number; ``title`` one line.
+    example, the source. ``code`` is the family's three letters and a number; ``title`` one line; ``wrong`` a
+    program that the rule has something to say of, ``right`` the same as it should be, where it is silent.
     """
 
     code: ClassVar[str]
     title: ClassVar[str]
+    wrong: ClassVar[Case]
+    right: ClassVar[Case]
 
     @abstractmethod
     def check(self, context: Context) -> Iterable[Proposal]:

@@ -7,34 +7,9 @@ import pytest
 from builders import StepBuilder
 from tilefit.cost import estimate_step
 from tilefit.gpus import Gpu
-from tilefit.ops import Attention, Gemm, Step
+from tilefit.ops import Attention
 from tilefit.rules import get, run
 from tilefit.rules.base import Context
-
-
-def written_out(positions: int, head_dim: int = 64) -> Step:
-    b = StepBuilder(batch=64)
-    for layer in range(2):
-        module = f"blocks.{layer}.attn"
-        batch = 64 * 12
-        q, scores = b.tensor(batch, positions, head_dim), b.tensor(batch, positions, positions)
-        product = Gemm(positions, positions, head_dim, layout="TN", batch=batch)
-        b.add(product, module, inputs=(q, q), outputs=(scores,))
-        b.stream(module, "softmax", (scores,), (scores,), inner=positions)
-        product = Gemm(positions, head_dim, positions, layout="NN", batch=batch)
-        b.add(product, module, inputs=(scores, q), outputs=(q,))
-    return b.step()
-
-
-def test_scores_over_an_odd_number_of_positions(h200: Gpu) -> None:
-    (finding,) = run(written_out(577), h200, select=["ALN"])
-    assert (finding.code, finding.module, finding.sites) == ("ALN006", "blocks.*.attn", 2)
-    assert "scaled_dot_product_attention" in finding.fix
-    assert "pad 577" in finding.fix
-
-
-def test_aligned_positions_are_left_alone(h200: Gpu) -> None:
-    assert run(written_out(576), h200, select=["ALN"]) == []
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(12, 64), (16, 128)])

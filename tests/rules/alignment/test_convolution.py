@@ -14,15 +14,6 @@ def test_a_healthy_resnet_is_left_alone(h200: Gpu, a100: Gpu) -> None:
         assert run(resnet(), gpu, select=["ALN"]) == []
 
 
-def test_channels_that_change_together_are_one_finding(h200: Gpu) -> None:
-    b = StepBuilder(batch=256)
-    x = b.conv("conv1", 64, 60, 56, x=b.tensor(256, 64, 56, 56))
-    b.conv("conv2", 60, 60, 56, x=x)
-    (finding,) = run(b.step(), h200, select=["ALN"])
-    assert (finding.code, finding.sites, finding.module) == ("ALN004", 2, "*")
-    assert "Use 64 channels instead of 60" in finding.fix
-
-
 def test_grouped_convolutions_are_not_padded(h200: Gpu) -> None:
     b = StepBuilder(batch=64)
     b.conv("depthwise", 60, 60, 56, groups=60, x=b.tensor(64, 60, 56, 56))

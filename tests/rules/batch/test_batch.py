@@ -21,14 +21,6 @@ def advised(fix: str) -> int:
     return next(int(word.strip(".,")) for word in fix.split() if word.strip(".,").isdigit())
 
 
-def test_a_batch_far_below_the_knee(h200: Gpu) -> None:
-    (finding,) = run(small(16), h200, select=["BAT"])
-    assert finding.code == "BAT001"
-    assert finding.safety == "unsafe"
-    assert advised(finding.fix) >= 256
-    assert finding.gain_fraction > 0.5
-
-
 def test_the_memory_limits_the_advice(h200: Gpu) -> None:
     # 1 GB fixed and 1 GB a sample: 131 fit in 94 % of 141 GB.
     (finding,) = run(small(16, 17 * GB), h200, select=["BAT"])

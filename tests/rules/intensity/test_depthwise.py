@@ -44,7 +44,3 @@ def test_an_early_stage_gains_what_the_fused_block_saves(train: bool) -> None:
 
 def test_a_late_stage_would_lose() -> None:
     assert not findings(step_of(320, 7, stride=1), "INT002", min_gain=0)
-
-
-def test_ordinary_convolutions_are_healthy() -> None:
-    assert not findings(step_of(16, 112, fused=True), "INT002", min_gain=0)

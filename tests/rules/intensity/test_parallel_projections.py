@@ -21,10 +21,6 @@ def test_merging_is_worth_what_the_merged_model_saves(train: bool) -> None:
     assert finding.message.startswith("q, k, v ")
 
 
-def test_merged_projections_are_healthy() -> None:
-    assert not findings(capture(LanguageModel(merged=True), tokens(), amp="bf16"), "INT004")
-
-
 def test_layers_in_sequence_are_not_parallel() -> None:
     from torch import nn
 

@@ -50,7 +50,3 @@ def test_a_loop_over_known_inputs_is_one_product(train: bool) -> None:
 
 def test_products_that_wait_for_each_other_are_left_alone() -> None:
     assert not findings(capture(Repeated(), X[0]), "INT005", min_gain=0)
-
-
-def test_one_product_is_healthy() -> None:
-    assert not findings(capture(PerPosition(looped=False), X), "INT005", min_gain=0)

@@ -70,15 +70,6 @@ def test_layout_copies_of_all_blocks_are_one_finding(h200: Gpu) -> None:
     assert run(copies(strided=False).step(), h200, select=["LAY002"]) == []
 
 
-def test_a_slower_twin_is_turned(h200: Gpu) -> None:
-    """Misaligned outputs: stored [out, in] the forward product is slower than [in, out]'s."""
-    b = StepBuilder(training=False)
-    b.linear("fc", 4096, 4096, 4089)
-    (finding,) = run(b.step(), h200, select=["LAY003"])
-    assert "[in, out]" in finding.fix
-    assert "TN" in finding.message
-
-
 def test_large_aligned_products_do_not_care(h200: Gpu, a100: Gpu) -> None:
     for gpu in (h200, a100):
         assert run(gpt2(), gpu, select=["LAY003"]) == []

@@ -15,14 +15,6 @@ from toys import LanguageModel, tokens
 from whatif import findings, saved_s
 
 
-def test_compiling_is_worth_what_the_fused_step_saves() -> None:
-    step = capture(LanguageModel(), tokens(), amp="bf16")
-    (finding,) = findings(step, "NTC001")
-    assert finding.gain_s == pytest.approx(saved_s(step, fuse(step)))
-    assert finding.gain_low_s < finding.gain_s < finding.gain_high_s
-    assert "torch.compile" in finding.fix
-
-
 def test_copies_that_pad_are_no_streaming_operations() -> None:
     """Compiled, a model with odd sizes has copies that an eager step has not."""
     streaming = [nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Sigmoid(), nn.Tanh()]
@@ -51,10 +43,6 @@ class Launches(nn.Module):
 
 def test_where_the_host_takes_longer_what_the_compiler_pads_is_no_saving() -> None:
     assert findings(capture(Launches(), torch.empty(4096, 1023, device="meta"), amp="bf16"), "NTC001")
-
-
-def test_a_compiled_step_is_healthy() -> None:
-    assert not findings(capture(LanguageModel(), tokens(), amp="bf16", compile=True), "NTC001", min_gain=0)
 
 
 def test_bare_products_leave_nothing_to_fuse() -> None:

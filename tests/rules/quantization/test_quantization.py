@@ -19,15 +19,6 @@ def mlp(rows: int, features: int, hidden: int, batch: int = 16, layers: int = 4)
     return b.step()
 
 
-def test_a_size_just_above_whole_tiles(a100: Gpu) -> None:
-    """1032 outputs over 1024 rows cost a column of tiles more than 1024."""
-    found = run(mlp(3456, 4096, 1032, layers=8), a100, select=["QNT001"])
-    for finding in found:
-        assert finding.safety == "advice"
-        assert "Use 1024 features instead of 1032" in finding.fix
-    assert found
-
-
 def test_a_batch_just_above_whole_waves_names_a_smaller_one(a100: Gpu) -> None:
     """Over all batches: what is advised is smaller, and does more samples per second."""
 

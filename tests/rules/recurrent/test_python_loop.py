@@ -27,10 +27,6 @@ def test_a_loop_is_worth_what_the_layer_saves(layer: type[nn.RNNBase], train: bo
     assert not findings(loop, "INT005", min_gain=0), "the loop as a whole is one finding"
 
 
-def test_a_layer_is_healthy() -> None:
-    assert not findings(capture(Loop(nn.LSTM, looped=False), X), "RNN002", min_gain=0)
-
-
 def test_a_cell_that_no_layer_computes_is_left_alone() -> None:
     model = Loop(nn.LSTM)
     model.norm = nn.LayerNorm(256)

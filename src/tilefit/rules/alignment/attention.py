@@ -9,7 +9,7 @@ from tilefit.cost import estimate
 from tilefit.ops import Attention, Gemm, StepOp
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import arithmetic, best_padding, is_misaligned, replaced_s, run_on
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.resize import resize_streams
 from tilefit.rules.sites import pattern
@@ -43,6 +43,22 @@ class AttentionSizes(Rule):
 
     code = "ALN006"
     title = "attention's head size or sequence length"
+    wrong = Case(
+        "SelfAttention()",
+        "torch.empty(64, 577, 768)",
+        "--amp bf16",
+        """
+        class SelfAttention(nn.Module):
+            def __init__(self, width=768, heads=12):
+                super().__init__()
+                self.heads, self.qkv = heads, nn.Linear(width, 3 * width)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+                return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+        """,
+    )
+    right = wrong.but("577", "584")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         yield from self._heads(context)

@@ -9,7 +9,7 @@ from tilefit.cost import estimate
 from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import Replacement, best_padding, is_misaligned
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.resize import CHANNEL, resize_streams
 from tilefit.rules.sites import pattern
@@ -42,6 +42,12 @@ class ConvChannels(Rule):
 
     code = "ALN004"
     title = "convolution channels not a multiple of 16 bytes"
+    wrong = Case(
+        "nn.Sequential(nn.Conv2d(64, 60, 3, padding=1), nn.ReLU(), nn.Conv2d(60, 60, 3, padding=1))",
+        "torch.empty(256, 64, 56, 56)",
+        "--amp bf16 --channels-last",
+    )
+    right = wrong.but("60", "64")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         for (channels, dtype), indices in misaligned(context.step).items():

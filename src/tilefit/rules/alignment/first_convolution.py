@@ -10,7 +10,7 @@ from tilefit.cost import estimate
 from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
@@ -43,6 +43,12 @@ class FirstConvolution(Rule):
 
     code = "ALN005"
     title = "first convolution with too few channels"
+    wrong = Case(
+        "nn.Conv2d(3, 64, 3, stride=2, padding=1)",
+        "torch.empty(256, 3, 224, 224)",
+        "--amp bf16 --channels-last --infer",
+    )
+    right = wrong.but("Conv2d(3, ", "Conv2d(8, ").but("256, 3,", "256, 8,")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         for module, indices in few_channels(context.step).items():

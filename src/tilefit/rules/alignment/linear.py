@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import arithmetic, gemm_command, run_on
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
 
@@ -42,6 +42,12 @@ class LinearFeatures(Rule):
 
     code = "ALN001"
     title = "linear features not a multiple of 16 bytes"
+    wrong = Case(
+        "nn.Sequential(nn.Linear(2048, 5461), nn.SiLU(), nn.Linear(5461, 2048))",
+        "torch.empty(16384, 2048)",
+        "--amp bf16",
+    )
+    right = wrong.but("5461", "5504")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         for group in groups(context.step):

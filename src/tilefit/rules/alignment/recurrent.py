@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import pairs, replaced_s
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
 from tilefit.units import seconds
@@ -34,6 +34,8 @@ class RecurrentSizes(Rule):
 
     code = "ALN007"
     title = "recurrent sizes not a multiple of 16 bytes"
+    wrong = Case("nn.LSTM(1501, 1501)", "torch.empty(100, 256, 1501)", "--amp bf16")
+    right = wrong.but("1501", "1536")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         for group in groups(context.step):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import arithmetic, best_padding, gemm_command, is_misaligned, run_on
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.resize import resize_streams
 from tilefit.rules.sites import pattern
@@ -36,6 +36,21 @@ class Rows(Rule):
 
     code = "ALN003"
     title = "contiguous rows not a multiple of 16 bytes"
+    wrong = Case(
+        "MixPositions()",
+        "torch.empty(1536, 16383, requires_grad=True)",
+        "--amp bf16",
+        """
+        class MixPositions(nn.Module):
+            def __init__(self, positions=1536):
+                super().__init__()
+                self.weight = nn.Parameter(torch.empty(positions, positions))
+
+            def forward(self, x):
+                return self.weight @ x
+        """,
+    )
+    right = wrong.but("16383", "16384")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         groups: dict[tuple[int, str], list[tuple[int, str]]] = {}

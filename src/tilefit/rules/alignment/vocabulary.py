@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import arithmetic, gemm_command, pairs, run_on
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
 from tilefit.units import size as bytes_text
@@ -44,6 +44,24 @@ class Vocabulary(Rule):
 
     code = "ALN002"
     title = "vocabulary not a multiple of 16 bytes"
+    wrong = Case(
+        "LanguageModel()",
+        "torch.zeros(16, 1024, dtype=torch.long)",
+        "--amp bf16",
+        """
+        class LanguageModel(nn.Module):
+            def __init__(self, vocabulary=50257, features=768):
+                super().__init__()
+                self.embedding = nn.Embedding(vocabulary, features)
+                self.head = nn.Linear(features, vocabulary, bias=False)
+                self.head.weight = self.embedding.weight
+
+            def forward(self, tokens):
+                logits = self.head(self.embedding(tokens))
+                return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        """,
+    )
+    right = wrong.but("50257", "50304")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         for group in groups(context.step):

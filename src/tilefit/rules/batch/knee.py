@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tilefit.cost import curve, estimate_step
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, seconds, size
@@ -41,6 +41,10 @@ class BatchBelowKnee(Rule):
 
     code = "BAT001"
     title = "batch below the knee of the throughput curve"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))", "torch.empty(16, 4096)", "--amp bf16"
+    )
+    right = wrong.but("(16,", "(65536,")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step = context.step

@@ -7,7 +7,7 @@ from math import ceil
 
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
-from tilefit.rules.base import Context, Proposal, Rule
+from tilefit.rules.base import Case, Context, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 from tilefit.units import share, size
 
@@ -47,6 +47,12 @@ class OutOfMemory(Rule):
 
     code = "BAT002"
     title = "batch beyond the memory"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(4096, 16384), nn.GELU(), nn.Linear(16384, 4096)) * 4)",
+        "torch.empty(64, 1024, 4096)",
+        "--amp bf16 --gpu l4",
+    )
+    right = wrong.but("(64,", "(16,")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step, gpu = context.step, context.gpu

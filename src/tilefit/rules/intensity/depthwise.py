@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, StepOp, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import Flow, activation
 from tilefit.rules.sites import pattern
@@ -40,6 +40,29 @@ class Depthwise(Rule):
 
     code = "INT002"
     title = "depthwise convolution after an expansion"
+    wrong = Case(
+        "Bottleneck()",
+        "torch.empty(128, 16, 112, 112)",
+        "--amp bf16 --channels-last",
+        """
+        class Bottleneck(nn.Sequential):
+            def __init__(self, channels=16, wide=96):
+                depthwise = nn.Conv2d(wide, wide, 3, stride=2, padding=1, groups=wide, bias=False)
+                super().__init__(
+                    nn.Conv2d(channels, channels, 1),
+                    nn.Sequential(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU()),
+                    nn.Sequential(depthwise, nn.BatchNorm2d(wide), nn.ReLU()),
+                    nn.Conv2d(wide, channels, 1, bias=False),
+                )
+        """,
+    )
+    right = wrong.but(
+        "depthwise = nn.Conv2d(wide, wide, 3, stride=2, padding=1, groups=wide",
+        "depthwise = nn.Conv2d(channels, wide, 3, stride=2, padding=1",
+    ).but(
+        "nn.Sequential(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU())",
+        "nn.Identity()",
+    )
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, flow = context.step, Flow(context.step)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, LinearCall, activation, is_add, linear_calls
 from tilefit.rules.sites import pattern
@@ -36,6 +36,23 @@ class NarrowPair(Rule):
 
     code = "INT003"
     title = "narrow products that could be folded away"
+    wrong = Case(
+        "Adapted().bfloat16()",
+        "torch.empty(8192, 2048, dtype=torch.bfloat16)",
+        "--infer",
+        """
+        class Adapted(nn.Module):
+            def __init__(self, features=2048, rank=16):
+                super().__init__()
+                self.full = nn.Linear(features, features, bias=False)
+                self.down = nn.Linear(features, rank, bias=False)
+                self.up = nn.Linear(rank, features, bias=False)
+
+            def forward(self, x):
+                return self.full(x) + 2.0 * self.up(self.down(x))
+        """,
+    )
+    right = wrong.but(" + 2.0 * self.up(self.down(x))", "")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step

@@ -9,7 +9,7 @@ from typing import Any
 
 from tilefit.ops import BACKWARD_DATA, Gemm, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
     Flow,
@@ -50,6 +50,26 @@ class ParallelProjections(Rule):
 
     code = "INT004"
     title = "parallel projections of one input that could be one product"
+    wrong = Case(
+        "GatedMlp()",
+        "torch.empty(4096, 1024)",
+        "--amp bf16",
+        """
+        class GatedMlp(nn.Module):
+            def __init__(self, features=1024, hidden=2816):
+                super().__init__()
+                self.gate = nn.Linear(features, hidden, bias=False)
+                self.up = nn.Linear(features, hidden, bias=False)
+                self.down = nn.Linear(hidden, features, bias=False)
+
+            def forward(self, x):
+                gate, up = self.gate(x), self.up(x)
+                return self.down(F.silu(gate) * up)
+        """,
+    )
+    right = wrong.but("self.gate(x), self.up(x)", "self.up(x).chunk(2, -1)").but(
+        "self.up = nn.Linear(features, hidden", "self.up = nn.Linear(features, 2 * hidden"
+    )
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tilefit.cost import MEMORY
 from tilefit.ops import Gemm
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import LinearCall, linear_calls
@@ -42,6 +42,12 @@ class SmallBatch(Rule):
 
     code = "INT001"
     title = "linear layers limited by reading their weights"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8))).bfloat16()",
+        "torch.empty(1, 8192, dtype=torch.bfloat16)",
+        "--infer",
+    )
+    right = wrong.but("(1,", "(512,")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu, estimate = context.step, context.gpu, context.estimate

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, bias_gradient, is_add, together
 from tilefit.rules.recurrent.loops import Repeated, cell_loops, repeated_weights
@@ -37,6 +37,21 @@ class TimeSteps(Rule):
 
     code = "INT005"
     title = "products per time step that could be one"
+    wrong = Case(
+        "PerPosition()",
+        "torch.empty(64, 16, 1024)",
+        "--amp bf16 --fused-optimizer",
+        """
+        class PerPosition(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(1024, 2048)
+
+            def forward(self, x):
+                return torch.stack([self.layer(row) for row in x])
+        """,
+    )
+    right = wrong.but("torch.stack([self.layer(row) for row in x])", "self.layer(x)")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         flow = Flow(context.step)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilefit.ops import Conv, Step, StepOp, Streaming
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
 from tilefit.units import seconds
@@ -40,6 +40,12 @@ class ChannelsLast(Rule):
 
     code = "LAY001"
     title = "NCHW convolutions under Tensor Cores"
+    wrong = Case(
+        "nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)))",
+        "torch.empty(256, 64, 56, 56)",
+        "--amp bf16",
+    )
+    right = wrong.under("--amp bf16 --channels-last")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step = context.step

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from tilefit.ops import Conv, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.sites import pattern
 from tilefit.units import seconds, size
@@ -35,6 +35,20 @@ class LayoutCopies(Rule):
 
     code = "LAY002"
     title = "copies that only change the layout"
+    wrong = Case(
+        "Norm()",
+        "torch.empty(128, 384, 56, 56)",
+        "--amp bf16 --channels-last --infer",
+        """
+        class Norm(nn.LayerNorm):
+            def __init__(self, channels=384):
+                super().__init__(channels)
+
+            def forward(self, x):
+                return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
+        """,
+    )
+    right = wrong.but(".contiguous()", "")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         ops = context.step.ops

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.rules.alignment.padding import gemm_command
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.layers import Linear, linears
 from tilefit.rules.sites import pattern
@@ -39,6 +39,21 @@ class OperandLayout(Rule):
 
     code = "LAY003"
     title = "weight stored the slower way round"
+    wrong = Case(
+        "Stored().bfloat16()",
+        "torch.empty(4096, 4096, dtype=torch.bfloat16)",
+        "--infer",
+        """
+        class Stored(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.empty(4089, 4096))
+
+            def forward(self, x):
+                return x @ self.weight.T
+        """,
+    )
+    right = wrong.but("4089, 4096", "4096, 4089").but("weight.T", "weight")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step = context.step

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, activation, elements, tensor_bytes
 from tilefit.rules.sites import pattern
@@ -39,6 +39,25 @@ class AttentionByHand(Rule):
 
     code = "NTC002"
     title = "attention written out by hand"
+    wrong = Case(
+        "SelfAttention()",
+        "torch.empty(8, 1024, 1024)",
+        "--amp bf16",
+        """
+        class SelfAttention(nn.Module):
+            def __init__(self, width=1024, heads=16):
+                super().__init__()
+                self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+                y = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+                return self.out(y.transpose(1, 2).flatten(-2))
+        """,
+    )
+    right = wrong.but(
+        "torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v", "F.scaled_dot_product_attention(q, k, v)"
+    )
 
     def check(self, context: Context) -> Iterator[Proposal]:
         flow = Flow(context.step)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from tilefit.ops import OPTIMIZER, StepOp, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import count, size
 
@@ -39,6 +39,10 @@ class UnfusedOptimizer(Rule):
 
     code = "NTC003"
     title = "optimizer not fused"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))", "torch.empty(1024, 4096)", "--amp bf16"
+    )
+    right = wrong.under("--amp bf16 --fused-optimizer")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import PAD, fuse
 from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
 
@@ -50,6 +50,22 @@ class Unfused(Rule):
 
     code = "NTC001"
     title = "streaming operations that could be fused"
+    wrong = Case(
+        "nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), RmsNorm(1024), nn.GELU()) for _ in range(4)))",
+        "torch.empty(16384, 1024)",
+        "--amp bf16",
+        """
+        class RmsNorm(nn.Module):
+            def __init__(self, features):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(features))
+
+            def forward(self, x):
+                wide = x.float()
+                return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))
+        """,
+    )
+    right = wrong.under("--amp bf16 --compile")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu, before = context.step, context.gpu, context.estimate

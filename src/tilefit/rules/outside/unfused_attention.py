@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Fallback, StepOp
 from tilefit.ops.step import DIMENSIONS, MASK
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.attention_by_hand import in_one_kernel
 from tilefit.rules.sites import pattern
@@ -42,6 +42,24 @@ class UnfusedAttention(Rule):
 
     code = "NTC005"
     title = "attention that PyTorch runs unfused"
+    wrong = Case(
+        "NothingMasked()",
+        "torch.empty(8, 1024, 1024)",
+        "--amp bf16",
+        """
+        class NothingMasked(nn.Module):
+            def __init__(self, width=1024, heads=16):
+                super().__init__()
+                self.heads, self.qkv = heads, nn.Linear(width, 3 * width)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+                n = x.shape[1]
+                mask = torch.ones(n, 1, dtype=torch.bool, device=x.device).expand(n, n)
+                return F.scaled_dot_product_attention(q, k, v, mask)
+        """,
+    )
+    right = wrong.but(".expand(n, n)", ".expand(n, n).contiguous()")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import HALVES, Flow, elements, linear_calls, tensor_bytes
 from tilefit.units import size
@@ -40,6 +40,21 @@ class WideLoss(Rule):
 
     code = "NTC004"
     title = "logits and loss in fp32 over a large vocabulary"
+    wrong = Case(
+        "Head()",
+        "(torch.empty(8192, 1024), torch.zeros(8192, dtype=torch.long))",
+        "--amp bf16",
+        """
+        class Head(nn.Module):
+            def __init__(self, features=1024, vocabulary=64000):
+                super().__init__()
+                self.head = nn.Linear(features, vocabulary, bias=False)
+
+            def forward(self, x, targets):
+                return F.cross_entropy(self.head(x), targets)
+        """,
+    )
+    right = wrong.but("64000", "8000")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.rules.base import Context, Proposal, Rule
+from tilefit.rules.base import Case, Context, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 
 
@@ -32,6 +32,23 @@ class UnevenShards(Rule):
 
     code = "PAR001"
     title = "a size that the tensor-parallel ranks do not divide"
+    wrong = Case(
+        "SelfAttention()",
+        "torch.empty(8, 1024, 1600)",
+        "--amp bf16 --tensor-parallel 2",
+        """
+        class SelfAttention(nn.Module):
+            def __init__(self, width=1600, heads=25):
+                super().__init__()
+                self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+                y = F.scaled_dot_product_attention(q, k, v)
+                return self.out(y.transpose(1, 2).flatten(-2))
+        """,
+    )
+    right = wrong.under("--amp bf16 --tensor-parallel 5")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         shards = context.step.shards

@@ -14,7 +14,7 @@ from tilefit.rules.alignment.padding import (
     is_misaligned,
     replaced_s,
 )
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import inner_sizes, linears
 from tilefit.rules.resize import pad, resize_features, resize_streams
@@ -46,6 +46,12 @@ class SmallDimension(Rule):
 
     code = "QNT003"
     title = "small dimension with few powers of two"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(8192, 72, bias=False), nn.Linear(72, 8192, bias=False)) * 4)",
+        "torch.empty(65536, 8192)",
+        "--amp bf16",
+    )
+    right = wrong.but("72", "128")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step = context.step

@@ -9,7 +9,7 @@ from tilefit.cost.tiles import tile_efficiency
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command, is_misaligned, replaced_s
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import Linear, inner_sizes, linears
 from tilefit.rules.resize import resize_features, resize_streams
@@ -45,6 +45,12 @@ class TileQuantization(Rule):
 
     code = "QNT001"
     title = "feature size just above a whole number of tiles"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(4096, 1032, bias=False), nn.Linear(1032, 4096, bias=False)) * 4)",
+        "torch.empty(3456, 4096)",
+        "--amp bf16 --gpu a100-sxm-80gb",
+    )
+    right = wrong.but("1032", "1024")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         layers = linears(context.step)

@@ -10,7 +10,7 @@ from tilefit.cost import MATH, estimate
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.layers import linears
 from tilefit.rules.sites import pattern
@@ -45,6 +45,12 @@ class WaveTail(Rule):
 
     code = "QNT002"
     title = "batch just above a whole number of waves"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))",
+        "torch.empty(21, 512, 2048)",
+        "--amp bf16 --gpu a100-sxm-80gb",
+    )
+    right = wrong.but("(21,", "(20,")
 
     def check(self, context: Context) -> Iterable[Proposal]:
         step, batch = context.step, context.step.batch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.recurrent.layers import recurrent_layers
 from tilefit.rules.resize import pad
@@ -92,6 +92,8 @@ class PersistentAlgorithm(Rule):
 
     code = "RNN001"
     title = "cuDNN's persistent algorithm is out of reach"
+    wrong = Case("nn.LSTM(1024, 1024)", "torch.empty(256, 12, 1024)", "--amp fp16")
+    right = wrong.but("12", "16")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.ops import Recurrent, StepOp
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.recurrent.layers import layers_of_torch
 from tilefit.rules.sites import pattern
@@ -39,6 +39,8 @@ class PersistentKernels(Rule):
 
     code = "RNN003"
     title = "recurrent layer without persistent kernels"
+    wrong = Case("nn.LSTM(1024, 1024, num_layers=2)", "torch.empty(256, 8, 1024)", "--amp bf16")
+    right = wrong.but("nn.LSTM", "tilefit.nn.LSTM")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, is_add, is_cast, together
 from tilefit.rules.recurrent.loops import CellLoop, cell_loops
@@ -41,6 +41,25 @@ class PythonLoop(Rule):
 
     code = "RNN002"
     title = "recurrent cell in a Python loop"
+    wrong = Case(
+        "Loop()",
+        "torch.empty(64, 16, 256)",
+        code="""
+        class Loop(nn.Module):
+            def __init__(self, features=256):
+                super().__init__()
+                self.cell = nn.LSTMCell(features, features)
+
+            def forward(self, x):
+                state = x.new_zeros(2, *x.shape[1:]).unbind()
+                outputs = []
+                for step in x:
+                    state = self.cell(step, state)
+                    outputs.append(state[0])
+                return torch.stack(outputs)
+        """,
+    )
+    right = wrong.but("Loop()", "nn.LSTM(256, 256)")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         flow = Flow(context.step)

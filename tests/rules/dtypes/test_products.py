@@ -11,15 +11,6 @@ from toys import LanguageModel, tokens
 from whatif import findings, saved_s
 
 
-def test_tf32_is_worth_what_a_tf32_capture_saves() -> None:
-    fp32 = capture(LanguageModel(), tokens())
-    tf32 = capture(LanguageModel(), tokens(), tf32=True)
-    (finding,) = findings(fp32, "PRC001")
-    assert finding.gain_s == pytest.approx(saved_s(fp32, tf32), rel=0.001)
-    assert finding.safety == "unsafe"
-    assert "set_float32_matmul_precision" in finding.fix
-
-
 def test_tf32_is_not_proposed_where_it_is_on_missing_or_not_needed() -> None:
     fp32 = capture(LanguageModel(), tokens())
     assert not findings(fp32, "PRC001", gpu="t4", min_gain=0)
@@ -59,14 +50,3 @@ def test_a_mixed_or_half_step_is_healthy() -> None:
 
 def test_a_gpu_without_half_precision_products_gets_no_advice() -> None:
     assert not findings(capture(LanguageModel(), tokens()), "PRC002", gpu="p100-pcie-16gb", min_gain=0)
-
-
-@pytest.mark.parametrize("gpu", ["l40s", "rtx-4090"])
-def test_float64_is_worth_what_the_float32_model_saves(gpu: str) -> None:
-    x = torch.empty(4096, 1024, device="meta")
-    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
-    single = capture(model, x, optimizer="none")
-    double = capture(model.double(), x.double(), optimizer="none")
-    (finding,) = findings(double, "PRC003", gpu=gpu)
-    assert finding.gain_s == pytest.approx(saved_s(double, single, gpu), rel=0.001)
-    assert not findings(single, "PRC003", gpu=gpu, min_gain=0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilefit.ops import Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
-from tilefit.rules.precision.autocast import under_autocast
+from tilefit.rules.dtypes.autocast import under_autocast
 from tilefit.units import number, share
 
 
@@ -36,6 +36,10 @@ class MixedPrecision(Rule):
 
     code = "PRC002"
     title = "no mixed precision"
+    wrong = Case(
+        "nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))", "torch.empty(8192, 1024)"
+    )
+    right = wrong.under("--amp bf16")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu, estimate = context.step, context.gpu, context.estimate

@@ -38,26 +38,12 @@ def model_of(*, written_out: bool, layers: int = 3) -> nn.Module:
 X = torch.empty(16384, 2048, device="meta", dtype=torch.bfloat16)
 
 
-def test_a_detour_through_fp32_is_found_in_inference() -> None:
-    detour = capture(model_of(written_out=True), X, train=False)
-    (finding,) = findings(detour, "PRC004")
-    assert finding.module == "*.0"
-    assert finding.sites == 3
-    # The product with the weight, after the cast back, is not part of the detour.
-    direct = saved_s(detour, capture(model_of(written_out=False), X, train=False))
-    assert 0.7 * direct < finding.gain_s < 1.05 * direct
-
-
 def test_its_gradient_belongs_to_it() -> None:
     training = capture(model_of(written_out=True), X, optimizer="none")
     inference = capture(model_of(written_out=True), X, train=False)
     (finding,) = findings(training, "PRC004")
-    assert finding.sites == 3
+    assert (finding.module, finding.sites) == ("*.0", 3)
     assert finding.gain_s > findings(inference, "PRC004")[0].gain_s
-
-
-def test_a_direct_normalisation_is_healthy() -> None:
-    assert not findings(capture(model_of(written_out=False), X), "PRC004", min_gain=0)
 
 
 def test_autocast_itself_is_healthy() -> None:
@@ -96,19 +82,6 @@ def test_an_fp32_product_in_a_half_step_is_found() -> None:
     assert finding.module == "head"
     assert finding.gain_s == pytest.approx(saved_s(wide, half), rel=0.1)
     assert not findings(half, "PRC004", min_gain=0)
-
-
-def test_weights_cast_in_every_call() -> None:
-    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
-    x = torch.empty(64, 4096, device="meta")
-    cast = capture(model, x, amp="bf16", train=False)
-    half = capture(model.bfloat16(), x.bfloat16(), train=False)
-    (finding,) = findings(cast, "PRC005")
-    assert "model.to(torch.bfloat16)" in finding.fix
-    assert finding.gain_s == pytest.approx(
-        saved_s(cast, half), rel=0.15
-    )  # the input's cast is not the rule's
-    assert not findings(half, "PRC005", min_gain=0)
 
 
 class MicroBatches(nn.Module):

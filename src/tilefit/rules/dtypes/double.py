@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Op, StepOp, Streaming, TensorRef
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.sites import pattern
 from tilefit.units import number, size
@@ -34,6 +34,12 @@ class Double(Rule):
 
     code = "PRC003"
     title = "float64 on the GPU"
+    wrong = Case(
+        "nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).double()",
+        "torch.empty(8192, 1024).double()",
+        "--gpu l40s",
+    )
+    right = wrong.but(".double()", "")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import HALVES, Flow, elements, is_cast, tensor_bytes
 from tilefit.rules.outside.attention_by_hand import attention_chains
@@ -43,6 +43,23 @@ class Upcasts(Rule):
 
     code = "PRC004"
     title = "upcasts on the hot path"
+    wrong = Case(
+        "nn.Sequential(*(nn.Sequential(RmsNorm(2048), nn.Linear(2048, 2048)) for _ in range(3))).bfloat16()",
+        "torch.empty(16384, 2048, dtype=torch.bfloat16)",
+        "--infer",
+        """
+        class RmsNorm(nn.Module):
+            def __init__(self, features):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(features))
+
+            def forward(self, x):
+                wide = x.float()
+                wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+                return self.weight * wide.to(x.dtype)
+        """,
+    )
+    right = wrong.but("RmsNorm(2048)", "nn.RMSNorm(2048)")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         yield from _detours(Flow(context.step))

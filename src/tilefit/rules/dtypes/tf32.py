@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilefit import units
 from tilefit.ops import Conv, Gemm, Recurrent, StepOp
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.sites import pattern
 
@@ -33,6 +33,10 @@ class Tf32(Rule):
 
     code = "PRC001"
     title = "fp32 matrix products without TF32"
+    wrong = Case(
+        "nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))", "torch.empty(8192, 1024)"
+    )
+    right = wrong.under("--tf32")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step, gpu = context.step, context.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilefit.ops import StepOp
-from tilefit.rules.base import Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.flow import HALVES, is_cast
 from tilefit.rules.sites import pattern
@@ -34,6 +34,12 @@ class WeightCasts(Rule):
 
     code = "PRC005"
     title = "weights cast more often than needed"
+    wrong = Case(
+        "nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))",
+        "torch.empty(64, 4096)",
+        "--amp bf16 --infer",
+    )
+    right = wrong.but("range(4)))", "range(4))).bfloat16()").but("64, 4096)", "64, 4096).bfloat16()")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step
