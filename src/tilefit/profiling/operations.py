@@ -60,15 +60,9 @@ _TYPES = {
     "bool": torch.bool,
 }
 #: Element types by their number in ``c10::ScalarType``.
+_FIRST_SCALAR_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _SCALAR_TYPES = {
-    0: torch.uint8,
-    1: torch.int8,
-    2: torch.int16,
-    3: torch.int32,
-    4: torch.int64,
-    5: torch.float16,
-    6: torch.float32,
-    7: torch.float64,
+    **dict(enumerate(getattr(torch, name) for name in _FIRST_SCALAR_TYPES)),
     9: torch.complex64,
     10: torch.complex128,
     11: torch.bool,
