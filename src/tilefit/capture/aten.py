@@ -347,7 +347,7 @@ def _stream(
     return replace(op, **fields), phase, read, written  # type: ignore[arg-type]
 
 
-def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: int) -> list[Described]:
+def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: Any) -> list[Described]:
     return [_stream(recorder, role, call.inputs, call.outputs, phase=phase, **fields)]
 
 
