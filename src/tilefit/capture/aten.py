@@ -114,6 +114,20 @@ def function_of(name: str) -> str:
     return _SAME_KERNELS.get(function, function)
 
 
+_Handler = Callable[[Call, Recording], list[Described]]
+_HANDLERS: dict[str, _Handler] = {}
+
+
+def _describes(names: str) -> Callable[[_Handler], _Handler]:
+    """Make a function describe the operations of these names."""
+
+    def register(handler: _Handler) -> _Handler:
+        _HANDLERS.update(dict.fromkeys(names.split(), handler))
+        return handler
+
+    return register
+
+
 def describe(call: Call, recorder: Recording) -> list[Described]:
     """The operations the hardware executes for a call."""
     handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
@@ -177,33 +191,37 @@ def check_alike(what: str, operands: Iterable[torch.Tensor]) -> None:
         )
 
 
-def _product(first: int, *, bias: bool = False) -> Callable[[Call, Recording], list[Described]]:
-    def handler(call: Call, recorder: Recording) -> list[Described]:
-        a, b = call.args[first], call.args[first + 1]
-        if call.packet != "_int_mm":
-            check_alike("a matrix product", (a, b))
-        phase = recorder.gradient_phase((a, b))
-        others = [t for t in call.inputs if t is not a and t is not b]
-        return [(gemm_of(a, b, recorder, bias=bias), phase, (a, b, *others), call.outputs)]
-
-    return handler
-
-
-def _vector_product(call: Call, recorder: Recording) -> list[Described]:
-    first = 1 if call.packet == "addmv" else 0
-    a, b = call.args[first], call.args[first + 1]
-    matrix = a if a.dim() == 2 else a.unsqueeze(0)  # a dot product has two vectors
-    op = gemm_of(matrix, b.unsqueeze(1), recorder)
-    others = [t for t in call.inputs if t is not a and t is not b]
+@_describes("mm bmm addmm addmm_ baddbmm baddbmm_ addbmm _addmm_activation _int_mm")
+def _product(call: Call, recorder: Recording) -> list[Described]:
+    a, b, others = _operands(call)
+    if call.packet != "_int_mm":
+        check_alike("a matrix product", (a, b))
+    op = gemm_of(a, b, recorder, bias="addmm" in call.packet)
     return [(op, recorder.gradient_phase((a, b)), (a, b, *others), call.outputs)]
 
 
+@_describes("mv addmv dot vdot")
+def _vector_product(call: Call, recorder: Recording) -> list[Described]:
+    a, b, others = _operands(call)
+    matrix = a if a.dim() == 2 else a.unsqueeze(0)  # a dot product has two vectors
+    op = gemm_of(matrix, b.unsqueeze(1), recorder)
+    return [(op, recorder.gradient_phase((a, b)), (a, b, *others), call.outputs)]
+
+
+def _operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The two that are multiplied, and what is added to their product."""
+    a, b = list(tensors(call.args))[-2:]
+    return a, b, [t for t in call.inputs if t is not a and t is not b]
+
+
+@_describes("_scaled_mm")
 def _scaled_mm(call: Call, recorder: Recording) -> list[Described]:
     a, b = call.args[0], call.args[1]
     op = gemm_of(a, b, recorder, out=DTYPES[call.outputs[0].dtype])
     return [(op, recorder.gradient_phase((a, b)), call.inputs, call.outputs)]
 
 
+@_describes("_grouped_mm")
 def _grouped_mm(call: Call, recorder: Recording) -> list[Described]:
     """Rows shared out over experts: taken to be even, which is what a balanced router aims for."""
     a, b = call.args[0], call.args[1]
@@ -261,12 +279,14 @@ def _conv(
     )
 
 
+@_describes("convolution convolution_overrideable")
 def _convolution(call: Call, recorder: Recording) -> list[Described]:
     x, weight = call.args[0], call.args[1]
     op = _conv(x, weight, call.outputs[0], call.args[3:9], recorder, FORWARD)
     return [(op, "", call.inputs, call.outputs)]
 
 
+@_describes("convolution_backward")
 def _convolution_backward(call: Call, recorder: Recording) -> list[Described]:
     grad, x, weight = call.args[:3]
     settings, mask = call.args[4:10], call.args[10]
@@ -327,6 +347,10 @@ def _stream(
     return replace(op, **fields), phase, read, written  # type: ignore[arg-type]
 
 
+def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: Any) -> list[Described]:
+    return [_stream(recorder, role, call.inputs, call.outputs, phase=phase, **fields)]
+
+
 def _streaming(call: Call, recorder: Recording, role: str) -> Described:
     """The general case: every input is read and every output written, once."""
     written = call.outputs or _mutated(call)
@@ -365,6 +389,9 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
     return 0, None
 
 
+@_describes(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm"
+)
 def _batch_norm(call: Call, recorder: Recording) -> list[Described]:
     """With statistics that are given, as in inference, nothing is normalised together: one kernel makes
     factors of the variances, another scales and shifts, as ``batch_norm_elemt`` does."""
@@ -384,34 +411,26 @@ def _mutated(call: Call) -> list[torch.Tensor]:
     return written
 
 
+@_describes(
+    """zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full zero_ fill_ fill arange rand
+    randn randint randperm eye tril_indices triu_indices linspace"""
+)
 def _write_only(call: Call, recorder: Recording) -> list[Described]:
     """Fills: nothing is read."""
     return [_stream(recorder, "pointwise", (), call.outputs)]
 
 
+@_describes("copy_")
 def _copy_(call: Call, recorder: Recording) -> list[Described]:
     return [_stream(recorder, "copy", (call.args[1],), call.outputs)]
 
 
-def _reading_what_it_writes(role: str, kernels: int = 1) -> Callable[[Call, Recording], list[Described]]:
-    """Lookups: of the first operand only as much is read as is written."""
-
-    def handler(call: Call, recorder: Recording) -> list[Described]:
-        looked_up = sum(map(touched_bytes, call.outputs))
-        rest = sum(map(touched_bytes, _distinct(call.inputs[1:], recorder)))
-        return [
-            _stream(
-                recorder,
-                role,
-                call.inputs,
-                call.outputs,
-                inner=_row_length(call),
-                read_bytes=looked_up + rest,
-                kernels=kernels,
-            )
-        ]
-
-    return handler
+@_describes("embedding index index_select gather")
+def _lookup(call: Call, recorder: Recording) -> list[Described]:
+    """Of the first operand only as much is read as is written."""
+    role = "embedding" if call.packet == "embedding" else "indexing"
+    read_bytes = sum(map(touched_bytes, (*call.outputs, *_distinct(call.inputs[1:], recorder))))
+    return _streamed(call, recorder, role, inner=_row_length(call), read_bytes=read_bytes)
 
 
 def _row_length(call: Call) -> int:
@@ -431,69 +450,61 @@ def _row_length(call: Call) -> int:
 _UNSORTED_INDICES = 3072
 
 
+@_describes("embedding_dense_backward")
 def _embedding_backward(call: Call, recorder: Recording) -> list[Described]:
     # The table's gradient is zeroed and the rows added; more than a few indices are sorted first, by some
     # thirty small kernels (PyTorch, ATen/native/cuda/Embedding.cu; the number as profiled on an H200).
     grad, indices = call.inputs[0], call.inputs[1]
     table = call.outputs[0]
     rows = min(touched_bytes(grad), touched_bytes(table))
-    return [
-        _stream(
-            recorder,
-            "embedding",
-            call.inputs,
-            call.outputs,
-            phase=BACKWARD_WEIGHT,
-            inner=_row_length(call),
-            read_bytes=sum(map(touched_bytes, call.inputs)) + rows,
-            write_bytes=touched_bytes(table) + rows,
-            kernels=2 if indices.numel() <= _UNSORTED_INDICES else 30,
-        )
-    ]
+    return _streamed(
+        call,
+        recorder,
+        "embedding",
+        BACKWARD_WEIGHT,
+        inner=_row_length(call),
+        read_bytes=sum(map(touched_bytes, call.inputs)) + rows,
+        write_bytes=touched_bytes(table) + rows,
+        kernels=2 if indices.numel() <= _UNSORTED_INDICES else 30,
+    )
 
 
+@_describes("scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy index_copy_")
 def _scatter(call: Call, recorder: Recording) -> list[Described]:
     """In-place or copying scatter: the indexed elements are read and written; a copy copies the rest too."""
     in_place = call.packet.endswith("_")
-    source = call.inputs[-1]
-    moved = touched_bytes(source)
-    base = 0 if in_place else touched_bytes(call.inputs[0])
-    others = sum(map(touched_bytes, call.inputs[1:]))
-    return [
-        _stream(
-            recorder,
-            "indexing",
-            call.inputs,
-            call.outputs,
-            inner=_row_length(call),
-            read_bytes=base + others,
-            write_bytes=(touched_bytes(call.outputs[0]) if not in_place else 0) + moved,
-            kernels=1 if in_place else 2,
-        )
-    ]
+    moved = touched_bytes(call.inputs[-1])
+    return _streamed(
+        call,
+        recorder,
+        "indexing",
+        inner=_row_length(call),
+        read_bytes=sum(map(touched_bytes, call.inputs[in_place:])),
+        write_bytes=moved + (0 if in_place else touched_bytes(call.outputs[0])),
+        kernels=1 if in_place else 2,
+    )
 
 
+@_describes("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward")
 def _picked_loss(call: Call, recorder: Recording) -> list[Described]:
     """The negative log-likelihood reads one element a row; its gradient is zero but for that element."""
     scores, *small = call.inputs if call.packet.endswith("forward") else call.inputs[1:]
     others = sum(map(touched_bytes, small))
     if not call.packet.endswith("forward"):
         others += touched_bytes(call.inputs[0])
-        return [_stream(recorder, "loss", call.inputs, call.outputs, read_bytes=others, kernels=2)]
+        return _streamed(call, recorder, "loss", read_bytes=others, kernels=2)
     picked = max(1, scores.numel() // max(1, scores.shape[1] if scores.dim() > 1 else scores.shape[0]))
     read_bytes = others + picked * scores.element_size()
-    return [
-        _stream(recorder, "loss", call.inputs, call.outputs, read_bytes=read_bytes, inner=scores.shape[-1])
-    ]
+    return _streamed(call, recorder, "loss", read_bytes=read_bytes, inner=scores.shape[-1])
 
 
+@_describes("slice_backward select_backward")
 def _slice_backward(call: Call, recorder: Recording) -> list[Described]:
     # Zeros of the full size, then a copy into the slice.
     piece, whole = call.inputs[0], call.outputs[0]
     if call.packet == "select_backward":
         piece = piece.unsqueeze(call.named("dim"))
-    inner = common_run([piece], whole)
-    return [_stream(recorder, "copy", call.inputs, call.outputs, inner=inner, kernels=2)]
+    return _streamed(call, recorder, "copy", inner=common_run([piece], whole), kernels=2)
 
 
 # Tensors and blocks one multi-tensor launch holds, by the number of tensor lists
@@ -602,59 +613,4 @@ _ROLE_OF = {name: role for role, names in _BY_ROLE.items() for name in names.spl
 def _role(func: Any) -> str:
     packet = func._overloadpacket.__name__
     known = _ROLE_OF.get(packet) or _ROLE_OF.get(packet.rstrip("_"))
-    if known:
-        return known
-    if torch.Tag.pointwise in func.tags:
-        return "pointwise"
-    return "other"
-
-
-_HANDLERS: dict[str, Callable[[Call, Recording], list[Described]]] = {
-    "mm": _product(0),
-    "bmm": _product(0),
-    "addmm": _product(1, bias=True),
-    "addmm_": _product(1, bias=True),
-    "baddbmm": _product(1),
-    "baddbmm_": _product(1),
-    "addbmm": _product(1),
-    "_addmm_activation": _product(1, bias=True),
-    "_int_mm": _product(0),
-    "_scaled_mm": _scaled_mm,
-    "_grouped_mm": _grouped_mm,
-    "mv": _vector_product,
-    "addmv": _vector_product,
-    "dot": _vector_product,
-    "vdot": _vector_product,
-    "convolution": _convolution,
-    "convolution_overrideable": _convolution,
-    "convolution_backward": _convolution_backward,
-    "embedding": _reading_what_it_writes("embedding"),
-    "embedding_dense_backward": _embedding_backward,
-    "index": _reading_what_it_writes("indexing"),
-    "index_select": _reading_what_it_writes("indexing"),
-    "gather": _reading_what_it_writes("indexing"),
-    "scatter": _scatter,
-    "scatter_": _scatter,
-    "scatter_add": _scatter,
-    "scatter_add_": _scatter,
-    "index_add": _scatter,
-    "index_add_": _scatter,
-    "index_copy": _scatter,
-    "index_copy_": _scatter,
-    **dict.fromkeys(
-        ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"), _picked_loss
-    ),
-    **dict.fromkeys(
-        """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
-        cudnn_batch_norm""".split(),
-        _batch_norm,
-    ),
-    "slice_backward": _slice_backward,
-    "select_backward": _slice_backward,
-    "copy_": _copy_,
-    **dict.fromkeys(
-        """zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full zero_ fill_ fill arange
-        rand randn randint randperm eye tril_indices triu_indices linspace""".split(),
-        _write_only,
-    ),
-}
+    return known or ("pointwise" if torch.Tag.pointwise in func.tags else "other")

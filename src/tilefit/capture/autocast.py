@@ -144,18 +144,9 @@ def constructible() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def simulated(state: AutocastState) -> Iterator[None]:
-    """Within the block, ``torch.autocast("cuda")`` and the questions about it answer from ``state``."""
-    # A capture imports the compiler sooner or later, and it keeps the functions it finds: not ours.
-    import torch._dynamo
-
-    kept_init = autocast_mode.autocast.__init__
-    kept_enter = autocast_mode.autocast.__enter__
-    kept_exit = autocast_mode.autocast.__exit__
-    kept_cast = autocast_mode._cast
-    any_enabled = torch._C._is_any_autocast_enabled
-    available = torch.amp.is_autocast_available
+def _regions(state: AutocastState) -> dict[str, Any]:
+    """The methods of ``torch.autocast``, for CUDA on a state of our own."""
+    kept = {name: getattr(autocast_mode.autocast, name) for name in ("__init__", "__enter__", "__exit__")}
 
     def init(
         self: Any,
@@ -165,7 +156,7 @@ def simulated(state: AutocastState) -> Iterator[None]:
         cache_enabled: bool | None = None,
     ) -> None:
         if device_type not in _DEVICES:
-            kept_init(self, device_type, dtype, enabled, cache_enabled)
+            kept["__init__"](self, device_type, dtype, enabled, cache_enabled)
             return
         self.device = device_type
         self.fast_dtype = dtype or state.dtype
@@ -174,15 +165,28 @@ def simulated(state: AutocastState) -> Iterator[None]:
 
     def enter(self: Any) -> Any:
         if self.device not in _DEVICES:
-            return kept_enter(self)  # type: ignore[no-untyped-call]
+            return kept["__enter__"](self)
         state.enter(self._enabled, self.fast_dtype, self._cache_enabled)
         return self
 
     def leave(self: Any, *exc: Any) -> Any:
         if self.device not in _DEVICES:
-            return kept_exit(self, *exc)
+            return kept["__exit__"](self, *exc)
         state.leave()
         return False
+
+    return {"__init__": init, "__enter__": enter, "__exit__": leave}
+
+
+@contextmanager
+def simulated(state: AutocastState) -> Iterator[None]:
+    """Within the block, ``torch.autocast("cuda")`` and the questions about it answer from ``state``."""
+    # A capture imports the compiler sooner or later, and it keeps the functions it finds: not ours.
+    import torch._dynamo
+
+    kept_cast = autocast_mode._cast
+    any_enabled = torch._C._is_any_autocast_enabled
+    available = torch.amp.is_autocast_available
 
     def simulate(question: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
         def ask(device_type: str = "cuda") -> Any:
@@ -195,7 +199,7 @@ def simulated(state: AutocastState) -> Iterator[None]:
 
     with (
         constructible(),
-        patch.multiple(autocast_mode.autocast, __init__=init, __enter__=enter, __exit__=leave),
+        patch.multiple(autocast_mode.autocast, **_regions(state)),
         patch.multiple(
             torch,
             is_autocast_enabled=simulate(torch.is_autocast_enabled, lambda: state.enabled),

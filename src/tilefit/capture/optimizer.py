@@ -34,24 +34,20 @@ def made_optimizer(make: str | MakeOptimizer, parameters: list[nn.Parameter]) ->
     return (OPTIMIZERS[make] if isinstance(make, str) else make)(parameters)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's state on the device."""
-    return [tensor for tensor in _state(optimizer) if tensor.dim() > 0]
-
-
-def _step_counts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's state on the host."""
-    return [tensor for tensor in _state(optimizer) if tensor.dim() == 0]
-
-
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+def _state(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[torch.Tensor]:
+    """The tensors of the optimizer's state on the device, or those on the host, which count steps."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [t for t in values if isinstance(t, torch.Tensor) and (t.dim() == 0) == on_host]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state on the device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _state_tensors(optimizer))
+    return sum(tensor.numel() * tensor.element_size() for tensor in _state(optimizer))
+
+
+def _with_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters that have a gradient, each with it."""
+    return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class OptimizerSteps:
@@ -102,8 +98,8 @@ class OptimizerSteps:
             step = type(optimizer).step
             with self.recorder.silent():
                 getattr(step, "__wrapped__", step)(*args)
-        self.recorder.keep_from_start(_state_tensors(optimizer))
-        self.recorder.keep_on_host(_step_counts(optimizer))
+        self.recorder.keep_from_start(_state(optimizer))
+        self.recorder.keep_on_host(_state(optimizer, on_host=True))
         self.optimizer_bytes += state_bytes(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -119,9 +115,7 @@ class OptimizerSteps:
 
     def _record_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """One pass: read parameter, gradient and state, write parameter and state."""
-        pairs = [
-            (p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        pairs = _with_gradients(optimizer)
         parameters = sum(touched_bytes(p) for p, _ in pairs)
         gradients = sum(touched_bytes(g) for _, g in pairs)
         state = state_bytes(optimizer)
@@ -138,9 +132,7 @@ class OptimizerSteps:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what ``GradScaler`` does to the gradients before a step: divide and look for infinities."""
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        gradients = [gradient for _, gradient in _with_gradients(optimizer)]
         if not gradients:
             return
         total = sum(map(touched_bytes, gradients))

@@ -191,13 +191,9 @@ _DEVICE_CALLS: dict[str, Callable[[SemanticMode, Any, Any, Any], Any]] = {
     "to": SemanticMode._to,
     "cuda": SemanticMode._cuda,
     "cpu": SemanticMode._cpu,
-    "item": SemanticMode._value,
-    "tolist": SemanticMode._value,
-    "numpy": SemanticMode._value,
-    "__bool__": SemanticMode._value,
-    "__int__": SemanticMode._value,
-    "__float__": SemanticMode._value,
-    "__index__": SemanticMode._value,
+    **dict.fromkeys(
+        ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__"), SemanticMode._value
+    ),
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from statistics import median
 from typing import NamedTuple
 
@@ -87,17 +87,15 @@ def measure(
     operations = Operations(tf32_matmul="tf32" in names)
     units = [[unit for call in step.calls for unit in operations.units(call)] for step in steps]
     windows = _windows(steps)
-    typical = sorted(range(len(steps)), key=lambda number: windows[number][1] - windows[number][0])[
-        len(steps) // 2
-    ]
+    middle = sorted(range(len(steps)), key=lambda number: windows[number][1] - windows[number][0])
+    typical = middle[len(steps) // 2]
     step, unmatched_from = _reference(units[typical], captured, live, trace)
-    rows = [_summed(step, each) for each in units]
+    rows = [_summed(step, of_step) for of_step in units]
     times = [_measured_time(index, rows) for index in range(len(step.ops))]
     predicted = estimate_step(step, gpu)
     wall_s = [(end - start) * _NS for start, end in windows]
-    plain_s = live.plain_s or tuple(wall_s)
     run = MeasuredRun(gpu.name, step, times, predicted.ops)
-    _fit_launches(run, step, gpu, median(plain_s))
+    _fit_launches(run, step, gpu, median(live.plain_s or wall_s))
     with measured(run):
         report = Assessment(step, gpu, selection or Selection()).report
     done = rows[typical]
@@ -105,17 +103,12 @@ def measure(
         replace(row, measured=_measured_op(entry.op, times[index], estimate, done[index], gpu))
         for index, (row, entry, estimate) in enumerate(zip(report.ops, step.ops, predicted.ops, strict=True))
     )
-    summary = _summary(
-        steps[typical], units[typical], windows[typical], len(steps), trace, gpu, predicted, plain_s, wall_s
-    )
-    bounds = {id(u): estimate.bound for u, estimate in _bounds(step, done, predicted)}
+    memory_bound = (units for units, op in zip(done, predicted.ops, strict=True) if op.bound == MEMORY)
     summary = replace(
-        summary,
-        source=live.name,
-        overhead=median(wall_s) / median(live.plain_s) - 1 if live.plain_s else None,
-        memory_bound_s=_NS * sum(u.duration_ns for u in units[typical] if bounds.get(id(u)) == MEMORY),
-        unmatched_s=_NS
-        * sum(u.duration_ns for index in range(unmatched_from, len(step.ops)) for u in done[index]),
+        _summary(steps[typical], windows[typical], gpu, predicted, live, wall_s),
+        attributed_s=_time_s(u for u in units[typical] if u.call.module is not None or u.phase == OPTIMIZER),
+        memory_bound_s=_time_s(chain.from_iterable(memory_bound)),
+        unmatched_s=_time_s(chain.from_iterable(done[unmatched_from:])),
     )
     return Measured(replace(report, ops=ops, measured=summary), steps)
 
@@ -205,12 +198,8 @@ def _summed(step: Step, units: Sequence[Unit]) -> list[list[Unit]]:
 
 def _measured_time(index: int, rows: Sequence[list[list[Unit]]]) -> MeasuredTime:
     """Over the steps; an operation that nothing ran for took no time of its own."""
-    taken = [_NS * sum(unit.duration_ns for unit in row[index]) for row in rows]
+    taken = [_time_s(row[index]) for row in rows]
     return MeasuredTime(median(taken), min(taken), max(taken))
-
-
-def _bounds(step: Step, done: Sequence[list[Unit]], predicted: StepEstimate) -> list[tuple[Unit, Estimate]]:
-    return [(unit, estimate) for units, estimate in zip(done, predicted.ops, strict=True) for unit in units]
 
 
 def _measured_op(
@@ -271,55 +260,49 @@ def _windows(steps: Sequence[AttributedStep]) -> list[tuple[int, int]]:
     return windows
 
 
+def _time_s(ran: Iterable[Unit | Kernel]) -> float:
+    """What kernels, or the kernels of operations, took together, in seconds."""
+    return _NS * sum(part.duration_ns for part in ran)
+
+
 def _summary(
     step: AttributedStep,
-    units: Sequence[Unit],
     window: tuple[int, int],
-    count_: int,
-    trace: Trace,
     gpu: Gpu,
     predicted: StepEstimate,
-    plain_s: Sequence[float],
+    live: Live,
     wall_s: Sequence[float],
 ) -> MeasuredStep:
+    """The totals of one step, but for those that need the operations."""
     kernels = sorted(
         (kernel for call in step.calls for kernel in call.kernels), key=lambda kernel: kernel.start_ns
     )
-    first = kernels[0].device
-    here = [kernel for kernel in kernels if kernel.device == first]
+    here = [kernel for kernel in kernels if kernel.device == kernels[0].device]
     talking = [kernel for kernel in here if _communicates(kernel)]
     working = [kernel for kernel in here if not _communicates(kernel)]
-    tensor = unknown = older = 0
-    for kernel in kernels:
-        if kernel.kind != KERNEL:
-            continue
-        name = read_name(kernel.name)
-        if name.tensor_core is None:
-            unknown += kernel.duration_ns
-        elif name.tensor_core:
-            tensor += kernel.duration_ns
-            older += kernel.duration_ns if older_path(name, gpu.compute_capability) else 0
+    read = [(kernel, read_name(kernel.name)) for kernel in kernels if kernel.kind == KERNEL]
+    tensor = [(kernel, name) for kernel, name in read if name.tensor_core]
+    plain_s = live.plain_s or wall_s
     return MeasuredStep(
-        source="",
-        steps=count_,
+        source=live.name,
+        steps=len(wall_s),
         time_s=median(plain_s),
         low_s=min(plain_s),
         high_s=max(plain_s),
         profiled_time_s=(window[1] - window[0]) * _NS,
-        overhead=None,
-        kernel_s=_NS * sum(kernel.duration_ns for kernel in kernels),
+        overhead=median(wall_s) / median(live.plain_s) - 1 if live.plain_s else None,
+        kernel_s=_time_s(kernels),
         kernels=len(kernels),
         busy_s=_NS * _covered(here),
         launch_bound_s=_NS * _waited_for_host(here, window[0]),
         predicted_s=predicted.time_s,
         predicted_gpu_s=predicted.gpu_time_s,
-        attributed_s=_NS
-        * sum(unit.duration_ns for unit in units if unit.call.module is not None or unit.phase == OPTIMIZER),
-        tensor_core_s=_NS * tensor,
-        unknown_s=_NS * unknown,
-        older_path_s=_NS * older,
+        attributed_s=0.0,
+        tensor_core_s=_time_s(kernel for kernel, _ in tensor),
+        unknown_s=_time_s(kernel for kernel, name in read if name.tensor_core is None),
+        older_path_s=_time_s(k for k, name in tensor if older_path(name, gpu.compute_capability)),
         memory_bound_s=0.0,
-        communication_s=_NS * sum(kernel.duration_ns for kernel in talking),
+        communication_s=_time_s(talking),
         exposed_communication_s=_NS * (_covered(here) - _covered(working)),
         waits=_waits(step),
     )
@@ -353,5 +336,5 @@ def _waits(step: AttributedStep) -> tuple[HostWait, ...]:
     together: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for wait in step.waits:
         together[wait.call, wait.operation, wait.module, wait.source].append(wait.duration_ns)
-    found = [HostWait(*where, len(times), _NS * sum(times)) for where, times in together.items()]
-    return tuple(sorted(found, key=lambda wait: -wait.time_s))
+    waits = [HostWait(*where, len(times), _NS * sum(times)) for where, times in together.items()]
+    return tuple(sorted(waits, key=lambda wait: -wait.time_s))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilefit.capture.aten import function_of
+from tilefit.capture import aten
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.sites import SiteTracker
@@ -60,15 +60,9 @@ _TYPES = {
     "bool": torch.bool,
 }
 #: Element types by their number in ``c10::ScalarType``.
+_FIRST_SCALAR_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _SCALAR_TYPES = {
-    0: torch.uint8,
-    1: torch.int8,
-    2: torch.int16,
-    3: torch.int32,
-    4: torch.int64,
-    5: torch.float16,
-    6: torch.float32,
-    7: torch.float64,
+    **dict(enumerate(getattr(torch, name) for name in _FIRST_SCALAR_TYPES)),
     9: torch.complex64,
     10: torch.complex128,
     11: torch.bool,
@@ -119,7 +113,7 @@ class Unit:
 
 def matching_name(name: str) -> str:
     """What captured (``aten.add_``) and profiled (``aten::add``) names of one function have in common."""
-    function = function_of(name.replace("::", ".")).removeprefix("_").removeprefix("fused_")
+    function = aten.function_of(name.replace("::", ".")).removeprefix("_").removeprefix("fused_")
     attention = _ATTENTION.match(function)
     if attention:
         return f"attention{attention[1] or ''}"
@@ -167,10 +161,9 @@ class Operations:
         if call.shapes is None:
             return ()
         key = (call.name, id(call.shapes))
-        found = self._known.get(key)
-        if found is None:
-            self._known[key] = found = self._call_again(call.name, call.shapes)
-        return found
+        if key not in self._known:
+            self._known[key] = self._call_again(call.name, call.shapes)
+        return self._known[key]
 
     def _call_again(self, name: str, shapes: Shapes) -> tuple[StepOp, ...]:
         if name.startswith("triton_"):
@@ -183,10 +176,11 @@ class Operations:
             function = getattr(packet, overload)
             try:
                 args, kwargs = _arguments(function._schema, shapes)
+                again = aten.Call(function, args, kwargs, ())
                 if _ATTENTION.match(base):
-                    return (_attention(name, function._schema, args, kwargs),)
+                    return (_attention(again),)
                 if base in ("_cudnn_rnn", "_cudnn_rnn_backward"):
-                    return (_recurrent(name, function._schema, args, kwargs),)
+                    return (_recurrent(again),)
                 self._recorder.ops = []
                 with torch.no_grad(), self._recorder:
                     function(*args, **kwargs)
@@ -277,15 +271,8 @@ def _tensor(dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
 # ---- what the recorder does not see as CUDA runs it ------------------------------------------------
 
 
-def _named(schema: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
-    for index, argument in enumerate(schema.arguments):
-        if argument.name == name:
-            return args[index] if index < len(args) else kwargs.get(name)
-    raise KeyError(name)
-
-
-def _attention(name: str, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOp:
-    q, k, v = (_named(schema, args, kwargs, each) for each in ("query", "key", "value"))
+def _attention(call: aten.Call) -> StepOp:
+    q, k, v = map(call.named, ("query", "key", "value"))
     op = Attention(
         batch=q.shape[0],
         num_heads=q.shape[1],
@@ -294,37 +281,38 @@ def _attention(name: str, schema: Any, args: Sequence[Any], kwargs: dict[str, An
         kv_len=k.shape[2],
         num_kv_heads=k.shape[1],
         value_dim=v.shape[3],
-        is_causal=bool(_named(schema, args, kwargs, "is_causal")),
-        dropout_p=float(_named(schema, args, kwargs, "dropout_p") or 0.0),
+        is_causal=bool(call.named("is_causal")),
+        dropout_p=float(call.named("dropout_p") or 0.0),
         dtype=DTYPES[q.dtype],
-        direction=BACKWARD_DATA if name.endswith("_backward") else FORWARD,
+        direction=_direction(call),
     )
-    return _entry(op, name, (q, k, v))
+    return _entry(op, call, (q, k, v))
 
 
-def _recurrent(name: str, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> StepOp:
-    def named(argument: str) -> Any:
-        return _named(schema, args, kwargs, argument)
-
-    x = named("input")
-    length, batch = (x.shape[1], x.shape[0]) if named("batch_first") else (x.shape[0], x.shape[1])
+def _recurrent(call: aten.Call) -> StepOp:
+    x = call.named("input")
+    length, batch = (x.shape[1], x.shape[0]) if call.named("batch_first") else (x.shape[0], x.shape[1])
     op = Recurrent(
-        mode=_CELLS[named("mode")],
+        mode=_CELLS[call.named("mode")],
         input_size=x.shape[2],
-        hidden_size=named("hidden_size"),
+        hidden_size=call.named("hidden_size"),
         seq_len=length,
         batch=batch,
-        num_layers=named("num_layers"),
-        bidirectional=named("bidirectional"),
+        num_layers=call.named("num_layers"),
+        bidirectional=call.named("bidirectional"),
         dtype=DTYPES[x.dtype],
-        direction=BACKWARD_DATA if name.endswith("_backward") else FORWARD,
+        direction=_direction(call),
     )
-    return _entry(op, name, (x,))
+    return _entry(op, call, (x,))
 
 
-def _entry(op: Op, name: str, tensors: Sequence[torch.Tensor]) -> StepOp:
+def _direction(call: aten.Call) -> str:
+    return BACKWARD_DATA if call.name.endswith("_backward") else FORWARD
+
+
+def _entry(op: Op, call: aten.Call, tensors: Sequence[torch.Tensor]) -> StepOp:
     refs = tuple(TensorRef(i, tuple(t.shape), DTYPES[t.dtype]) for i, t in enumerate(tensors))
-    return StepOp(op, "", Site(), name.replace("::", "."), refs)
+    return StepOp(op, "", Site(), call.name, refs)
 
 
 def _generated(name: str, shapes: Shapes) -> StepOp:

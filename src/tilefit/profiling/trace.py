@@ -217,11 +217,7 @@ def collect(events: Iterable[Event], header: dict[str, Any]) -> Trace:
             continue
         made = HostEvent(host_kind, name, thread, start_ns, end_ns)
         if host_kind == OP:
-            made.external = args.get("External id", 0)
-            made.sequence = args.get("Sequence number", -1)
-            made.forward_thread = args.get("Fwd thread id", 0)
-            if "Input Dims" in args:
-                made.shapes = _shapes(args, known_shapes)
+            _note_arguments(made, args, known_shapes)
         host.append(made)
     kernels.sort(key=lambda kernel: kernel.start_ns)
     for kernel in kernels:
@@ -257,6 +253,14 @@ def _kernel(kind: str, name: str, start_ns: int, end_ns: int, event: Event, args
         args.get("External id", 0),
         int(args.get("bytes", 0)),
     )
+
+
+def _note_arguments(operation: HostEvent, args: dict[str, Any], known_shapes: dict[str, Shapes]) -> None:
+    operation.external = args.get("External id", 0)
+    operation.sequence = args.get("Sequence number", -1)
+    operation.forward_thread = args.get("Fwd thread id", 0)
+    if "Input Dims" in args:
+        operation.shapes = _shapes(args, known_shapes)
 
 
 def _shapes(args: dict[str, Any], known: dict[str, Shapes]) -> Shapes:
