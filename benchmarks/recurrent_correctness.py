@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tilefit.errors import TilefitError
 from tilefit.rnn import reference
 from tilefit.rnn.cells import CELLS as KERNEL_CELLS
+from tilefit.rnn.cells import Grads, Rows
 from tilefit.rnn.persistent import layer as persistent_layer
 from tilefit.rnn.persistent.launch import Kernel, LaunchError
 
@@ -314,13 +315,12 @@ def _repeated(
 
     def run(inputs: dict[str, Any], saved: Any) -> tuple[Any, Any]:
         """A forward pass, and a backward pass from the first results."""
-        h0, c0 = inputs["h0"], inputs["c0"]
-        ahead = passes.forward(cell, inputs["xg"], w_hh, bias_n, h0, c0, None, None, save=True)
+        rows = Rows(inputs["h0"], inputs["c0"])
+        ahead = passes.forward(cell, inputs["xg"], w_hh, bias_n, rows, save=True)
         kept = saved or (ahead.out, ahead.gates, ahead.c)
         grad_out, grad_h, grad_c = inputs["grads"]
-        back = passes.backward(
-            cell, grad_out, grad_h, grad_c if cell.has_c else None, kept, w_hh, h0, c0, None, None
-        )
+        grads = Grads(grad_out, grad_h, grad_c if cell.has_c else None)
+        back = passes.backward(cell, grads, kept, w_hh, rows)
         return ahead, back
 
     first = [run(inputs, None) for inputs in sets]

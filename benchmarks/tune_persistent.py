@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from tilefit.rnn import reference
-from tilefit.rnn.cells import CELLS
+from tilefit.rnn.cells import CELLS, Grads, Rows
 from tilefit.rnn.persistent import build, launch
 from tilefit.rnn.persistent.choice import entry, key
 from tilefit.rnn.persistent.launch import Kernel, LaunchError, failure
@@ -301,10 +301,7 @@ class Data:
             projected[:checked].float(),
             weights.float(),
             wide(bias_n),
-            h0.float(),
-            wide(c0),
-            None,
-            None,
+            Rows(h0.float(), wide(c0)),
             save=True,
         )
         if not problem.backward:
@@ -330,15 +327,10 @@ class Data:
         # The last `checked` steps of the sequence are what the reference repeats.
         grad = reference.backward(
             cell,
-            grad_out[-checked:].float(),
-            grad_hn.float(),
-            grad_cn.float() if is_lstm else None,
+            Grads(grad_out[-checked:].float(), grad_hn.float(), grad_cn.float() if is_lstm else None),
             (result.out, result.gates, result.c),
             weights.float(),
-            h0.float(),
-            wide(c0),
-            None,
-            None,
+            Rows(h0.float(), wide(c0)),
         )
         self.expected = grad.dg
         gates = weights.view(directions, cell.gates, hidden, hidden)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.nn import GRU, LSTM, RNN
+from tilefit.rnn.cells import Cell, Grads, Rows
 
 CELLS: dict[str, tuple[type[nn.RNNBase], type[nn.RNNBase], dict[str, Any]]] = {
     "lstm": (LSTM, nn.LSTM, {}),
@@ -100,6 +101,22 @@ def loop(
         else together([e[2] for e in ends])
     )
     return torch.stack(rows, 1), final
+
+
+def dense(rows: Rows, w_hh: Tensor, batch: int, cell: Cell) -> Rows:
+    """Rows that the reference takes: their initial state is given."""
+    zeros = w_hh.new_zeros(w_hh.shape[0], batch, w_hh.shape[2])
+    h0, c0 = (zeros if given is None else given for given in rows[:2])
+    return rows._replace(h0=h0, c0=c0 if cell.has_c else None)
+
+
+def dense_grads(grads: Grads, out: Tensor, rows: Rows) -> Grads:
+    """Gradients that the reference takes, of an output and final states like those of ``rows``."""
+    likes = (out, rows.h0, rows.c0)
+    given = [
+        torch.zeros_like(t) if g is None and t is not None else g for g, t in zip(grads, likes, strict=True)
+    ]
+    return Grads(*given[: 2 if rows.c0 is None else 3])
 
 
 def state_of_zeros(module: nn.RNNBase, batch: int) -> Any:

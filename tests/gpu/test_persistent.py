@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefit.rnn import reference
-from tilefit.rnn.cells import CELLS, Backward, Forward
+from tilefit.rnn.cells import CELLS, Backward, Forward, Grads, Rows
 from tilefit.rnn.persistent import launch, layer
 from tilefit.rnn.persistent.launch import Kernel, LaunchError
 from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, predicted_s, variants
@@ -63,13 +63,14 @@ class Layer:
         return self
 
     def forward(self, run: Callable[..., Forward]) -> Forward:
-        states = (self.h0, self.c0, self.lengths, self.reset)
-        return run(self.cell, self.xg, self.w_hh, self.bias_n, *states, save=True)
+        return run(self.cell, self.xg, self.w_hh, self.bias_n, self.rows(), save=True)
 
     def backward(self, run: Callable[..., Backward], saved: Forward) -> Backward:
         results = (saved.out, saved.gates, saved.c)
-        states = (self.w_hh, self.h0, self.c0, self.lengths, self.reset)
-        return run(self.cell, *self.grads, self.grad_cn, results, *states)
+        return run(self.cell, Grads(*self.grads, self.grad_cn), results, self.w_hh, self.rows())
+
+    def rows(self) -> Rows:
+        return Rows(self.h0, self.c0, self.lengths, self.reset)
 
     def assert_as_reference(self) -> None:
         expected, found = self.forward(reference.forward), self.forward(layer.forward)

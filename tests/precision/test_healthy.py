@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
-from precision.loops.parts import BF16, FP16, autocast, scaler
+from precision.loops.parts import BF16, FP16, autocast, lstm, scaler
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.precision import Watch
 from tilefit.precision.script import run_script
@@ -164,7 +164,7 @@ def test_an_lstm_with_clipping_and_truncated_backpropagation(w: Watch) -> None:
         x, y = torch.randn(6, 2, 8), torch.randint(0, 4, (6, 2))
         optimizer.zero_grad()
         with autocast(FP16):
-            out, state = model(x, state)
+            out, state = lstm(model, x, state)
             loss = nn.functional.cross_entropy(head(out).flatten(0, 1), y.flatten())
         state = tuple(part.detach() for part in state)
         s.scale(loss).backward()

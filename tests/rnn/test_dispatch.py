@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from recurrence import assert_same, pair, tensors
+from recurrence import assert_same, dense, dense_grads, pair, tensors
 from tilefit import gpus
 from tilefit.cost import recurrent_times
 from tilefit.cost.recurrent_times import Row, Table
 from tilefit.errors import TilefitError, UsageError
 from tilefit.nn import LSTM
 from tilefit.rnn import dispatch, passes, reference
-from tilefit.rnn.dispatch import Call, choose
+from tilefit.rnn.call import Call
+from tilefit.rnn.cells import Grads, Rows
+from tilefit.rnn.dispatch import choose
 
 CUDA = torch.device("cuda", 0)
 COLUMNS = list(Row._fields)
@@ -49,8 +51,8 @@ Measure = Callable[..., None]
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
     """Says what was measured on an H200, on which the persistent kernels run all but hidden size 4096."""
 
-    def refusal(device: Any, cell: Any, dtype: Any, hidden: int, *sizes: int, **call: Any) -> str | None:
-        return "the weights do not fit" if hidden == 4096 else None
+    def refusal(call: Call) -> str | None:
+        return "the weights do not fit" if call.hidden == 4096 else None
 
     def measure(*rows: list[Any], gpu: str = "h200", on: str = "h200") -> None:
         (tmp_path / f"{gpu}.json").write_text(json.dumps({"columns": COLUMNS, "rows": rows}), "utf-8")
@@ -240,8 +242,8 @@ def test_the_kernels_are_asked_about_the_whole_call(
 ) -> None:
     """Lengths and resets need room on the chip too."""
 
-    def refusal(*sizes: Any, steps: int, training: bool, lengths: bool, resets: bool) -> str | None:
-        return f"{steps} steps" if steps > 999 else "no room" if lengths or resets else None
+    def refusal(call: Call) -> str | None:
+        return f"{call.steps} steps" if call.steps > 999 else "no room" if call.ragged or call.reset else None
 
     measured(row(1.5, 10.0))
     monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=refusal))
@@ -342,27 +344,18 @@ def test_what_the_kernels_are_given(
     """Every tensor is dense, of one element type, and of the size that is agreed."""
     given: list[tuple[Any, ...]] = []
 
-    def forward(cell: Any, xg: Any, w_hh: Any, bias_n: Any, h0: Any, c0: Any, *rest: Any, save: bool) -> Any:
+    def forward(cell: Any, xg: Any, w_hh: Any, bias_n: Any, rows: Rows, *, save: bool) -> Any:
         steps, batch, directions, _ = xg.shape
         assert xg.shape == (steps, batch, directions, cell.gates * w_hh.shape[-1])
         assert (bias_n is not None) == cell.is_gru
-        given.append((xg, w_hh, h0, c0, *rest))
-        zeros = xg.new_zeros(directions, batch, w_hh.shape[-1])
-        h0 = zeros if h0 is None else h0
-        c0 = zeros if c0 is None and cell.has_c else c0
-        return reference.forward(cell, xg, w_hh, bias_n, h0, c0, *rest, save=save)
+        given.append((xg, w_hh, *rows))
+        return reference.forward(cell, xg, w_hh, bias_n, dense(rows, w_hh, batch, cell), save=save)
 
-    def backward(cell: Any, grad_out: Any, grad_hn: Any, grad_cn: Any, results: Any, *rest: Any) -> Any:
+    def backward(cell: Any, grads: Grads, results: Any, w_hh: Any, rows: Rows) -> Any:
         assert not cell.saved or results[1].shape[-1] == cell.saved * results[0].shape[-1]
-        given.append((grad_out, grad_hn, grad_cn, *results, *rest))
-        w_hh, h0, c0, *others = rest
-        zeros = torch.zeros_like(results[0][0]).transpose(0, 1).contiguous()
-        filled = [zeros if t is None else t for t in (grad_hn, grad_cn, h0, c0)]
-        filled = [t if index in (0, 2) or cell.has_c else None for index, t in enumerate(filled)]
-        grad_out = torch.zeros_like(results[0]) if grad_out is None else grad_out
-        return reference.backward(
-            cell, grad_out, filled[0], filled[1], results, w_hh, filled[2], filled[3], *others
-        )
+        given.append((*grads, *results, w_hh, *rows))
+        rows = dense(rows, w_hh, results[0].shape[1], cell)
+        return reference.backward(cell, dense_grads(grads, results[0], rows), results, w_hh, rows)
 
     kernels = SimpleNamespace(refusal=lambda *_, **__: None, forward=forward, backward=backward)
     monkeypatch.setattr(passes, "persistent", lambda: kernels)

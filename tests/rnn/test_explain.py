@@ -12,7 +12,7 @@ from torch import nn
 from tilefit import gpus
 from tilefit.errors import UsageError
 from tilefit.nn import GRU, LSTM, convert, explain
-from tilefit.rnn.dispatch import Call
+from tilefit.rnn.call import Call
 from tilefit.rnn.explain import algorithm
 
 SMALL, STATIC, STANDARD = "PERSIST_STATIC_SMALL_H", "PERSIST_STATIC", "STANDARD"

@@ -12,9 +12,10 @@ import torch
 from torch.autograd.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
-from recurrence import CELLS, assert_same, gradients, pair, state, tensors
+from recurrence import CELLS, assert_same, dense, dense_grads, gradients, pair, state, tensors
 from tilefit.nn import GRU, LSTM, convert
 from tilefit.rnn import dispatch, passes, products, reference
+from tilefit.rnn.cells import Grads, Rows
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -26,24 +27,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Stand-ins of the persistent kernels, which may run everything; the list of their launches."""
     launches: list[str] = []
 
-    def zeros(like: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
-        return [torch.zeros_like(like) if t is None else t for t in tensors]
-
-    def forward(cell: Any, xg: Any, w_hh: Any, bias_n: Any, h0: Any, c0: Any, *rest: Any, save: bool) -> Any:
+    def forward(cell: Any, xg: Any, w_hh: Any, bias_n: Any, rows: Rows, *, save: bool) -> Any:
         _, batch, directions, columns = xg.shape
         assert w_hh.shape == (directions, columns, columns // cell.gates)
         launches.append("forward, saves" if save else "forward")
-        h0, c0 = zeros(xg.new_empty(directions, batch, w_hh.shape[2]), h0, c0)
-        return reference.forward(cell, xg, w_hh, bias_n, h0, c0 if cell.has_c else None, *rest, save=save)
+        return reference.forward(cell, xg, w_hh, bias_n, dense(rows, w_hh, batch, cell), save=save)
 
-    def backward(cell: Any, grad_out: Any, grad_hn: Any, grad_cn: Any, results: Any, *rest: Any) -> Any:
+    def backward(cell: Any, grads: Grads, results: Any, w_hh: Any, rows: Rows) -> Any:
         launches.append("backward")
-        out = results[0]
-        w_hh, h0, c0, *others = rest
-        ends = zeros(out.new_empty(w_hh.shape[0], out.shape[1], w_hh.shape[2]), grad_hn, grad_cn, h0, c0)
-        grad_hn, grad_cn, h0, c0 = ends if cell.has_c else (ends[0], None, ends[2], None)
-        (grad_out,) = zeros(out, grad_out)
-        return reference.backward(cell, grad_out, grad_hn, grad_cn, results, w_hh, h0, c0, *others)
+        rows = dense(rows, w_hh, results[0].shape[1], cell)
+        return reference.backward(cell, dense_grads(grads, results[0], rows), results, w_hh, rows)
 
     stand_ins = SimpleNamespace(forward=forward, backward=backward)
     monkeypatch.setattr(passes, "persistent", lambda: stand_ins)

@@ -1,5 +1,6 @@
 """Fixes: change a model so that it runs faster, and prove that it is the same function."""
 
+from tilefit.fixes import table  # noqa: F401 - which shows plans
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.planner import optimize

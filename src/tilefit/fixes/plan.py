@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,11 +13,11 @@ from tilefit.fixes.fix import Candidate, Undo
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification, join
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
+
+#: What makes a plan readable, by format: ``terminal``, ``text`` and ``html``. Renderers enter themselves.
+RENDERERS: dict[str, Callable[[Plan], Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +139,14 @@ class Plan:
         """:meth:`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
-    def __rich__(self) -> RenderableType:
-        from tilefit.fixes.table import table
-
-        return table(self)
+    def __rich__(self) -> Any:
+        return RENDERERS["terminal"](self)
 
     def _repr_html_(self) -> str:
-        from tilefit.fixes.table import html
-
-        return html(self)
+        return str(RENDERERS["html"](self))
 
     def __str__(self) -> str:
-        from tilefit.fixes.table import text
-
-        return text(self)
+        return str(RENDERERS["text"](self))
 
     def __repr__(self) -> str:
         names = ", ".join(fix.name for fix in self.fixes) or "nothing"

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilefit import units
-from tilefit.fixes.plan import Plan
+from tilefit.fixes.plan import RENDERERS, Plan
 
 NOTHING = "Nothing worth changing."
 #: Refusals that are shown; a model with many layers may have one for each.
@@ -82,3 +82,6 @@ def _refused(plan: Plan) -> Table:
     if more > 0:
         grid.add_row("", f"and {more} more in plan.refused.")
     return grid
+
+
+RENDERERS.update(terminal=table, text=text, html=html)

@@ -9,7 +9,6 @@ See docs/recurrent.md.
 
 from tilefit.nn import functional
 from tilefit.rnn.convert import convert
-from tilefit.rnn.explain import explain
-from tilefit.rnn.modules import GRU, LSTM, RNN
+from tilefit.rnn.modules import GRU, LSTM, RNN, explain
 
 __all__ = ["GRU", "LSTM", "RNN", "convert", "explain", "functional"]

@@ -207,11 +207,9 @@ class StaleCache(Event):
 
     Attributes:
         parameters: How many weights.
-        stepped: The line of the optimizer's step.
     """
 
     parameters: int
-    stepped: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,7 +205,7 @@ class Regions:
                 assert region is not None
                 self._recorder.emit_once(
                     ("stale", region.source),
-                    lambda: StaleCache(source=region.source, parameters=len(stale), stepped=""),
+                    lambda: StaleCache(source=region.source, parameters=len(stale)),
                 )
         if not self._recorder.looking:
             return

@@ -73,6 +73,49 @@ class Layers(NamedTuple):
     kinds: int
 
 
+class Rows(NamedTuple):
+    """What the rows of a mini-batch start from, and where they end and start again.
+
+    Attributes:
+        h0, c0: Initial hidden and cell state, [D, B, H], of a stack [layers * D, B, H]; None for zeros, and
+            c0 also if the cell has none.
+        lengths: Steps of each row, int32[B]; None: all T. Direction 1 starts at a row's last step.
+        reset: uint8[T, B]; where not 0, the state is zero before the step, in both directions.
+    """
+
+    h0: torch.Tensor | None = None
+    c0: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    reset: torch.Tensor | None = None
+
+
+class Grads(NamedTuple):
+    """Gradients of what a forward pass returns; None for zeros, and for the cell state if there is none.
+
+    Attributes:
+        out: [T, B, D, H]; what it says beyond a row's length is ignored.
+        h_n, c_n: [D, B, H]
+    """
+
+    out: torch.Tensor | None = None
+    h_n: torch.Tensor | None = None
+    c_n: torch.Tensor | None = None
+
+
+class Joined(NamedTuple):
+    """One layer's weights with the directions as their first dimension; no biases without bias.
+
+    Attributes:
+        w_ih, w_hh: [D, G * H, I] and [D, G * H, H]
+        b_ih, b_hh: [D, G * H]
+    """
+
+    w_ih: torch.Tensor
+    w_hh: torch.Tensor
+    b_ih: torch.Tensor | None = None
+    b_hh: torch.Tensor | None = None
+
+
 class Forward(NamedTuple):
     """What a forward pass over a layer returns; a tensor the cell does not have, or need not save, is empty.
 

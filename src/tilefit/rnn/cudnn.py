@@ -11,18 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilefit.rnn.cells import Cell
+from tilefit.rnn.cells import Cell, Joined
 
 #: cuDNN's numbers of the cells (``cudnnRNNMode_t``).
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
-def _weights(
-    w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
-) -> tuple[list[Tensor], int]:
+def _weights(joined: Joined) -> tuple[list[Tensor], int]:
     """Weights in the order cuDNN wants them, and how many a direction has."""
-    kinds = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
-    return [kind[d] for d in range(w_ih.shape[0]) for kind in kinds], len(kinds)
+    kinds = [weight for weight in joined if weight is not None]
+    return [kind[d] for d in range(len(kinds[0])) for kind in kinds], len(kinds)
 
 
 def _run(
@@ -41,44 +39,36 @@ def _state(x: Tensor, w_hh: Tensor, state: Tensor | None) -> Tensor:
 def forward(
     cell: Cell,
     x: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
+    joined: Joined,
     h0: Tensor | None,
     c0: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, B, D, H] and final states, as :func:`tilefit.rnn.operator.recurrent` returns them."""
-    h0, c0 = _state(x, w_hh, h0), _state(x, w_hh, c0) if cell.has_c else None
-    weights, stride = _weights(w_ih, w_hh, b_ih, b_hh)
+    h0, c0 = _state(x, joined.w_hh, h0), _state(x, joined.w_hh, c0) if cell.has_c else None
+    weights, stride = _weights(joined)
     output, h_n, c_n, _, _ = _run(cell, x.contiguous(), weights, stride, h0, c0, False)
     return output.view(*x.shape[:2], h0.shape[0], -1), h_n, c_n if cell.has_c else x.new_empty(0)
 
 
 def backward(
     cell: Cell,
-    grad_out: Tensor,
-    grad_hn: Tensor,
-    grad_cn: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor | None],
     x: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
+    joined: Joined,
     h0: Tensor | None,
     c0: Tensor | None,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of x, w_ih, w_hh, b_ih, b_hh, h0 and c0; None where not needed."""
-    h0, c0 = _state(x, w_hh, h0), _state(x, w_hh, c0) if cell.has_c else None
-    x = x.contiguous()
-    weights, stride = _weights(w_ih, w_hh, b_ih, b_hh)
+    h0, c0 = _state(x, joined.w_hh, h0), _state(x, joined.w_hh, c0) if cell.has_c else None
+    x, (grad_out, grad_hn, grad_cn) = x.contiguous(), grads
+    weights, stride = _weights(joined)
     output, _, _, reserve, buffer = _run(cell, x, weights, stride, h0, c0, True)
-    grad_x, grad_h0, grad_c0, grads = torch.ops.aten._cudnn_rnn_backward(
+    grad_x, grad_h0, grad_c0, grad_weights = torch.ops.aten._cudnn_rnn_backward(
         x, weights, stride, buffer, h0, c0, output, grad_out.flatten(2), grad_hn, grad_cn, MODES[cell.name],
         h0.shape[-1], 0, 1, False, 0.0, True, h0.shape[0] == 2, [], None, reserve,
         [True, True, cell.has_c, any(needs[1:5])],
     )  # fmt: skip
-    stacked = [torch.stack(grads[kind::stride]) if any(needs[1:5]) else None for kind in range(stride)]
+    stacked = [torch.stack(grad_weights[kind::stride]) if any(needs[1:5]) else None for kind in range(stride)]
     found = [grad_x, *stacked, *[None] * (4 - stride), grad_h0, grad_c0]
     return [grad if needed else None for grad, needed in zip(found, needs, strict=True)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from functools import cache, lru_cache
-from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from tilefit.cost import recurrent_times
 from tilefit.cost.recurrent_times import CUDNN, PERSISTENT, Table
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
+from tilefit.rnn.call import DTYPES, Call, allows_tf32, cuda_device
 from tilefit.rnn.cells import CELLS, Cell
 
 CELL, REFERENCE = "cell", "reference"
@@ -34,92 +33,6 @@ BACKENDS = (PERSISTENT, CUDNN, CELL, REFERENCE)
 
 #: The environment variable that forces a backend.
 VARIABLE = "TILEFIT_RNN"
-
-DTYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
-
-
-class Call(NamedTuple):
-    """What decides how a recurrent module's call runs.
-
-    Attributes:
-        cell: Name of the cell.
-        dtype: Element type of the computation.
-        device: The CUDA device; None for any other.
-        shapes_only: The tensors are on ``meta``: there are no values.
-        input, hidden, batch, steps, layers, directions: Sizes.
-        proj: ``proj_size`` of the module.
-        ragged: Rows have lengths (or the input is a PackedSequence).
-        reset: There is a mask of steps that start from zeros.
-        training: Backward follows.
-        cudnn_dtype: Element type that ``torch.nn`` computes in: under autocast on CUDA always fp16.
-        tf32: fp32 products may use TF32.
-        captured: The call becomes part of a CUDA graph, or warms up for that; see :func:`in_graph`.
-    """
-
-    cell: str
-    dtype: torch.dtype
-    device: torch.device | None
-    shapes_only: bool
-    input: int
-    hidden: int
-    batch: int
-    steps: int
-    layers: int
-    directions: int
-    proj: int
-    ragged: bool
-    reset: bool
-    training: bool
-    cudnn_dtype: torch.dtype
-    tf32: bool
-    captured: bool = False
-
-    def op(self, *, backward: bool = False) -> Recurrent:
-        """The call as ``torch.nn`` would run it."""
-        return Recurrent(
-            mode=CELLS[self.cell].mode,
-            input_size=self.input,
-            hidden_size=self.hidden,
-            seq_len=self.steps,
-            batch=self.batch,
-            num_layers=self.layers,
-            bidirectional=self.directions == 2,
-            proj_size=self.proj,
-            packed=self.ragged,
-            dtype="tf32" if self.tf32 else DTYPES[self.cudnn_dtype],
-            direction=BACKWARD_DATA if backward else FORWARD,
-        )
-
-
-def computed_dtype(x: Tensor) -> torch.dtype:
-    """The element type a layer computes in and returns: the autocast region's, or else the input's."""
-    if not torch._C._is_any_autocast_enabled() or x.dtype is torch.float64:
-        return x.dtype
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
-
-
-def cuda_device(x: Tensor) -> torch.device | None:
-    """The CUDA device of a tensor, None if it is not on one.
-
-    A capture says of every tensor that it is on CUDA, so the tensor is asked what it is not.
-    """
-    return None if x.is_cpu or x.is_meta or not x.is_cuda else x.device
-
-
-def allows_tf32(dtype: torch.dtype, device: torch.device | None) -> bool:
-    """Whether products of that element type may use TF32: PyTorch's setting for cuDNN's recurrent layers."""
-    return (
-        dtype is torch.float32 and device is not None and torch.backends.cudnn.rnn.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    )
-
 
 _ASKED_FOR = "asked for"
 
@@ -210,7 +123,9 @@ def expected(call: Call, gpu: Gpu, backend: str | None = None) -> Choice | None:
 @cache
 def persistent() -> ModuleType:
     """The package of the persistent kernels, imported when first needed."""
-    return import_module("tilefit.rnn.persistent")
+    from tilefit.rnn import persistent as kernels
+
+    return kernels
 
 
 def refusal(call: Call) -> str | None:
@@ -219,18 +134,7 @@ def refusal(call: Call) -> str | None:
         return "the tensors are not on a CUDA device"
     if call.proj:
         return "a projection (proj_size) has no persistent kernel"
-    return persistent().refusal(  # type: ignore[no-any-return]
-        call.device,
-        CELLS[call.cell],
-        call.dtype,
-        call.hidden,
-        call.batch,
-        call.directions,
-        steps=call.steps,
-        training=call.training,
-        lengths=call.ragged,
-        resets=call.reset,
-    )
+    return persistent().refusal(call)  # type: ignore[no-any-return]
 
 
 def _torch_refusal(call: Call) -> str | None:

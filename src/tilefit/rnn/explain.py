@@ -1,18 +1,13 @@
-"""Says which backend runs a model's recurrent modules, and why."""
+"""Which backend runs a call, and why: what :func:`tilefit.nn.explain` says of each module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
-
-from tilefit import gpus
 from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
-from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
-from tilefit.rnn.dispatch import Call, Choice, choose, expected, gpu_of
-from tilefit.rnn.modules import Recurrent
+from tilefit.rnn.call import Call
+from tilefit.rnn.dispatch import Choice, choose, expected, gpu_of
 from tilefit.rules.recurrent.algorithm import cheapest_change
 
 
@@ -87,38 +82,17 @@ class Explanations(tuple[Explanation, ...]):
     __repr__ = __str__  # what a notebook shows
 
 
-def explain(model: nn.Module, *inputs: Any, gpu: str = "", **arguments: Any) -> Explanations:
-    """Which backend runs each of our recurrent modules in a model, and why.
+def explanation(path: str, call: Call, forced: str | None, gpu: Gpu | None) -> Explanation:
+    """Which backend runs a call, and why.
 
     Args:
-        model: A model, or a recurrent module.
-        *inputs, **arguments: The model is called once with them, as it is. Without any, the last call tells.
-        gpu: Name of the GPU to tell for what cuDNN's algorithm is there, and of a module that ran on none
-            which backend would be; empty: the one the module ran on.
-
-    Raises:
-        UsageError: no module of ours was called, or the GPU is unknown.
-        TilefitError: the backend a module is told to use cannot run it.
+        path: The module's in the model.
+        call: What it runs.
+        forced: The backend that the module asks for.
+        gpu: See :func:`tilefit.nn.explain`.
     """
-    if inputs or arguments:
-        model(*inputs, **arguments)
-    named = gpus.get(gpu) if gpu else None
-    found = Explanations(
-        _explained(path, module, module.last_call, named)
-        for path, module in model.named_modules()
-        if isinstance(module, Recurrent) and module.last_call is not None
-    )
-    if not found:
-        raise UsageError(
-            "no recurrent module of tilefit ran",
-            hint="Give inputs to run the model with; tilefit.nn.convert(model) converts torch.nn's modules.",
-        )
-    return found
-
-
-def _explained(path: str, module: Recurrent, call: Call, gpu: Gpu | None) -> Explanation:
-    backend, reason = choose(call, module.backend)
-    there = expected(call, gpu, module.backend) if gpu and call.device is None else None
+    backend, reason = choose(call, forced)
+    there = expected(call, gpu, forced) if gpu and call.device is None else None
     if gpu is None and call.device is not None:
         gpu = gpu_of(call.device)
     return Explanation(path, call, backend, reason, algorithm(call, gpu) if gpu else None, there)

@@ -7,7 +7,7 @@ layer or a stack, in one direction or two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,9 @@ from torch import Tensor
 from tilefit.cost.recurrent_times import CUDNN
 from tilefit.errors import UsageError
 from tilefit.rnn import single_step, stack, torch_nn
-from tilefit.rnn.cells import CELLS, Cell, Layers
-from tilefit.rnn.dispatch import CELL, Call, allows_tf32, choose, computed_dtype, cuda_device, in_graph
+from tilefit.rnn.call import Call, allows_tf32, computed_dtype, cuda_device
+from tilefit.rnn.cells import CELLS, Cell, Layers, Rows
+from tilefit.rnn.dispatch import CELL, choose, in_graph
 from tilefit.rnn.operator import is_traced, recurrent
 
 #: Weights of one direction of one layer: w_ih, w_hh and, with bias, b_ih and b_hh, as in ``torch.nn.LSTM``.
@@ -44,6 +45,15 @@ class Options(TypedDict, total=False):
     training: bool
     recompute: bool
     backend: str | None
+
+
+class Settings(NamedTuple):
+    """How layers run; see :class:`Options`."""
+
+    dropout: float = 0.0
+    training: bool = False
+    recompute: bool = False
+    backend: str | None = None
 
 
 def lstm(
@@ -105,12 +115,9 @@ def _run(
     bidirectional: bool = False,
     lengths: Tensor | None = None,
     reset: Tensor | None = None,
-    dropout: float = 0.0,
-    training: bool = False,
-    recompute: bool = False,
-    backend: str | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    directions = 2 if bidirectional else 1
+    directions, how = 2 if bidirectional else 1, Settings(**settings)
     _check(cell, x, weights, h0, c0, directions)
     lengths, reset = check_rows(x, lengths, reset)
     flat = [weight for ws in weights for weight in ws]
@@ -119,22 +126,9 @@ def _run(
     if not torch.compiler.is_compiling():
         ragged, has_reset = lengths is not None, reset is not None
         call = describe(layers, x, x.shape[:2], flat, (h0, c0), ragged=ragged, reset=has_reset)
-        call = in_graph(call, backend)
-        backend = choose(call, backend).backend
-    return run(
-        layers,
-        x,
-        flat,
-        h0,
-        c0,
-        lengths,
-        reset,
-        dropout,
-        training,
-        recompute=recompute,
-        backend=backend,
-        call=call,
-    )
+        call = in_graph(call, how.backend)
+        how = how._replace(backend=choose(call, how.backend).backend)
+    return run(layers, x, flat, Rows(h0, c0, lengths, reset), how, call)
 
 
 def describe(
@@ -176,15 +170,8 @@ def run(
     layers: Layers,
     x: Tensor,
     flat: Sequence[Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-    dropout: float,
-    training: bool,
-    *,
-    recompute: bool,
-    backend: str | None,
+    rows: Rows,
+    how: Settings,
     call: Call | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another by a backend.
@@ -193,50 +180,46 @@ def run(
         layers: What they are.
         x: [T, B, I]
         flat: Their weights.
-        h0, c0: [layers * D, B, H] or None
-        lengths, reset: As :func:`check_rows` returns them.
-        dropout: Probability between layers, where ``training``.
-        backend: That of ``call``; in compiled code one that has to run it or None: the operator chooses then.
+        rows: Initial states [layers * D, B, H] or None; lengths and resets as of
+            :func:`check_rows`.
+        how: With the backend of ``call``; in compiled code with one that has to run it, or None: the operator
+            chooses then.
         call: What :func:`describe` returned; None in compiled code.
 
     Returns:
         Output [T, B, D * H]; final hidden and cell states [layers * D, B, H], the latter empty or None if the
         cell has none.
     """
+    backend = how.backend
     if backend == CUDNN and call is not None:
-        return torch_nn.run(layers, x, flat, h0, c0, lengths, dropout, training)
-    dropout = dropout if training else 0.0
+        return torch_nn.run(layers, x, flat, rows, how.dropout, how.training)
+    dropout = how.dropout if how.training else 0.0
     dtype = computed_dtype(x)
     x = x if x.dtype is dtype else x.to(dtype)
-    h0 = h0 if h0 is None or h0.dtype is dtype else h0.to(dtype)
-    c0 = c0 if c0 is None or c0.dtype is dtype else c0.to(dtype)
+    h0, c0 = (s if s is None or s.dtype is dtype else s.to(dtype) for s in rows[:2])
+    rows = Rows(h0, c0, rows.lengths, rows.reset)
     transformed = torch._C._are_functorch_transforms_active()
     if call is not None and backend == CELL and not transformed:
-        return single_step.run(layers, x, flat, h0, c0, reset, dropout)
+        return single_step.run(layers, x, flat, rows, dropout)
     if call is not None and not is_traced() and not transformed:
         return stack.run(
             layers,
             x,
             flat,
-            h0,
-            c0,
-            lengths,
-            reset,
+            rows,
             dropout=dropout,
-            recompute=recompute,
+            recompute=how.recompute,
             backend=backend or "",
             training=call.training,
         )
 
-    def layer(x: Tensor, weights: Sequence[Tensor], h0: Tensor | None, c0: Tensor | None) -> Any:
-        return recurrent(
-            x, weights, h0, c0, lengths, reset, layers=layers, recompute=recompute, backend=backend or ""
-        )
+    def layer(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Any:
+        return recurrent(x, weights, rows, layers=layers, recompute=how.recompute, backend=backend or "")
 
     def between(x: Tensor, index: int) -> Tensor:
         return F.dropout(x, dropout) if dropout else x
 
-    return stack.one_by_one(layer, between, x, flat, h0, c0, layers.depth)
+    return stack.one_by_one(layer, between, x, flat, rows, layers.depth)
 
 
 def _check(

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from tilefit import gpus
 from tilefit.cost.recurrent_times import CUDNN
 from tilefit.errors import UsageError
-from tilefit.rnn.cells import BY_MODE, Layers
-from tilefit.rnn.dispatch import BACKENDS, Call, choose, computed_dtype, in_graph
-from tilefit.rnn.functional import check_rows, describe, run
+from tilefit.rnn.call import Call, computed_dtype
+from tilefit.rnn.cells import BY_MODE, Layers, Rows
+from tilefit.rnn.dispatch import BACKENDS, choose, in_graph
+from tilefit.rnn.functional import Settings, check_rows, describe, run
 from tilefit.rnn.torch_nn import flatten_bf16
 
 if TYPE_CHECKING:
-    from tilefit.rnn.explain import Explanation
+    from tilefit.rnn.explain import Explanation, Explanations
 
 
 class Recurrent(nn.RNNBase):
@@ -103,8 +105,6 @@ class Recurrent(nn.RNNBase):
 
     def explain(self, *inputs: Any, gpu: str = "", **arguments: Any) -> Explanation:
         """Which backend runs the module, and why; see :func:`tilefit.nn.explain`."""
-        from tilefit.rnn.explain import explain
-
         return explain(self, *inputs, gpu=gpu, **arguments)[0]
 
     def extra_repr(self) -> str:
@@ -148,10 +148,8 @@ class Recurrent(nn.RNNBase):
             call, backend = self._chosen(
                 layers, x, x.shape[:2], flat, (h0, c0), ragged=lengths is not None, reset=reset is not None
             )
-        out, h_n, c_n = run(
-            layers, x, flat, h0, c0, lengths, reset, self.dropout, self.training,
-            recompute=self.recompute, backend=backend, call=call,
-        )  # fmt: skip
+        how = Settings(self.dropout, self.training, self.recompute, backend)
+        out, h_n, c_n = run(layers, x, flat, Rows(h0, c0, lengths, reset), how, call)
         return out, (h_n, c_n) if has_c else h_n
 
     def _packed(self, packed: PackedSequence, hx: Any) -> Any:
@@ -273,6 +271,37 @@ class RNN(Recurrent):
         self.nonlinearity = nonlinearity
         super().__init__(f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, *args, **kwargs)
         configure(self, backend, recompute)
+
+
+def explain(model: nn.Module, *inputs: Any, gpu: str = "", **arguments: Any) -> Explanations:
+    """Which backend runs each of our recurrent modules in a model, and why.
+
+    Args:
+        model: A model, or a recurrent module.
+        *inputs, **arguments: The model is called once with them, as it is. Without any, the last call tells.
+        gpu: Name of the GPU to tell for what cuDNN's algorithm is there, and of a module that ran on none
+            which backend would be; empty: the one the module ran on.
+
+    Raises:
+        UsageError: no module of ours was called, or the GPU is unknown.
+        TilefitError: the backend a module is told to use cannot run it.
+    """
+    from tilefit.rnn.explain import Explanations, explanation
+
+    if inputs or arguments:
+        model(*inputs, **arguments)
+    named = gpus.get(gpu) if gpu else None
+    found = Explanations(
+        explanation(path, module.last_call, module.backend, named)
+        for path, module in model.named_modules()
+        if isinstance(module, Recurrent) and module.last_call is not None
+    )
+    if not found:
+        raise UsageError(
+            "no recurrent module of tilefit ran",
+            hint="Give inputs to run the model with; tilefit.nn.convert(model) converts torch.nn's modules.",
+        )
+    return found
 
 
 def configure(module: Recurrent, backend: str | None, recompute: bool) -> None:

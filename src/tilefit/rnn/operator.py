@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilefit.cost.recurrent_times import CUDNN
 from tilefit.rnn import cudnn, passes, products
-from tilefit.rnn.cells import CELLS, Cell, Layers
+from tilefit.rnn.cells import CELLS, Cell, Grads, Joined, Layers, Rows
 from tilefit.rnn.dispatch import backend_of_layer
 from tilefit.rnn.passes import ALL, NOTHING, STATES, Weights
 
@@ -30,10 +30,7 @@ def is_traced() -> bool:
 def recurrent(
     x: Tensor,
     weights: Sequence[Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
     *,
     layers: Layers,
     recompute: bool = False,
@@ -45,9 +42,7 @@ def recurrent(
         x: [T, B, I]; its element type is that of the computation.
         weights: Per direction w_ih [G * H, I], w_hh [G * H, H] and, with bias, b_ih and b_hh [G * H], in
             torch's gate order and of any floating-point type.
-        h0, c0: Initial state, [D, B, H]; None for zeros.
-        lengths: int32[B], steps of each row; None: all T.
-        reset: uint8[T, B]: 1 where the state is zero before the step.
+        rows: What its rows start from, and where they end.
         layers: Which recurrence, and in how many directions.
         recompute: Save outputs and cell states for backward, and compute the gates again from them.
         backend: One that can run this, see :func:`tilefit.rnn.dispatch.choose`; empty, which only compiled
@@ -60,31 +55,28 @@ def recurrent(
     cell = layers.cell
     joined = joined_weights(weights, layers.directions, x.dtype)
     if not is_traced():  # within a transform of torch.func
-        return passes.differentiable(cell, x, layer_weights(cell, *joined), h0, c0, lengths, reset)
+        return passes.differentiable(cell, x, layer_weights(cell, joined), rows)
     needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, h0, c0, *weights)
+        t is not None and t.requires_grad for t in (x, rows.h0, rows.c0, *weights)
     )
     keep = NOTHING if not needs_grad else STATES if recompute else ALL
-    out, h_n, c_n, _, _ = _forward_operator(x, *joined, h0, c0, lengths, reset, cell.name, keep, backend)
+    out, h_n, c_n, _, _ = _forward_operator(x, *joined, *rows, cell.name, keep, backend)
     return out, h_n, c_n
 
 
-def joined_weights(
-    flat: Sequence[Tensor], directions: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def joined_weights(flat: Sequence[Tensor], directions: int, dtype: torch.dtype) -> Joined:
     """w_ih, w_hh, b_ih and b_hh with the directions as their first dimension."""
     kinds = len(flat) // directions
     if directions == 1:
         joined = [weight.unsqueeze(0) for weight in flat]
     else:
         joined = [torch.stack([*flat[kind::kinds]]) for kind in range(kinds)]
-    joined = [weight.to(dtype) for weight in joined]
-    return (joined[0], joined[1], None, None) if kinds == 2 else (joined[0], joined[1], joined[2], joined[3])
+    return Joined(*(weight.to(dtype) for weight in joined))
 
 
-def layer_weights(
-    cell: Cell, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
-) -> Weights:
+def layer_weights(cell: Cell, joined: Joined) -> Weights:
+    """Weights as :mod:`tilefit.rnn.passes` takes them."""
+    w_ih, w_hh, b_ih, b_hh = joined
     if b_ih is None or b_hh is None:
         return Weights(w_ih.flatten(0, 1), w_hh, None, None)
     bias, bias_n = products.biases(cell, b_ih, b_hh)
@@ -105,14 +97,14 @@ def _forward(
     keep: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kind = CELLS[cell]
+    kind, joined = CELLS[cell], Joined(w_ih, w_hh, b_ih, b_hh)
     chosen = backend_of_layer(x, w_hh, kind, lengths, reset, keep != NOTHING, backend)
     with products.precision(x):
         if chosen == CUDNN:
-            out, h_n, c_n = cudnn.forward(kind, x, w_ih, w_hh, b_ih, b_hh, h0, c0)
+            out, h_n, c_n = cudnn.forward(kind, x, joined, h0, c0)
             return out, h_n, c_n, *_nothing_saved(kind, out, keep)
-        weights = layer_weights(kind, w_ih, w_hh, b_ih, b_hh)
-        result = passes.forward(kind, chosen, keep, x, weights, h0, c0, lengths, reset)
+        rows = Rows(h0, c0, lengths, reset)
+        result = passes.forward(kind, chosen, keep, x, layer_weights(kind, joined), rows)
     out, saved = result.out.contiguous(), _nothing_saved(kind, result.out, NOTHING)
     assert result.h_n is not None
     return (
@@ -158,18 +150,16 @@ def _backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w_ih, w_hh, b_ih, b_hh, h0 and c0; empty where not needed."""
-    kind = CELLS[cell]
+    kind, joined = CELLS[cell], Joined(w_ih, w_hh, b_ih, b_hh)
+    grads, rows = Grads(grad_out, grad_hn, grad_cn), Rows(h0, c0, lengths, reset)
     chosen = backend_of_layer(x, w_hh, kind, lengths, reset, True, backend)
     with products.precision(x):
         if chosen == CUDNN:
-            grads = _filled(kind, out, grad_out, grad_hn, grad_cn)
-            found = cudnn.backward(kind, *grads, x, w_ih, w_hh, b_ih, b_hh, h0, c0, needs)
+            found = cudnn.backward(kind, _filled(kind, out, grads), x, joined, h0, c0, needs)
         else:
-            weights = layer_weights(kind, w_ih, w_hh, b_ih, b_hh)
-            dg, grad_h0, grad_c0 = passes.backward(
-                kind, chosen, keep, (grad_out, grad_hn, grad_cn), x, weights, h0, c0, lengths, reset,
-                (out, gates, c),
-            )  # fmt: skip
+            weights = layer_weights(kind, joined)
+            results = (out, gates, c)
+            dg, grad_h0, grad_c0 = passes.backward(kind, chosen, keep, grads, x, weights, rows, results)
             dg, out = dg.contiguous(), out.contiguous()
             bias_pairs: Any = (None, None)
             if needs[3] or needs[4]:
@@ -177,7 +167,7 @@ def _backward(
                 bias_pairs = map(torch.stack, zip(*pairs, strict=True))
             grad_w_hh = None
             if needs[2]:
-                parts = products.hidden_weight_gradient(kind, dg, out, h0, lengths, reset)
+                parts = products.hidden_weight_gradient(kind, dg, out, rows)
                 grad_w_hh = torch.stack([products.torch_order(kind, part) for part in parts])
             found = [
                 products.input_gradient(kind, dg, weights.w_ih) if needs[0] else None,
@@ -193,10 +183,9 @@ def _backward(
     )
 
 
-def _filled(
-    kind: Cell, out: Tensor, grad_out: Tensor | None, grad_hn: Tensor | None, grad_cn: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _filled(kind: Cell, out: Tensor, grads: Grads) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients as dense tensors: zeros where none is given."""
+    grad_out, grad_hn, grad_cn = grads
     _, batch, directions, hidden = out.shape
     state = (directions, batch, hidden)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
@@ -283,7 +272,7 @@ def _operator_backward(ctx: Any, *grads: Any) -> Any:
         wanted = [t for t, needed in zip(inputs, needs, strict=False) if needed]
         cell = CELLS[ctx.options[0]]
         x, *joined = inputs[:5]
-        outputs = passes.differentiable(cell, x, layer_weights(cell, *joined), *inputs[5:])
+        outputs = passes.differentiable(cell, x, layer_weights(cell, Joined(*joined)), Rows(*inputs[5:]))
         found = reference_gradients(outputs, grads, wanted)
         by_argument = [next(found) if needed else None for needed in needs]
     else:

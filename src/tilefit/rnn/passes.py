@@ -7,14 +7,14 @@ operator, and layers a stack, in :mod:`tilefit.rnn.operator` and :mod:`tilefit.r
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefit.cost.recurrent_times import PERSISTENT
 from tilefit.rnn import products, reference
-from tilefit.rnn.cells import Backward, Cell, Forward
+from tilefit.rnn.cells import Backward, Cell, Forward, Grads, Rows
 from tilefit.rnn.dispatch import persistent
 from tilefit.rnn.states import final
 
@@ -44,10 +44,7 @@ def forward(
     keep: str,
     x: Tensor,
     weights: Weights,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
 ) -> Forward:
     """Run a layer over its sequence.
 
@@ -57,82 +54,55 @@ def forward(
         keep: What is returned for :func:`backward`; the rest may be empty.
         x: [T, B, I]
         weights: The layer's.
-        h0, c0: Initial state, [D, B, H]; None for zeros.
-        lengths: int32[B], steps of each row; None: all T.
-        reset: uint8[T, B]: 1 where the state is zero before the step.
+        rows: What its rows start from, and where they end.
     """
     w_ih, w_hh, bias, bias_n = weights
     xg = products.project(x, w_ih, bias, len(w_hh))
     if backend != PERSISTENT:  # to its kernels, None is zeros
-        h0, c0 = _initial(x, w_hh, cell, h0, c0)
-    result: Forward = _passes(backend).forward(
-        cell, xg, w_hh, bias_n, h0, c0, lengths, reset, save=keep != NOTHING
-    )
-    return result if result.h_n is not None else result._replace(h_n=final(result.out, h0, lengths))
+        rows = _initial(x, w_hh, cell, rows)
+    result: Forward = _passes(backend).forward(cell, xg, w_hh, bias_n, rows, save=keep != NOTHING)
+    return result if result.h_n is not None else result._replace(h_n=final(result.out, rows.h0, rows.lengths))
 
 
 def backward(
     cell: Cell,
     backend: str,
     keep: str,
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    grads: Grads,
     x: Tensor,
     weights: Weights,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
     results: tuple[Tensor, Tensor, Tensor],
 ) -> Backward:
     """Gradients of a layer's pre-activations and initial state.
 
     Args:
-        cell, backend, keep, x, weights, h0, c0, lengths, reset: As of :func:`forward`.
-        grads: Gradients of the output [T, B, D, H] and of the final states [D, B, H]; None for zeros.
+        cell, backend, keep, x, weights, rows: As of :func:`forward`.
+        grads: Of the output and of the final states.
         results: ``out`` [T, B, D, H], ``gates`` and ``c`` of :func:`forward`.
     """
     out, gates, c = results
     w_ih, w_hh, bias, bias_n = weights
     if keep == STATES and cell.saved:
         xg = products.project(x, w_ih, bias, len(w_hh))
-        gates = products.rebuilt_gates(cell, xg, w_hh, bias_n, out, h0, lengths, reset)
+        gates = products.rebuilt_gates(cell, xg, w_hh, bias_n, out, rows)
         del xg
-    grad_out, grad_hn, grad_cn = grads
     if backend != PERSISTENT:
-        h0, c0 = _initial(x, w_hh, cell, h0, c0)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grad_hn = torch.zeros_like(h0) if grad_hn is None else grad_hn
-        grad_cn = torch.zeros_like(h0) if grad_cn is None else grad_cn
-    result: Backward = _passes(backend).backward(
-        cell,
-        grad_out,
-        grad_hn,
-        grad_cn if cell.has_c else None,
-        (out, gates, c),
-        w_hh,
-        h0,
-        c0,
-        lengths,
-        reset,
-    )
+        rows = _initial(x, w_hh, cell, rows)
+        likes: Any = (out, rows.h0, rows.h0)
+        grads = Grads(*(torch.zeros_like(t) if g is None else g for g, t in zip(grads, likes, strict=True)))
+    if not cell.has_c:
+        grads = grads._replace(c_n=None)
+    result: Backward = _passes(backend).backward(cell, grads, (out, gates, c), w_hh, rows)
     return result
 
 
-def differentiable(
-    cell: Cell,
-    x: Tensor,
-    weights: Weights,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def differentiable(cell: Cell, x: Tensor, weights: Weights, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Output and final states by operations that PyTorch differentiates and transforms itself."""
     w_ih, w_hh, bias, bias_n = weights
     xg = products.project(x, w_ih, bias, len(w_hh))
-    start_h, start_c = _initial(x, w_hh, cell, h0, c0)
-    result = reference.forward(cell, xg, w_hh, bias_n, start_h, start_c, lengths, reset, save=False)
-    return result.out, final(result.out, h0, lengths), result.c_n
+    result = reference.forward(cell, xg, w_hh, bias_n, _initial(x, w_hh, cell, rows), save=False)
+    return result.out, final(result.out, rows.h0, rows.lengths), result.c_n
 
 
 def _passes(backend: str) -> ModuleType:
@@ -140,12 +110,11 @@ def _passes(backend: str) -> ModuleType:
     return persistent() if backend == PERSISTENT else reference
 
 
-def _initial(
-    x: Tensor, w_hh: Tensor, cell: Cell, h0: Tensor | None, c0: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The initial state as tensors: zeros where none is given."""
+def _initial(x: Tensor, w_hh: Tensor, cell: Cell, rows: Rows) -> Rows:
+    """Rows with their initial state as tensors: zeros where none is given."""
+    h0, c0, lengths, reset = rows
     if h0 is None or (cell.has_c and c0 is None):
         zeros = x.new_zeros((w_hh.shape[0], x.shape[1], w_hh.shape[-1]))
         h0 = zeros if h0 is None else h0
         c0 = zeros if c0 is None else c0
-    return h0, c0 if cell.has_c else None
+    return Rows(h0, c0 if cell.has_c else None, lengths, reset)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilefit.rnn.cells import Cell
-from tilefit.rnn.dispatch import allows_tf32, cuda_device
+from tilefit.rnn.call import allows_tf32, cuda_device
+from tilefit.rnn.cells import Cell, Rows
 from tilefit.rnn.states import previous
 
 
@@ -97,9 +97,7 @@ def rebuilt_gates(
     w_hh: Tensor,
     bias_n: Tensor | None,
     out: Tensor,
-    h0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
 ) -> Tensor:
     """The gates that a forward pass did not save, from the outputs it did: [T, B, D, saved * H].
 
@@ -107,7 +105,7 @@ def rebuilt_gates(
     """
     steps, batch, directions, _ = xg.shape
     hidden = w_hh.shape[-1]
-    before = previous(out, h0, lengths, reset).flatten(0, 1)
+    before = previous(out, rows.h0, rows.lengths, rows.reset).flatten(0, 1)
     xg = xg.flatten(0, 1)
     gates = xg.new_empty((steps * batch, directions, cell.saved * hidden)) if cell.is_gru else xg
     for d in range(directions):
@@ -180,15 +178,14 @@ def input_weight_gradient(cell: Cell, dg: Tensor, x: Tensor) -> Tensor:
     return grad
 
 
-def hidden_weight_gradient(
-    cell: Cell, dg: Tensor, out: Tensor, h0: Tensor | None, lengths: Tensor | None, reset: Tensor | None
-) -> list[Tensor]:
+def hidden_weight_gradient(cell: Cell, dg: Tensor, out: Tensor, rows: Rows) -> list[Tensor]:
     """Gradient of each direction's w_hh, [G * H, H]: of each step's gradient with the state before the step.
 
     Its gates are in the order of ``dg``: a GRU's is (n, r, z).
     """
     steps, _, directions, hidden = out.shape
-    rows = cell.gates * hidden
+    h0, _, lengths, reset = rows
+    columns = cell.gates * hidden
     zeroed = None if reset is None else reset.view(torch.bool).unsqueeze(-1)  # the state before these steps
     grads = []
     for d in range(directions):
@@ -196,13 +193,13 @@ def hidden_weight_gradient(
         states = _matrix(out, d, earlier, 0, hidden)
         if zeroed is not None:
             states = torch.where(zeroed[later.start : later.stop].flatten(0, 1), 0, states)
-        grad = torch.mm(_matrix(dg, d, later, 0, rows).t(), states)
+        grad = torch.mm(_matrix(dg, d, later, 0, columns).t(), states)
         if h0 is not None:
             initial = h0[d] if zeroed is None else torch.where(_first(zeroed, d, lengths), 0, h0[d])
             if d == 0 or lengths is None:
-                start = _matrix(dg, d, range(1) if d == 0 else range(steps - 1, steps), 0, rows)
+                start = _matrix(dg, d, range(1) if d == 0 else range(steps - 1, steps), 0, columns)
             else:
-                start = _first(dg[:, :, d, :rows], d, lengths)
+                start = _first(dg[:, :, d, :columns], d, lengths)
             if allows_tf32(grad.dtype, cuda_device(grad)):
                 start, initial = _exactly(start, initial)
             grad.addmm_(start.t(), initial)

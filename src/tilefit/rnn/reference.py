@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefit.rnn.cells import Backward, Cell, Forward
+from tilefit.rnn.cells import Backward, Cell, Forward, Grads, Rows
 from tilefit.rnn.states import active_steps, previous
 
 
@@ -21,10 +21,7 @@ def forward(
     xg: Tensor,
     w_hh: Tensor,
     bias_n: Tensor | None,
-    h0: Tensor,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
     *,
     save: bool,
 ) -> Forward:
@@ -35,14 +32,13 @@ def forward(
         xg: Input projection with its biases, [T, B, D, G * H]; for a GRU without the n part of ``b_hh``.
         w_hh: Recurrent weights, [D, G * H, H].
         bias_n: The n part of a GRU's ``b_hh``, [D, H]; None without bias, and for other cells.
-        h0: Initial hidden state, [D, B, H].
-        c0: Initial cell state, [D, B, H]; None if the cell has none.
-        lengths: Steps of each row, int32[B]; None: all T. Direction 1 starts at a row's last step.
-        reset: uint8[T, B]; where not 0, the state is zero before the step, in both directions.
+        rows: What they start from, which is given, and where they end.
         save: Also return what :func:`backward` needs.
     """
     steps, _, directions, _ = xg.shape
     wide = torch.promote_types(xg.dtype, torch.float32)
+    h0, c0, lengths, reset = rows
+    assert h0 is not None
     active = active_steps(lengths, steps)
     restart = _restarts(reset, active)
     outs, gates, cs, c_n = [], [], [], []
@@ -52,7 +48,7 @@ def forward(
         bias = bias_n[direction].to(wide) if bias_n is not None else None
         h = h0[direction]
         c = c0[direction].to(wide) if c0 is not None else None
-        rows: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        found: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         for t in order:
             if restart is not None:
                 h = h.masked_fill(restart[t], 0)
@@ -65,8 +61,8 @@ def forward(
                 on = active[t].unsqueeze(-1)
                 h, out = torch.where(on, h_new, h), h_new.masked_fill(~on, 0)
                 c = torch.where(on, c_new, c) if c is not None and c_new is not None else None
-            rows[t] = (out, kept, c)
-        in_order = [rows[t] for t in range(steps)]
+            found[t] = (out, kept, c)
+        in_order = [found[t] for t in range(steps)]
         outs.append(torch.stack([row[0] for row in in_order]))
         if save and cell.saved:
             gates.append(torch.stack([row[1] for row in in_order]))
@@ -114,27 +110,24 @@ def _step(
 
 def backward(
     cell: Cell,
-    grad_out: Tensor,
-    grad_hn: Tensor,
-    grad_cn: Tensor | None,
+    grads: Grads,
     results: tuple[Tensor, Tensor, Tensor],
     w_hh: Tensor,
-    h0: Tensor,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
 ) -> Backward:
     """Gradient of the pre-activations and of the initial state.
 
     Args:
         cell: Which recurrence.
-        grad_out: Gradient of the output, [T, B, D, H]; what it says beyond a row's length is ignored.
-        grad_hn: Gradient of the final hidden state, [D, B, H].
-        grad_cn: Gradient of the final cell state, [D, B, H]; None if the cell has none.
+        grads: Of the output and the final states, all given.
         results: ``out``, ``gates`` and ``c`` of :func:`forward`.
-        w_hh, h0, c0, lengths, reset: As in :func:`forward`.
+        w_hh, rows: As in :func:`forward`.
     """
     out, gates, c = results
+    grad_out, grad_hn, grad_cn = grads
+    h0, c0, lengths, reset = rows
+    assert grad_out is not None
+    assert grad_hn is not None
     steps, _, directions, _ = out.shape
     wide = torch.promote_types(out.dtype, torch.float32)
     active = active_steps(lengths, steps)
@@ -147,7 +140,7 @@ def backward(
         weight = _hidden_weight(cell, w_hh[direction].to(wide))
         dh = grad_hn[direction].to(wide)
         dc = grad_cn[direction].to(wide) if grad_cn is not None else None
-        rows: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
         for t in order:
             dh_out = grad_out[t, :, direction].to(wide) + dh
             kept = gates[t, :, direction].to(wide) if cell.saved else out[t, :, direction].to(wide)
@@ -171,8 +164,8 @@ def backward(
                 dg, dh_new = dg.masked_fill(~on, 0), torch.where(on, dh_new, dh)
                 dc_new = torch.where(on, dc_new, dc) if dc_new is not None and dc is not None else None
             dh, dc = dh_new, dc_new
-            rows[t] = dg
-        all_dg.append(torch.stack([rows[t] for t in range(steps)]))
+            found[t] = dg
+        all_dg.append(torch.stack([found[t] for t in range(steps)]))
         grad_h0.append(dh)
         if dc is not None:
             grad_c0.append(dc)

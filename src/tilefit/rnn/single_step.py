@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilefit.rnn.cells import Layers
+from tilefit.rnn.cells import Layers, Rows
 
 _FUNCTIONS: dict[str, Any] = {"lstm": torch.lstm_cell, "gru": torch.gru_cell}
 
@@ -25,19 +25,17 @@ def run(
     layers: Layers,
     x: Tensor,
     flat: Sequence[Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.run`.
 
     Args:
-        x: [1, B, I], in the element type of the computation, as are h0 and c0.
-        reset: uint8[1, B]
+        x: [1, B, I], in the element type of the computation, as are the states of ``rows``.
         dropout: Probability between layers, 0 outside training.
     """
     cell, depth, directions, kinds = layers
+    h0, c0, _, reset = rows
     if not torch.is_autocast_enabled(x.device.type):  # which casts weights itself, and keeps what it cast
         flat = [weight if weight.dtype is x.dtype else weight.to(x.dtype) for weight in flat]
     mask = None if reset is None else reset.view(torch.bool).t()
@@ -48,20 +46,20 @@ def run(
             return zeros
         return state[index] if mask is None else state[index].masked_fill(mask, 0)
 
-    rows = x.squeeze(0)
+    step = x.squeeze(0)
     hidden: list[Tensor] = []
     cells: list[Tensor] = []
     for layer in range(depth):
         if layer and dropout:
-            rows = F.dropout(rows, dropout)
+            step = F.dropout(step, dropout)
         for index in range(layer * directions, (layer + 1) * directions):
             before: Any = initial(h0, index)
             if cell.has_c:
                 before = before, initial(c0, index)
-            found = _FUNCTIONS[cell.name](rows, before, *flat[index * kinds : (index + 1) * kinds])
+            found = _FUNCTIONS[cell.name](step, before, *flat[index * kinds : (index + 1) * kinds])
             h, *c = found if cell.has_c else (found,)
             hidden.append(h)
             cells += c
-        rows = hidden[-1] if directions == 1 else torch.cat(hidden[-2:], 1)
+        step = hidden[-1] if directions == 1 else torch.cat(hidden[-2:], 1)
     # Copies: the output must not change when a final state is changed in place.
-    return rows.unsqueeze(0), torch.stack(hidden), torch.stack(cells) if cells else None
+    return step.unsqueeze(0), torch.stack(hidden), torch.stack(cells) if cells else None

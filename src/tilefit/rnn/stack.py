@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilefit.cost.recurrent_times import PERSISTENT
 from tilefit.rnn import passes, products
-from tilefit.rnn.cells import PIECE_BYTES, Layers
+from tilefit.rnn.cells import PIECE_BYTES, Grads, Layers, Rows
 from tilefit.rnn.operator import joined_weights, layer_weights, reference_gradients
 from tilefit.rnn.packing import Gradients, Packing, Plain
 from tilefit.rnn.passes import ALL, NOTHING, STATES
@@ -49,10 +49,7 @@ def run(
     layers: Layers,
     x: Tensor,
     flat: Sequence[Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
     *,
     dropout: float,
     recompute: bool,
@@ -62,7 +59,7 @@ def run(
     """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.run`.
 
     Args:
-        x: [T, B, I], in the element type of the computation, as are h0 and c0.
+        x: [T, B, I], in the element type of the computation, as are the states of ``rows``.
         dropout: Probability between layers, 0 outside training.
         backend: ``persistent`` or ``reference``.
         training: Backward follows.
@@ -75,61 +72,48 @@ def run(
     keep, lowest = NOTHING, 0
     if training:
         keep = STATES if recompute else ALL
-        if not any(t is not None and t.requires_grad for t in (x, h0, c0)):
+        if not any(t is not None and t.requires_grad for t in (x, rows.h0, rows.c0)):
             first = next(index for index, weight in enumerate(flat) if weight.requires_grad)
             lowest = first * layers.depth // len(flat)
-    how = _how(layers, backend, keep, lowest, dropout, x.shape[2], flat[1].shape[1], dtype, cast)
+    piece = PIECE_BYTES // dtype.itemsize if backend == PERSISTENT else 1
+    weights = _weights(layers, x.shape[2], flat[1].shape[1], piece, cast)
+    how = How(layers, backend, keep, lowest, dropout, weights)
     if training:
-        return _Stack.apply(how, x.contiguous(), h0, c0, lengths, reset, *flat)  # type: ignore[no-untyped-call, no-any-return]
-    return _forward(how, x.contiguous(), h0, c0, lengths, reset, flat)[0]
+        return _Stack.apply(how, x.contiguous(), *rows, *flat)  # type: ignore[no-untyped-call, no-any-return]
+    return _forward(how, x.contiguous(), rows, flat)[0]
 
 
 @lru_cache(maxsize=4096)
-def _how(
-    layers: Layers,
-    backend: str,
-    keep: str,
-    lowest: int,
-    dropout: float,
-    inputs: int,
-    hidden: int,
-    dtype: torch.dtype,
-    cast: bool,
-) -> How:
-    piece = PIECE_BYTES // dtype.itemsize if backend == PERSISTENT else 1
-    weights: Plain | Packing
+def _weights(layers: Layers, inputs: int, hidden: int, piece: int, cast: bool) -> Plain | Packing:
     if cast or layers.directions == 2 or hidden % piece:
-        weights = Packing(layers, inputs, hidden, piece)
-    else:
-        weights = Plain(layers, inputs, hidden)
-    return How(layers, backend, keep, lowest, dropout, weights)
+        return Packing(layers, inputs, hidden, piece)
+    return Plain(layers, inputs, hidden)
 
 
 def one_by_one(
-    layer: Callable[[Tensor, Sequence[Tensor], Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]],
+    layer: Callable[[Tensor, Sequence[Tensor], Rows], tuple[Tensor, Tensor, Tensor]],
     between: Callable[[Tensor, int], Tensor],
     x: Tensor,
     flat: Sequence[Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
+    rows: Rows,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layers one after another by operations that are traced, transformed or differentiated.
 
     Args:
-        layer: Output [T, B, D, H] and final states of one layer, from its input, weights and initial state.
+        layer: Output [T, B, D, H] and final states of one layer, from its input, weights and rows.
         between: What becomes of a layer's input; not called for the first.
-        x, flat, h0, c0: As of :func:`run`.
+        x, flat, rows: As of :func:`run`.
         depth: How many there are.
     """
     ends: list[tuple[Tensor, Tensor]] = []
     count = len(flat) // depth
-    rows = 0 if h0 is None else len(h0) // depth
+    states = 0 if rows.h0 is None else len(rows.h0) // depth
     for index in range(depth):
-        part = slice(index * rows, (index + 1) * rows)
-        states = (s if s is None or depth == 1 else s[part] for s in (h0, c0))
+        part = slice(index * states, (index + 1) * states)
+        h0, c0 = (s if s is None or depth == 1 else s[part] for s in rows[:2])
         x = between(x, index) if index else x
-        out, h, c = layer(x, flat[index * count : (index + 1) * count], *states)
+        out, h, c = layer(x, flat[index * count : (index + 1) * count], rows._replace(h0=h0, c0=c0))
         x = out.flatten(2)
         ends.append((h, c))
     h_n, c_n = ends[0] if depth == 1 else map(torch.cat, zip(*ends, strict=True))
@@ -137,20 +121,14 @@ def one_by_one(
 
 
 def _forward(
-    how: How,
-    x: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-    flat: Sequence[Tensor],
+    how: How, x: Tensor, rows: Rows, flat: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
     """Output and final states, and what is saved for backward."""
     weights, hidden = how.weights, flat[1].shape[1]
     memory = weights.pack(flat, x.dtype)
     layers = weights.layers(memory, flat, biases=True)
     given = x if x.shape[2] == weights.inputs else F.pad(x, (0, weights.inputs - x.shape[2]))
-    h0, c0 = _padded(h0, weights.hidden), _padded(c0, weights.hidden)
+    h0, c0 = _padded(rows.h0, weights.hidden), _padded(rows.c0, weights.hidden)
     saved: list[Tensor | None] = [memory, given, h0, c0]
     h0s, c0s = _by_layer(h0, len(layers)), _by_layer(c0, len(layers))
     h_n: list[Any] = []
@@ -161,7 +139,8 @@ def _forward(
             if index and how.dropout:
                 given, mask = torch.native_dropout(given, how.dropout, True)
             keep = how.keep if index >= how.lowest else NOTHING
-            result = passes.forward(how.layers.cell, how.backend, keep, given, layer, h, c, lengths, reset)
+            own = Rows(h, c, rows.lengths, rows.reset)
+            result = passes.forward(how.layers.cell, how.backend, keep, given, layer, own)
             # Not a view: what an autograd function returns could not be changed in place if it were one.
             out = result.out.flatten(2).data
             gates = result.gates if keep == ALL else None
@@ -206,16 +185,16 @@ def _backward(
             given = given if index else wide_x
             out = out.view(*sizes, weights.hidden)
             h0, c0, grad_hn, grad_cn = by_layer[index]
+            ends, rows = Grads(grad, grad_hn, grad_cn), Rows(h0, c0, lengths, reset)
             dg, *first = passes.backward(
-                cell, how.backend, how.keep, (grad, grad_hn, grad_cn), given, layers[index], h0, c0, lengths,
-                reset, (out, gates, c),
-            )  # fmt: skip
+                cell, how.backend, how.keep, ends, given, layers[index], rows, (out, gates, c)
+            )
             firsts.insert(0, first)
             part = needs[3 + index * count : 3 + (index + 1) * count]
             needed = [any(part[kind::kinds]) for kind in range(kinds)]
             found[index] = Gradients(
                 products.input_weight_gradient(cell, dg, given) if needed[0] else None,
-                products.hidden_weight_gradient(cell, dg, out, h0, lengths, reset) if needed[1] else None,
+                products.hidden_weight_gradient(cell, dg, out, rows) if needed[1] else None,
                 dg.sum((0, 1)) if any(needed[2:]) else None,
             )
             grad = None
@@ -234,22 +213,13 @@ def _backward(
 
 
 def _differentiable(
-    how: How,
-    x: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-    flat: Sequence[Tensor],
-    masks: Sequence[Tensor | None],
+    how: How, x: Tensor, rows: Rows, flat: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The stack by operations that PyTorch differentiates, with the elements dropped that were dropped."""
 
-    def layer(x: Tensor, weights: Sequence[Tensor], h0: Tensor | None, c0: Tensor | None) -> Any:
+    def layer(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Any:
         joined = joined_weights(weights, how.layers.directions, x.dtype)
-        return passes.differentiable(
-            how.layers.cell, x, layer_weights(how.layers.cell, *joined), h0, c0, lengths, reset
-        )
+        return passes.differentiable(how.layers.cell, x, layer_weights(how.layers.cell, joined), rows)
 
     def between(x: Tensor, index: int) -> Tensor:
         mask = masks[index]
@@ -258,7 +228,7 @@ def _differentiable(
         units = mask.view(*mask.shape[:2], how.layers.directions, -1)[..., : flat[1].shape[1]].flatten(2)
         return x * units / (1 - how.dropout) if how.dropout < 1 else torch.zeros_like(x)
 
-    return one_by_one(layer, between, x, flat, h0, c0, len(masks))
+    return one_by_one(layer, between, x, flat, rows, len(masks))
 
 
 class _Stack(torch.autograd.Function):
@@ -275,7 +245,7 @@ class _Stack(torch.autograd.Function):
         reset: Tensor | None,
         *flat: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        results, saved = _forward(how, x, h0, c0, lengths, reset, flat)
+        results, saved = _forward(how, x, Rows(h0, c0, lengths, reset), flat)
         ctx.save_for_backward(x, h0, c0, lengths, reset, *flat, *saved)
         ctx.how = how
         ctx.set_materialize_grads(False)
@@ -293,7 +263,7 @@ class _Stack(torch.autograd.Function):
         found: Sequence[Tensor | None]
         if torch.is_grad_enabled():
             masks = saved[5::_SAVED]
-            outputs = _differentiable(how, x, h0, c0, lengths, reset, flat, masks)
+            outputs = _differentiable(how, x, Rows(h0, c0, lengths, reset), flat, masks)
             wanted = [t for t, needed in zip((x, h0, c0, *flat), needs, strict=True) if needed]
             gradients = reference_gradients(outputs, grads, wanted)
             found = [next(gradients) if needed else None for needed in needs]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tilefit.rnn.cells import BY_MODE, Layers
+from tilefit.rnn.call import computed_dtype, cuda_device
+from tilefit.rnn.cells import BY_MODE, Layers, Rows
 from tilefit.rnn.cudnn import MODES
-from tilefit.rnn.dispatch import computed_dtype, cuda_device
 
 _CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
 
@@ -24,9 +24,7 @@ def run(
     layers: Layers,
     x: Tensor,
     flat: Sequence[Tensor],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
+    rows: Rows,
     dropout: float,
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -36,6 +34,7 @@ def run(
     run one step that is then forgotten.
     """
     cell, count, directions, kinds = layers
+    h0, c0, lengths, _ = rows
     w_ih, w_hh = flat[:2]
     batch = x.shape[1]
     if h0 is None:  # with a projection (proj_size) h is shorter than c

@@ -67,7 +67,7 @@ def test_as_many_weights_are_held_as_measured_but_where_rows_are_ragged(
     choose = chosen.__wrapped__
     assert choose(measured(name), H200) == replace(plain, held=plain.held + 1)
     for ragged in ({"lengths": True}, {"resets": True}):
-        variant = choose(replace(measured(name), **ragged), H200)
+        variant = choose(measured(name)._replace(**ragged), H200)
         assert variant is not None
         assert choice._cut(variant) == choice._cut(plain)
         assert variant.held < plain.held

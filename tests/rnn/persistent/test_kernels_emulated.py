@@ -16,7 +16,7 @@ from rnn.persistent import emulation
 from rnn.persistent.emulation import EmulatedKernel, Outcome
 from tilefit.nn import GRU
 from tilefit.rnn import dispatch, reference
-from tilefit.rnn.cells import CELLS
+from tilefit.rnn.cells import CELLS, Grads, Rows
 from tilefit.rnn.persistent import layer
 from tilefit.rnn.persistent.variant import Capacity, Problem, Variant, variants
 from tilefit.rnn.states import final
@@ -170,9 +170,10 @@ def compare(case: Case, *, given: bool) -> None:
     shapes = [(directions, batch, hidden)] * (2 if cell.has_c else 1)
     states = [random(*shape) if given else torch.zeros(shape, dtype=case.dtype) for shape in shapes]
     h0, c0 = states[0], states[1] if cell.has_c else None
-    expected = reference.forward(cell, xg, w_hh, bias_n, h0, c0, lengths, reset, save=True)
-    initial = (h0, c0) if given else (None, None)
-    found = layer.forward(cell, xg, w_hh, bias_n, *initial, lengths, reset, save=True)
+    full = Rows(h0, c0, lengths, reset)
+    rows = full if given else Rows(lengths=lengths, reset=reset)
+    expected = reference.forward(cell, xg, w_hh, bias_n, full, save=True)
+    found = layer.forward(cell, xg, w_hh, bias_n, rows, save=True)
     assert found.h_n is not None
     check(found.out, expected.out)
     check(found.h_n, final(expected.out, h0, lengths))
@@ -189,21 +190,10 @@ def compare(case: Case, *, given: bool) -> None:
     grads = [random(steps, batch, directions, hidden), *map(torch.zeros_like, (h0, h0))]
     if given:
         grads[1:] = random(*h0.shape), random(*h0.shape)
-    wanted = reference.backward(
-        cell,
-        *grads[:2],
-        grads[2] if cell.has_c else None,
-        expected[:1] + expected[2:4],
-        w_hh,
-        h0,
-        c0,
-        lengths,
-        reset,
-    )
+    grads = Grads(*grads[: 3 if cell.has_c else 2])
+    wanted = reference.backward(cell, grads, (expected.out, expected.gates, expected.c), w_hh, full)
     results = expected.out, spoiled(expected.gates), spoiled(expected.c)
-    got = layer.backward(
-        cell, grads[0], *(grads[1:] if given else (None, None)), results, w_hh, *initial, lengths, reset
-    )
+    got = layer.backward(cell, grads if given else Grads(grads.out), results, w_hh, rows)
     for one, other in zip(got, wanted, strict=True):
         check(one, other)
 
@@ -246,13 +236,11 @@ def test_views_that_begin_at_any_element(emulated: Callable[[Case], list[Variant
 
     xg, w_hh = view(4, case.batch, 2, 120), view(2, 120, case.hidden) / 40
     given = (w_hh, view(2, case.hidden), view(*shape))
-    grads = view(4, case.batch, 2, case.hidden), view(*shape)
+    grads = Grads(view(4, case.batch, 2, case.hidden), view(*shape))
     results = []
     for w_hh, bias_n, h0 in (given, [t.clone() for t in given]):
-        out = layer.forward(CELLS["gru"], xg, w_hh, bias_n, h0, None, None, None, save=True)
-        found = layer.backward(
-            CELLS["gru"], *grads, None, (out.out, out.gates, out.c), w_hh, h0, None, None, None
-        )
+        out = layer.forward(CELLS["gru"], xg, w_hh, bias_n, Rows(h0), save=True)
+        found = layer.backward(CELLS["gru"], grads, (out.out, out.gates, out.c), w_hh, Rows(h0))
         results.append((out.out, found.dg, found.grad_h0))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

@@ -10,28 +10,25 @@ import pytest
 import torch
 
 from rnn.persistent.capacities import H200
-from tilefit.rnn.cells import CELLS, Cell
+from tilefit.rnn.call import Call
+from tilefit.rnn.cells import CELLS
 from tilefit.rnn.persistent import layer
 from tilefit.rnn.persistent.choice import chosen
 from tilefit.rnn.persistent.variant import Capacity, Problem, Variant
 
 CUDA = torch.device("cuda", 0)
-LSTM = CELLS["lstm"]
 BF16 = torch.bfloat16
 
 
 def refused(
-    device: torch.device,
-    cell: Cell,
-    dtype: torch.dtype,
-    hidden: int,
-    batch: int,
-    directions: int,
-    **call: Any,
+    cell: str, dtype: torch.dtype, *sizes: int, device: torch.device = CUDA, **call: Any
 ) -> str | None:
-    """Why a call of 10 steps, with neither lengths nor resets unless it says so, is refused."""
-    asked = {"steps": 10, "lengths": False, "resets": False, **call}
-    return layer.refusal(device, cell, dtype, hidden, batch, directions, **asked)
+    """Why a call of 10 steps is refused; ``sizes`` are hidden units, mini-batch and directions."""
+    hidden, batch, directions = sizes
+    base = Call(
+        cell, dtype, device, False, 1, hidden, batch, 10, 1, directions, 0, False, False, False, dtype, False
+    )
+    return layer.refusal(base._replace(**call))
 
 
 @pytest.fixture
@@ -50,47 +47,46 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", [CUDA, torch.device("cuda")], ids=str)
 def test_what_fits_runs(cell: str, device: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert refused(device, CELLS[cell], dtype, 33, 5, 2, training=True) is None
+        assert refused(cell, dtype, 33, 5, 2, device=device, training=True) is None
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_does_not_fit_is_refused() -> None:
-    assert refused(CUDA, LSTM, BF16, 1024, 64, 1, training=True) is None
-    reason = refused(CUDA, LSTM, BF16, 4096, 64, 1, training=False)
+    assert refused("lstm", BF16, 1024, 64, 1, training=True) is None
+    reason = refused("lstm", BF16, 4096, 64, 1)
     assert reason is not None
     assert "hidden size 4096" in reason
     assert "do not fit" in reason
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("ragged", ["lengths", "resets"])
+@pytest.mark.parametrize(("ragged", "call"), [("lengths", "ragged"), ("resets", "reset")])
 def test_what_fits_only_without_lengths_and_resets_is_refused_with_them(
-    ragged: str, monkeypatch: pytest.MonkeyPatch
+    ragged: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         layer, "chosen", lambda problem, capacity: None if getattr(problem, ragged) else object()
     )
-    assert refused(CUDA, LSTM, BF16, 64, 8, 1, training=False) is None
-    reason = str(refused(CUDA, LSTM, BF16, 64, 8, 1, training=False, **{ragged: True}))
+    assert refused("lstm", BF16, 64, 8, 1) is None
+    reason = str(refused("lstm", BF16, 64, 8, 1, **{call: True}))
     assert "(forward, with lengths or resets)" in reason
 
 
 @pytest.mark.usefixtures("hopper")
 def test_more_rows_than_32_bits_can_number_are_refused() -> None:
-    assert refused(CUDA, LSTM, BF16, 64, 8, 2, training=False, steps=2**27 - 2) is None
-    assert "134217727 steps" in str(refused(CUDA, LSTM, BF16, 64, 8, 2, training=False, steps=2**27 - 1))
+    assert refused("lstm", BF16, 64, 8, 2, steps=2**27 - 2) is None
+    assert "134217727 steps" in str(refused("lstm", BF16, 64, 8, 2, steps=2**27 - 1))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_training_asks_for_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "chosen", lambda problem, capacity: None if problem.backward else object())
-    assert refused(CUDA, LSTM, BF16, 64, 8, 1, training=False) is None
-    assert "(backward)" in str(refused(CUDA, LSTM, BF16, 64, 8, 1, training=True))
+    assert refused("lstm", BF16, 64, 8, 1) is None
+    assert "(backward)" in str(refused("lstm", BF16, 64, 8, 1, training=True))
 
 
-def test_other_devices_and_types() -> None:
-    assert "on cpu" in str(refused(torch.device("cpu"), LSTM, BF16, 64, 8, 1, training=False))
-    assert "in float64" in str(refused(CUDA, LSTM, torch.float64, 64, 8, 1, training=False))
+def test_other_types() -> None:
+    assert "in float64" in str(refused("lstm", torch.float64, 64, 8, 1))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -109,14 +105,14 @@ def test_fp32_is_exact_where_tf32_is_not_allowed_or_cudnn_is_exact(
 
     monkeypatch.setattr(layer, "allows_tf32", lambda dtype, device: allowed)
     monkeypatch.setattr(layer, "chosen", recorded)
-    assert refused(CUDA, LSTM, torch.float32, hidden, batch, 1, training=True) is None
+    assert refused("lstm", torch.float32, hidden, batch, 1, training=True) is None
     assert [problem.strict for problem in asked] == [strict, strict]
 
 
 @pytest.mark.usefixtures("hopper")
 def test_old_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    assert "compute capability 7.5" in str(refused(CUDA, LSTM, BF16, 64, 8, 1, training=False))
+    assert "compute capability 7.5" in str(refused("lstm", BF16, 64, 8, 1))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -124,4 +120,4 @@ def test_old_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_cuda_bindings(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cuda.bindings")
     monkeypatch.setitem(sys.modules, absent, None)
-    assert "pip install 'tilefit[rnn]'" in str(refused(CUDA, LSTM, BF16, 64, 8, 1, training=False))
+    assert "pip install 'tilefit[rnn]'" in str(refused("lstm", BF16, 64, 8, 1))

@@ -51,5 +51,5 @@ class StaleWeightCache(PrecisionRule):
             f"this autocast region goes on with the half-precision copies of {event.parameters} weights from "
             "before they were stepped",
             "Enter the region in each iteration, around the forward pass and the loss alone.",
-            f"stepped inside the region at {event.stepped}" if event.stepped else "stepped inside the region",
+            "stepped inside the region",
         )

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilefit.rnn.cells import PIECE_BYTES, Backward, Cell, Forward
-from tilefit.rnn.dispatch import allows_tf32
+from tilefit.rnn.call import Call, allows_tf32
+from tilefit.rnn.cells import CELLS, PIECE_BYTES, Backward, Cell, Forward, Grads, Rows
 from tilefit.rnn.persistent.choice import chosen
 from tilefit.rnn.persistent.launch import Kernel, capacity
 from tilefit.rnn.persistent.variant import Problem
@@ -26,22 +26,11 @@ MOST_ROWS = 2**31 - 1
 TF32_HIDDEN, TF32_BATCH = 128, 4
 
 
-def refusal(
-    device: torch.device,
-    cell: Cell,
-    dtype: torch.dtype,
-    hidden: int,
-    batch: int,
-    directions: int,
-    *,
-    steps: int,
-    training: bool,
-    lengths: bool,
-    resets: bool,
-) -> str | None:
-    """Why the persistent kernels cannot run this layer, or None where they can."""
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}, and the kernels are for CUDA"
+def refusal(call: Call) -> str | None:
+    """Why the persistent kernels cannot run a call, whose tensors are on a CUDA device; None if they can."""
+    dtype, hidden, batch, device = call.dtype, call.hidden, call.batch, call.device
+    steps, directions = call.steps, call.directions
+    assert device is not None
     if dtype not in ELEMENTS:
         return f"no kernel computes in {str(dtype).removeprefix('torch.')}"
     if not has_bindings():
@@ -56,13 +45,20 @@ def refusal(
         )
     padded = _padded(hidden, dtype)
     strict = _strict(dtype, padded, batch, device)
-    kinds = (False, True) if training else (False,)
-    for backward_pass in kinds:
-        problem = Problem(
-            cell, ELEMENTS[dtype], padded, batch, directions, backward_pass, lengths, resets, strict
-        )
-        if chosen(problem, capacity(index)) is None:
-            ragged = ", with lengths or resets" if lengths or resets else ""
+    layer = Problem(
+        CELLS[call.cell],
+        ELEMENTS[dtype],
+        padded,
+        batch,
+        directions,
+        False,
+        call.ragged,
+        call.reset,
+        strict,
+    )
+    for backward_pass in (False, True) if call.training else (False,):
+        if chosen(layer._replace(backward=backward_pass), capacity(index)) is None:
+            ragged = ", with lengths or resets" if call.ragged or call.reset else ""
             return (
                 f"the recurrent weights of hidden size {hidden} with mini-batch {batch} do not fit on the "
                 f"chip ({'backward' if backward_pass else 'forward'}{ragged})"
@@ -90,10 +86,7 @@ def forward(
     xg: Tensor,
     w_hh: Tensor,
     bias_n: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
     *,
     save: bool,
 ) -> Forward:
@@ -103,22 +96,10 @@ def forward(
     padded = _padded(hidden, xg.dtype)
     if padded != hidden:
         xg, w_hh = _widen_gates(xg, cell.gates, padded), _widen_weights(w_hh, cell.gates, padded)
-        bias_n, h0, c0 = (_widen(t, padded) for t in (bias_n, h0, c0))
-        wide = forward(cell, xg, w_hh, bias_n, h0, c0, lengths, reset, save=save)
+        wide = forward(cell, xg, w_hh, _widen(bias_n, padded), _widen_states(rows, padded), save=save)
         parts = (1, 1, cell.saved, 1, 1)
         return Forward(*(_narrow(t, n, hidden) for t, n in zip(wide, parts, strict=True)))  # type: ignore[arg-type]
-    kernel = _kernel(
-        cell,
-        xg.dtype,
-        hidden,
-        batch,
-        directions,
-        False,
-        lengths is not None,
-        reset is not None,
-        _strict(xg.dtype, hidden, batch, xg.device),
-        xg.get_device(),
-    )
+    kernel = _kernel_for(cell, xg, rows, (hidden, batch, directions), backward=False)
     out = xg.new_empty((steps, batch, directions, hidden))
     h_n = xg.new_empty((directions, batch, hidden))
     c_n = cells = gates = xg.new_empty(0)
@@ -134,10 +115,10 @@ def forward(
             "projected": xg,
             "weights": w_hh,
             "bias_n": bias_n,
-            "h0": h0,
-            "c0": c0,
-            "lengths": lengths,
-            "resets": reset,
+            "h0": rows.h0,
+            "c0": rows.c0,
+            "lengths": rows.lengths,
+            "resets": rows.reset,
             "out": out,
             "gates": gates,
             "cells": cells,
@@ -151,15 +132,10 @@ def forward(
 
 def backward(
     cell: Cell,
-    grad_out: Tensor | None,
-    grad_hn: Tensor | None,
-    grad_cn: Tensor | None,
+    grads: Grads,
     results: tuple[Tensor, Tensor | None, Tensor],
     w_hh: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
+    rows: Rows,
 ) -> Backward:
     """The gradients of one layer; see :func:`tilefit.rnn.reference.backward`. What is None is zeros."""
     out, gates, c = results
@@ -168,23 +144,12 @@ def backward(
     if padded != hidden:
         w_hh = _widen_weights(w_hh, cell.gates, padded)
         gates = _widen_gates(gates, cell.saved, padded) if gates is not None and cell.saved else None
-        grad_out, grad_hn, grad_cn, h0, c0 = (_widen(t, padded) for t in (grad_out, grad_hn, grad_cn, h0, c0))
+        grads = Grads(*(_widen(t, padded) for t in grads))
         results = _widen(out, padded), gates, _widen(c, padded) if cell.has_c else c
-        wide = backward(cell, grad_out, grad_hn, grad_cn, results, w_hh, h0, c0, lengths, reset)
+        wide = backward(cell, grads, results, w_hh, _widen_states(rows, padded))
         parts = (cell.gradients, 1, 1)
         return Backward(*(_narrow(t, n, hidden) for t, n in zip(wide, parts, strict=True)))
-    kernel = _kernel(
-        cell,
-        out.dtype,
-        hidden,
-        batch,
-        directions,
-        True,
-        lengths is not None,
-        reset is not None,
-        _strict(out.dtype, hidden, batch, out.device),
-        out.get_device(),
-    )
+    kernel = _kernel_for(cell, out, rows, (hidden, batch, directions), backward=True)
     weights = w_hh.view(directions, cell.gates, hidden, hidden)
     if cell.is_gru:
         weights = weights.roll(1, 1)  # (r, z, n) to (n, r, z)
@@ -194,17 +159,17 @@ def backward(
     _launch(
         kernel,
         {
-            "grad_out": grad_out,
-            "grad_last_h": grad_hn,
-            "grad_last_c": grad_cn,
+            "grad_out": grads.out,
+            "grad_last_h": grads.h_n,
+            "grad_last_c": grads.c_n,
             "weights": weights.permute(0, 3, 1, 2),
             "out": out,
             "gates": gates,
             "cells": c,
-            "h0": h0,
-            "first_cell": None if c0 is None else c0.float(),
-            "lengths": lengths,
-            "resets": reset,
+            "h0": rows.h0,
+            "first_cell": None if rows.c0 is None else rows.c0.float(),
+            "lengths": rows.lengths,
+            "resets": rows.reset,
             "grad_gates": grad_gates,
             "grad_h0": grad_h0,
             "grad_c0": grad_c0,
@@ -214,21 +179,27 @@ def backward(
     return Backward(grad_gates, grad_h0, grad_c0)
 
 
-@cache
-def _kernel(
-    cell: Cell,
-    dtype: torch.dtype,
-    hidden: int,
-    batch: int,
-    directions: int,
-    backward: bool,
-    lengths: bool,
-    resets: bool,
-    strict: bool,
-    device: int,
+def _kernel_for(
+    cell: Cell, like: Tensor, rows: Rows, sizes: tuple[int, int, int], *, backward: bool
 ) -> Kernel:
-    """The kernel for such a layer on a device."""
-    problem = Problem(cell, ELEMENTS[dtype], hidden, batch, directions, backward, lengths, resets, strict)
+    """The kernel for a layer of so many units and directions and such a mini-batch, on a tensor's device."""
+    hidden, batch, directions = sizes
+    problem = Problem(
+        cell,
+        ELEMENTS[like.dtype],
+        hidden,
+        batch,
+        directions,
+        backward,
+        rows.lengths is not None,
+        rows.reset is not None,
+        _strict(like.dtype, hidden, batch, like.device),
+    )
+    return _kernel(problem, like.get_device())
+
+
+@cache
+def _kernel(problem: Problem, device: int) -> Kernel:
     variant = chosen(problem, capacity(device))
     if variant is None:
         raise ValueError(f"the kernels cannot run {problem}: ask refusal() first")
@@ -252,6 +223,10 @@ def _padded(hidden: int, dtype: torch.dtype) -> int:
 def _widen(tensor: Tensor | None, padded: int) -> Any:
     """``[..., hidden]`` to ``[..., padded]``, with zeros."""
     return tensor if tensor is None else F.pad(tensor, (0, padded - tensor.shape[-1]))
+
+
+def _widen_states(rows: Rows, padded: int) -> Rows:
+    return rows._replace(h0=_widen(rows.h0, padded), c0=_widen(rows.c0, padded))
 
 
 def _widen_gates(tensor: Tensor, gates: int, padded: int) -> Tensor:

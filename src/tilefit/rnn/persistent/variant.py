@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tilefit.rnn.cells import PIECE_BYTES, Cell
 
@@ -47,8 +48,7 @@ SPLITS = (1, 2, 4, 8)
 LARGEST_CLUSTER = 16
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One layer's recurrence: what a kernel is cut for.
 
     ``hidden`` and ``batch`` are the sizes the kernel sees (``hidden`` padded to 16 bytes); ``element`` is
