@@ -47,7 +47,7 @@ from tilefit.precision import compare as compare_precision
 from tilefit.precision import first_divergence, watch
 from tilefit.precision.rules import PrecisionRule
 from tilefit.precision.rules import all_rules as precision_rules
-from tilefit.report.terminal import render
+from tilefit.report import render
 from tilefit.report.watched import Watched
 from tilefit.rules import Rule, all_rules
 from tilefit.rules.finding import Alarm

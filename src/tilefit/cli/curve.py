@@ -19,7 +19,6 @@ from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tilefit.cli.curve_output import Curves
     from tilefit.cost.curve import Curve, Prices
     from tilefit.measure.curve import Measured
     from tilefit.ops import Gemm, Op
@@ -186,8 +185,8 @@ def target(
 
     from tilefit.capture.child import CaptureOptions
     from tilefit.capture.sweep import sweep as capture_sweep
-    from tilefit.cli.curve_output import Curves, Family, roundest
     from tilefit.cost.curve import step_curve
+    from tilefit.report.curves import Curves, Family, roundest
 
     local = local_gpu() if measure else None
     device = predicted_gpu(gpu, local)
@@ -249,7 +248,7 @@ def target(
         *(["compiled"] if compile else []),
     ]
     title = f"{target}, {', '.join(how)}, {sizes.text([sizes.over, *sizes.fixed])}"
-    _show(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)), where)
+    where.write(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)))
     if interrupted:
         raise KeyboardInterrupt
 
@@ -288,8 +287,8 @@ def _products(
     where: Destination,
 ) -> None:
     """Curves of products: predicted and, if wanted, measured."""
-    from tilefit.cli.curve_output import Curves, Family
     from tilefit.cost.curve import curve
+    from tilefit.report.curves import Curves, Family
 
     local = local_gpu() if measure else None
     device = predicted_gpu(gpu, local)
@@ -317,7 +316,7 @@ def _products(
                 f"{len(measured.errors)} products could not be measured, such as {op.shape}: "
                 f"{why.splitlines()[0]}."
             )
-    _show(Curves(title, sizes.over, sizes.fixed, families, tuple(notes)), where)
+    where.write(Curves(title, sizes.over, sizes.fixed, families, tuple(notes)))
     if interrupted:
         raise KeyboardInterrupt
 
@@ -341,13 +340,3 @@ def _measured(ops: Iterable[Op], local: LocalGpu, store: Path | None, source: st
     if measured.interrupted:
         print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
     return measured
-
-
-def _show(curves: Curves, where: Destination) -> None:
-    from tilefit.cli.curve_output import as_csv, as_json, as_text, picture
-
-    where.write(
-        lambda width: as_text(curves, width),
-        {"json": lambda: as_json(curves), "csv": lambda: as_csv(curves)},
-        lambda file: picture(curves, file),
-    )

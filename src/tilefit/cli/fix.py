@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,8 @@ from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
     from tilefit.capture.child import CaptureOptions
-    from tilefit.cli.fix_output import Outcome
     from tilefit.fixes import Plan
+    from tilefit.fixes.outcome import Outcome
     from tilefit.fixes.source.program import Program
     from tilefit.gpus import Gpu
     from tilefit.ops import Step
@@ -163,9 +162,7 @@ def fix(
     if diff:
         _print_diff(outcome)
         return bool(outcome.patches.made)
-    _print(
-        outcome, output_format or output.by_ending(output_file, report_output.ENDINGS, "text"), output_file
-    )
+    report_output.show(outcome, output_format, output_file, trimmed=False)
     return outcome.exit_code
 
 
@@ -214,10 +211,10 @@ def _outcome(target: str, options: CaptureOptions, wishes: _Wishes) -> Outcome:
 
     from tilefit import rules
     from tilefit.capture.targets import InputOptions
-    from tilefit.cli.fix_output import Outcome
     from tilefit.cost import estimate_step
     from tilefit.cost.fusion import fuse
     from tilefit.cost.lookup import title
+    from tilefit.fixes.outcome import Outcome
     from tilefit.fixes.planner import MIN_GAIN
     from tilefit.fixes.registry import all_fixes
     from tilefit.fixes.source.patches import Patches, propose, source_fixes
@@ -378,7 +375,7 @@ def _print_diff(outcome: Outcome) -> None:
     """The patch on stdout, byte for byte; what is not in it on stderr."""
     from rich.console import Console
 
-    from tilefit.cli.fix_output import beside_diff, colored
+    from tilefit.fixes.outcome import beside_diff, colored
 
     text = outcome.patches.diff()
     console = output.stdout()
@@ -388,30 +385,3 @@ def _print_diff(outcome: Outcome) -> None:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
     Console(stderr=True, highlight=False).print(beside_diff(outcome), crop=False)
-
-
-def _print(outcome: Outcome, output_format: report_output.Format, output_file: Path | None) -> None:
-    from rich.console import Console
-
-    from tilefit.cli import fix_output
-
-    if output_format not in ("text", "json", "markdown"):
-        report_output.show(outcome.report, output_format, output_file)
-        return
-    console = output.stdout()
-    if output_format == "text":
-        if output_file is None:
-            console.print(fix_output.terminal(outcome), crop=False)
-            return
-        file = io.StringIO()
-        Console(file=file, width=console.width, color_system=None).print(
-            fix_output.terminal(outcome), crop=False
-        )
-        text = file.getvalue()
-    else:
-        render = fix_output.as_json if output_format == "json" else fix_output.as_markdown
-        text = render(outcome)
-    if output_file is None:
-        print(text, end="")
-    else:
-        output.write_file(output_file, text)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape as _escape
 
 from tilefit import units
+from tilefit.formats import renders
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
@@ -27,6 +28,7 @@ _STYLE = """
 """
 
 
+@renders(Document, "notebook")
 def render(document: Document) -> str:
     """The report as an HTML fragment; everything that comes from the model is escaped."""
     if isinstance(document, Watched):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilefit import units
+from tilefit.formats import renders
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
@@ -38,37 +39,41 @@ _BOUND_BAR = {
 }
 
 
-class Terminal:
-    """A rich renderable of a report or a comparison.
+@renders(Document, "text")
+def render(document: Document, *, show_all: bool = False, ops: bool = False) -> RenderableType:
+    """A report or a comparison on a terminal.
 
     Args:
         document: What to show.
         show_all: Every finding with all its arithmetic, and more totals.
         ops: The table of operations by time as well.
     """
+    return _Screen(document, show_all, ops)
 
-    def __init__(self, document: Document, *, show_all: bool = False, ops: bool = False) -> None:
-        self._document = document
-        self._show_all = show_all
-        self._ops = ops
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    document: Document
+    show_all: bool
+    ops: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if isinstance(self._document, Watched):
-            yield from _watched(self._document, options.max_width, self._show_all)
+        if isinstance(self.document, Watched):
+            yield from _watched(self.document, options.max_width, self.show_all)
             return
-        reports = self._document.reports
+        reports = self.document.reports
         if len(reports) > 1:
             yield _comparison(reports, options.max_width)
             return
         report = reports[0]
         head = _headline(report, options.max_width)
-        tail = _totals(report, self._show_all)
+        tail = _totals(report, self.show_all)
         yield head
         yield Text()
         room = SCREEN_LINES - sum(len(console.render_lines(part, options)) for part in (head, tail))
         yield from self._findings(report, room, console, options)
-        if self._ops:
-            yield _ops_table(report, options.max_width, self._show_all)
+        if self.ops:
+            yield _ops_table(report, options.max_width, self.show_all)
             yield Text()
         yield tail
 
@@ -80,9 +85,9 @@ class Terminal:
             yield Text()
             return
         for shown, finding in enumerate(report.findings):
-            block = _finding(finding, options.max_width, self._show_all)
+            block = _finding(finding, options.max_width, self.show_all)
             room -= len(console.render_lines(block, options))
-            if not self._show_all and shown >= FEWEST_FINDINGS and room < 0:
+            if not self.show_all and shown >= FEWEST_FINDINGS and room < 0:
                 rest = report.findings[shown:]
                 most = units.seconds(max(f.gain_s for f in rest))
                 worth = f"at most {most} each" if len(rest) > 1 else most
@@ -90,14 +95,6 @@ class Terminal:
                 yield Text()
                 return
             yield block
-
-
-def render(document: Document, *, show_all: bool = False, ops: bool = False, width: int = 80) -> str:
-    """The report as plain text of a given width."""
-    file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
-    console.print(Terminal(document, show_all=show_all, ops=ops))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
 def _headline(report: Report, width: int) -> RenderableType:
