@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 
-def table(*columns: str, gap: int = 2) -> Table:
+def table(*columns: str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:
     """A table without lines; a heading that starts with ``>`` aligns its column to the right."""
     from rich.table import Table
 
     made = Table(
         box=None,
-        padding=(0, gap, 0, 0),
+        padding=(0, 2, 0, 0),
         pad_edge=False,
         show_edge=False,
         show_header=any(columns),
@@ -27,6 +29,8 @@ def table(*columns: str, gap: int = 2) -> Table:
         made.add_column(
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -122,10 +122,7 @@ def _in_files(outcome: Outcome) -> RenderableType | None:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    table = console.table(*columns)
-    for row in rows:
-        table.add_row(*map(text.plain, row))
-    return table
+    return console.table(*columns, rows=(map(text.plain, row) for row in rows))
 
 
 def _left_alone(outcome: Outcome) -> RenderableType | None:

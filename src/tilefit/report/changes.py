@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 
 from tilefit import units
 from tilefit.errors import UsageError
@@ -222,12 +223,7 @@ def _paired(first: list[OpRow], second: list[OpRow]) -> Iterator[_Pair]:
             yield op, twin
         else:
             rest.append(op)
-    others = [op for op in second if id(op) not in taken]
-    for index in range(max(len(rest), len(others))):
-        yield (
-            rest[index] if index < len(rest) else None,
-            others[index] if index < len(others) else None,
-        )
+    yield from zip_longest(rest, (op for op in second if id(op) not in taken))
 
 
 def _place(op: OpRow) -> tuple[str, ...]:

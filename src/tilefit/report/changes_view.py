@@ -44,16 +44,12 @@ def terminal(every: ChangesOnGpus, *, limit: int = 0) -> RenderableType:
     for each in every:
         parts.append(Text(_heading(each), style="bold"))
         parts += [*(Text(line, style="dim") for line in each.settings), Text()]
-        facts = table("", ">A", ">B", ">B / A")
-        for row in _facts(each):
-            facts.add_row(*map(Text, row))
-        parts += [facts, Text()]
+        facts = (map(Text, row) for row in _facts(each))
+        parts += [table("", ">A", ">B", ">B / A", rows=facts), Text()]
         if each.ops:
             shown = _shown(each, limit)
-            rows = table(">B - A", ">A", ">B", "operation", "why")
-            for op in shown:
-                rows.add_row(*map(Text, _cells(op)))
-            parts += [rows, Text()]
+            rows = (map(Text, _cells(op)) for op in shown)
+            parts += [table(">B - A", ">A", ">B", "operation", "why", rows=rows), Text()]
             parts += [Text(f"{_rest(each.ops[len(shown) :])}: add --limit 0", style="dim"), Text()] * (
                 len(shown) < len(each.ops)
             )

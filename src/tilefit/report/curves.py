@@ -204,12 +204,12 @@ def _sizes(curves: Curves) -> list[RenderableType]:
             for part in (Text(family.predicted.name, "bold"), _sizes_of(over, family))
         ]
     shown = {*roundest([point.size for point in families[0].predicted.points])}
-    table = console.table(over, *(f">{family.predicted.name}" for family in families))
-    for points in zip(*(family.predicted.points for family in families), strict=True):
-        if points[0].size in shown:
-            cells = (f"{units.seconds(p.time_s)}, {units.rate(p.flop_per_s)}" for p in points)
-            table.add_row(str(points[0].size), *cells)
-    return [table]
+    rows = (
+        [str(points[0].size), *(f"{units.seconds(p.time_s)}, {units.rate(p.flop_per_s)}" for p in points)]
+        for points in zip(*(family.predicted.points for family in families), strict=True)
+        if points[0].size in shown
+    )
+    return [console.table(over, *(f">{family.predicted.name}" for family in families), rows=rows)]
 
 
 def _sizes_of(over: str, family: Family) -> Table:
@@ -327,19 +327,13 @@ def _found(over: str, curve: Curve) -> list[RenderableType]:
 def _dips(over: str, curve: Curve) -> Table:
     """The slow sizes of a curve, and where to move."""
     named = any(point.kernel_families for point in curve.points)
-    table = console.table(
-        over, ">sizes", ">slowest", f">next {over}", ">time", ">speedup", *(["kernels"] if named else [])
-    )
+    columns = [over, ">sizes", ">slowest", f">next {over}", ">time", ">speedup", "kernels"]
+    rows = []
     for dip in curve.dips[:_DIPS]:
         first, last = dip.points[0].size, dip.points[-1].size
         old, new = ("+".join(point.kernel_families) for point in (dip.worst, dip.better))
-        table.add_row(
-            str(first) if first == last else f"{first}–{last}",
-            str(len(dip.points)),
-            units.seconds(dip.worst.time_s),
-            str(dip.better.size),
-            units.seconds(dip.better.time_s),
-            f"{dip.speedup:.2f}x",
-            *([old if old == new else f"{old} -> {new}"] if named else []),
-        )
-    return table
+        sizes = str(first) if first == last else f"{first}–{last}"
+        times = [units.seconds(dip.worst.time_s), str(dip.better.size), units.seconds(dip.better.time_s)]
+        kernels = old if old == new else f"{old} -> {new}"
+        rows.append([sizes, str(len(dip.points)), *times, f"{dip.speedup:.2f}x", kernels])
+    return console.table(*columns[: 6 + named], rows=(row[: 6 + named] for row in rows))

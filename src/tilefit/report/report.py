@@ -230,6 +230,14 @@ class MeasuredStep:
     waits: tuple[HostWait, ...] = ()
     unmatched_s: float = 0.0
 
+    def of_step(self, time_s: float) -> str:
+        """A time as a share of the step under the profiler."""
+        return units.share(time_s / self.profiled_time_s if self.profiled_time_s else 0.0)
+
+    def of_kernels(self, time_s: float) -> str:
+        """A time as a share of that of the kernels."""
+        return units.share(time_s / self.kernel_s if self.kernel_s else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class OpRow:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tilefit import console, units
 from tilefit.cost.lookup import title as source_of
+from tilefit.errors import UsageError
 from tilefit.formats import renders
 from tilefit.report.plot import Line, ceiling
 from tilefit.report.series import COLORS, WIDEST, Series, braille_rows, foot
@@ -70,9 +71,17 @@ class Results(Series):
         return rows
 
     def plot(self) -> tuple[list[Line], str, str, str]:
-        """Throughput."""
+        """Throughput.
+
+        Raises:
+            UsageError: no point is known to be drawn.
+        """
         gpus = f" on {self.grid.gpus[0].title}" if len(self.grid.gpus) == 1 else ""
-        return _lines(self), f"{self.title}{gpus}", _x_label(self), self.rate
+        if not (lines := _lines(self)):
+            raise UsageError(
+                "there is nothing to draw", hint="Vary a size (--over batch=1..64), or leave out --plot."
+            )
+        return lines, f"{self.title}{gpus}", _x_label(self), self.rate
 
 
 @renders(Results, "json")
