@@ -49,7 +49,8 @@ from tilefit.precision import compare as compare_precision
 from tilefit.precision import first_divergence, watch
 from tilefit.precision.rules import PrecisionRule
 from tilefit.precision.rules import all_rules as precision_rules
-from tilefit.report import Report, Watched, loads, render
+from tilefit.report import Report, loads, render
+from tilefit.report.watched import Watched
 from tilefit.rules import Case, Rule, all_rules
 from tilefit.rules.finding import Alarm
 

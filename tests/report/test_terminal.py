@@ -9,8 +9,8 @@ import pytest
 from inline_snapshot import snapshot
 from rich.console import Console
 
-from tilefit.report import Comparison, Report
-from tilefit.report.terminal import SCREEN_LINES, render
+from tilefit.report import Comparison, Report, render
+from tilefit.report.terminal import SCREEN_LINES
 
 
 def test_a_report(report: Report) -> None:

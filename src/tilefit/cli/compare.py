@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tilefit.cli import bench, output
+from tilefit.cli import bench, output, report_output
 from tilefit.cli.report_output import OutputFile
 from tilefit.errors import UsageError
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tilefit.measure.store import Measurement
 
 Format = Literal["text", "markdown", "json"]
-_ENDINGS: dict[str, Format] = {".md": "markdown", ".json": "json"}
 #: How every SQLite file begins (its file format, section 1.3).
 _SQLITE = b"SQLite format 3\0"
 
@@ -46,13 +45,11 @@ def compare(
     """
     reports = [path.suffix == ".json" for path in (first, second)]
     if all(reports):
-        _reports(
-            first,
-            second,
-            limit,
-            output_format or output.by_ending(output_file, _ENDINGS, "text"),
-            output_file,
-        )
+        from tilefit.report import load
+        from tilefit.report.changes import changes
+
+        every = changes(load(first, note=output.note), load(second, note=output.note))
+        report_output.show(every, output_format, output_file, limit=limit)
         return
     if any(reports):
         _check_measurements(second if reports[0] else first)
@@ -64,28 +61,6 @@ def compare(
     if output_format not in (None, "text") or output_file is not None:
         raise UsageError("measurements are compared as text", hint="Leave the options of the output out.")
     _measurements(first, second, limit)
-
-
-def _reports(first: Path, second: Path, limit: int, output_format: Format, output_file: Path | None) -> None:
-    from tilefit.cli import compare_output
-    from tilefit.report import load
-    from tilefit.report.changes import changes
-
-    every = changes(load(first, note=output.note), load(second, note=output.note))
-    console = output.stdout()
-    if output_format == "text" and output_file is None and console.is_terminal:
-        console.print(compare_output.terminal(every, limit))
-        return
-    if output_format == "text":
-        text = output.as_text(compare_output.terminal(every, limit))
-    elif output_format == "markdown":
-        text = compare_output.as_markdown(every, limit)
-    else:
-        text = compare_output.as_json(every)
-    if output_file is None:
-        print(text, end="")
-    else:
-        output.write_file(output_file, text)
 
 
 def _measurements(first: Path, second: Path, limit: int) -> None:

@@ -22,7 +22,6 @@ from tilefit.errors import UsageError
 from tilefit.options import INPUT_SIZES, TargetOptions, spelled
 
 if TYPE_CHECKING:
-    from tilefit.cli.curve_output import Curves
     from tilefit.cost.curve import Curve, Prices
     from tilefit.cost.priced import PricedGpu
     from tilefit.measure.curve import Measured
@@ -187,8 +186,8 @@ def target(
 
     from tilefit.capture.child import captures_in_child
     from tilefit.capture.sweep import sweep as capture_sweep
-    from tilefit.cli.curve_output import Curves, Family, roundest
     from tilefit.cost.curve import step_curve
+    from tilefit.report.curves import Curves, Family, roundest
 
     device, local = devices(gpu, measure, calibration)
     options = TargetOptions(
@@ -247,7 +246,7 @@ def target(
         *(["compiled"] if how.compile else []),
     ]
     title = f"{target}, {', '.join(setup)}, {sizes.text([sizes.over, *sizes.fixed])}"
-    _show(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)), where)
+    where.write(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)))
     if interrupted:
         raise KeyboardInterrupt
 
@@ -286,8 +285,8 @@ def _products(
     where: Destination,
 ) -> None:
     """Curves of products: predicted and, if wanted, measured."""
-    from tilefit.cli.curve_output import Curves, Family
     from tilefit.cost.curve import curve
+    from tilefit.report.curves import Curves, Family
 
     predicted = {name: curve(name, at, sizes.values, device) for name, at in products.items()}
     notes: list[str] = []
@@ -313,7 +312,7 @@ def _products(
                 f"{len(measured.errors)} products could not be measured, such as {op.shape}: "
                 f"{why.splitlines()[0]}."
             )
-    _show(Curves(title, sizes.over, sizes.fixed, families, tuple(notes)), where)
+    where.write(Curves(title, sizes.over, sizes.fixed, families, tuple(notes)))
     if interrupted:
         raise KeyboardInterrupt
 
@@ -337,13 +336,3 @@ def _measured(ops: Iterable[Op], local: LocalGpu, store: Path | None, source: st
     if measured.interrupted:
         print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
     return measured
-
-
-def _show(curves: Curves, where: Destination) -> None:
-    from tilefit.cli.curve_output import as_csv, as_json, as_text, picture
-
-    where.write(
-        lambda width: as_text(curves, width),
-        {"json": lambda: as_json(curves), "csv": lambda: as_csv(curves)},
-        lambda file: picture(curves, file),
-    )

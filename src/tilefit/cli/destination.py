@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from tilefit.cli import output
+from tilefit import formats
+from tilefit.cli import output, report_output
 from tilefit.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Format = Literal["text", "json", "csv"]
 
 PANEL = "Output"
-_ENDINGS: dict[str, Format] = {".json": "json", ".csv": "csv"}
 _PICTURES = (".svg", ".png")
 
 OutputFormat = Annotated[
@@ -54,39 +50,21 @@ class Destination(NamedTuple):
     """Where results go.
 
     Attributes:
-        format: Their format.
+        format: Their format; None: by the ending of the file, else text.
         file: None for stdout.
         plot: A picture besides.
     """
 
-    format: Format
+    format: Format | None
     file: Path | None
     plot: Path | None
 
-    def write(
-        self,
-        text: Callable[[int], RenderableType],
-        others: dict[str, Callable[[], str]],
-        picture: Callable[[Path], str | bytes],
-    ) -> None:
-        """Print or write results.
-
-        Args:
-            text: Makes the text for a width in columns.
-            others: Make the other formats.
-            picture: Draws the picture.
-        """
+    def write(self, document: object, **options: Any) -> None:
+        """Draw, and print or write results; ``options`` as of :func:`tilefit.formats.render`."""
         if self.plot:
-            output.write_file(self.plot, picture(self.plot))
-        console = output.stdout()
-        if self.format == "text" and self.file is None:
-            console.print(text(console.width))
-            return
-        written = output.as_text(text(console.width)) if self.format == "text" else others[self.format]()
-        if self.file is None:
-            print(written, end="")
-        else:
-            output.write_file(self.file, written)
+            picture = formats.by_ending(document, self.plot.suffix)
+            output.write_file(self.plot, formats.make(document, picture))
+        report_output.show(document, self.format, self.file, trimmed=False, **options)
 
 
 def destination(form: Format | None, file: Path | None, plot: Path | None) -> Destination:
@@ -103,4 +81,4 @@ def destination(form: Format | None, file: Path | None, plot: Path | None) -> De
         )
     if file and file.suffix.lower() in _PICTURES:
         raise UsageError("pictures are drawn by --plot", where=str(file), hint=f"Write --plot {file}.")
-    return Destination(form or output.by_ending(file, _ENDINGS, "text"), file, plot)
+    return Destination(form, file, plot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -20,8 +19,8 @@ from tilefit.errors import UsageError
 from tilefit.options import Selection
 
 if TYPE_CHECKING:
-    from tilefit.cli.fix_output import Outcome
     from tilefit.cost.priced import PricedGpu
+    from tilefit.fixes.outcome import Outcome
 
 Level = Literal["safe", "unsafe"]
 
@@ -131,9 +130,7 @@ def fix(
     if diff:
         _print_diff(outcome)
         return bool(outcome.patches.made)
-    _print(
-        outcome, output_format or output.by_ending(output_file, report_output.ENDINGS, "text"), output_file
-    )
+    report_output.show(outcome, output_format, output_file, trimmed=False)
     return outcome.exit_code
 
 
@@ -160,7 +157,7 @@ def _print_diff(outcome: Outcome) -> None:
     """The patch on stdout, byte for byte; what is not in it on stderr."""
     from rich.console import Console
 
-    from tilefit.cli.fix_output import beside_diff, colored
+    from tilefit.fixes.outcome import beside_diff, colored
 
     text = outcome.patches.diff()
     console = output.stdout()
@@ -170,30 +167,3 @@ def _print_diff(outcome: Outcome) -> None:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
     Console(stderr=True, highlight=False).print(beside_diff(outcome), crop=False)
-
-
-def _print(outcome: Outcome, output_format: report_output.Format, output_file: Path | None) -> None:
-    from rich.console import Console
-
-    from tilefit.cli import fix_output
-
-    if output_format not in ("text", "json", "markdown"):
-        report_output.show(outcome.report, output_format, output_file)
-        return
-    console = output.stdout()
-    if output_format == "text":
-        if output_file is None:
-            console.print(fix_output.terminal(outcome), crop=False)
-            return
-        file = io.StringIO()
-        Console(file=file, width=console.width, color_system=None).print(
-            fix_output.terminal(outcome), crop=False
-        )
-        text = file.getvalue()
-    else:
-        render = fix_output.as_json if output_format == "json" else fix_output.as_markdown
-        text = render(outcome)
-    if output_file is None:
-        print(text, end="")
-    else:
-        output.write_file(output_file, text)

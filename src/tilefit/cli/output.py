@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tilefit.console import table as table
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.console import Console
 
 Item = TypeVar("Item")
-Form = TypeVar("Form", bound=str)
 
 
 def stdout() -> Console:
@@ -24,35 +22,6 @@ def stdout() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=False)
-
-
-def table(*columns: str) -> Table:
-    """A table without lines; a heading that starts with ``>`` aligns its column to the right."""
-    from rich.table import Table
-
-    made = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        show_header=any(columns),
-        header_style="dim",
-    )
-    for column in columns:
-        # In a narrow terminal a number goes on in the next line; cut off, it would be another number.
-        made.add_column(
-            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
-        )
-    return made
-
-
-def as_text(shown: RenderableType) -> str:
-    """What would be on the terminal, without colour."""
-    from rich.console import Console
-
-    file = io.StringIO()
-    Console(file=file, width=stdout().width, color_system=None).print(shown)
-    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
 @contextmanager
@@ -80,11 +49,6 @@ def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:
 def note(message: str) -> None:
     """Say something beside the data, on stderr."""
     print(f"note: {message}", file=sys.stderr)
-
-
-def by_ending(file: Path | None, forms: Mapping[str, Form], otherwise: Form) -> Form:
-    """The format that the ending of an output file asks for."""
-    return forms.get(file.suffix.lower(), otherwise) if file else otherwise
 
 
 def writable(path: Path | None) -> Path | None:

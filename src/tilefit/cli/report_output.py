@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
+from tilefit import formats
 from tilefit.cli import output
-
-if TYPE_CHECKING:
-    from tilefit.report import Document
-
-#: The formats of :data:`tilefit.report.FORMATS`.
-Format = Literal["text", "markdown", "concise", "json", "html", "sarif", "github", "junit"]
-
-#: The format of a file by its ending, where none is asked for.
-ENDINGS: dict[str, Format] = {
-    ".md": "markdown",
-    ".json": "json",
-    ".html": "html",
-    ".htm": "html",
-    ".sarif": "sarif",
-    ".xml": "junit",
-}
+from tilefit.formats import FORMATS
+from tilefit.formats import Format as Format
 
 PANEL = "Output"
 
@@ -31,8 +18,7 @@ OutputFormat = Annotated[
     Format | None,
     typer.Option(
         metavar="FORMAT",
-        help="text, markdown, concise, json, html, sarif, github or junit; default: by the ending of the "
-        "file, else text.",
+        help=f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}; default: by the ending of the file, else text.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -54,27 +40,26 @@ Operations = Annotated[
 
 
 def show(
-    document: Document,
-    format: Format | None,
-    file: Path | None,
-    *,
-    show_all: bool = False,
-    ops: bool = False,
+    document: object, format: str | None, file: Path | None, *, trimmed: bool = True, **options: Any
 ) -> None:
-    """Write a report to a file, or to stdout, there in colour where it is a terminal.
+    """Write a document to a file, or to stdout, there in colour where it is a terminal.
+
+    Args:
+        document: A report, or any other document that has renderers.
+        format: Its format; None: by the ending of the file, else text.
+        file: None for stdout.
+        trimmed: On stdout without the blanks that fill its columns, where it is no terminal.
+        options: As of :func:`tilefit.formats.render`.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    from tilefit.report import render
-    from tilefit.report.terminal import Terminal
-
-    format = format or output.by_ending(file, ENDINGS, "text")
+    format = format or formats.by_ending(document, file.suffix if file else "")
     console = output.stdout()
-    if format == "text" and file is None and console.is_terminal:
-        console.print(Terminal(document, show_all=show_all, ops=ops))
+    if format == "text" and file is None and (console.is_terminal or not trimmed):
+        console.print(formats.make(document, width=console.width, **options), crop=False)
         return
-    text = render(document, format, show_all=show_all, ops=ops, width=console.width)
+    text = formats.render(document, format, width=console.width, **options)
     if file is None:
         print(text, end="")
     else:

@@ -168,7 +168,7 @@ def _run(
     best_batch: bool,
     shown: _Shown,
 ) -> None:
-    from tilefit.cli.sweep_output import Results, show
+    from tilefit.sweep.results import Results
     from tilefit.sweep.run import Predictions
 
     predictions = Predictions(grid, timeout_s, kept)
@@ -206,15 +206,16 @@ def _run(
         notes.append("Measured: steps back to back, random weights and inputs, the median of five turns.")
     if predictions.failure and all(point.error for point in found):
         raise predictions.failure
-    results = Results(grid, tuple(shown.settings), _sorted(grid, found), tuple(dict.fromkeys(notes)))
     if found:
-        show(
-            results,
+        results = Results(
+            grid,
+            tuple(shown.settings),
+            _sorted(grid, found),
+            tuple(dict.fromkeys(notes)),
             shown.against,
-            shown.where,
-            show_all=shown.show_all,
-            best_batch=best_batch,
+            best_batch,
         )
+        shown.where.write(results, show_all=shown.show_all)
     if interrupted:
         print(
             f"Stopped early: {len(found)} of {grid.size} points. The same command goes on from there.",

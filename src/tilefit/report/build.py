@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
@@ -17,6 +18,9 @@ from tilefit.version import __version__
 
 #: The batch curve ends at this multiple of the step's own batch.
 _LARGEST_FACTOR = 64
+
+#: What :class:`~tilefit.report.report.MemoryUse` takes from the step's memory as it is.
+_HELD = {each.name for each in fields(MemoryUse)} - {"share"}
 
 _Priced = Sequence[tuple[StepOp, Estimate]]
 
@@ -35,9 +39,6 @@ def build(
     """The report of a step on a GPU. Pure: the same arguments give the same report."""
     priced = list(zip(step.ops, estimate.ops, strict=True))
     dtype = main_dtype(step)
-    peak = gpu.peak_flop_per_s(dtype)
-    rate = _ratio(step.tensor_flop, estimate.time_s)
-    memory = step.memory
     unmodelled = [(entry, time) for entry, time in priced if kind(entry) == "other"]
     return Report(
         model=step.model,
@@ -50,39 +51,11 @@ def build(
             gpu.memory_bytes,
             gpu.memory_bandwidth_bytes_per_s,
             dtype,
-            peak,
+            gpu.peak_flop_per_s(dtype),
             gpu.sms,
             {name: gpu.peak_flop_per_s(name) for name in gpu.flop_per_clock_per_sm},
         ),
-        step=StepSummary(
-            time_s=estimate.time_s,
-            low_s=estimate.low_s,
-            high_s=estimate.high_s,
-            gpu_time_s=estimate.gpu_time_s,
-            host_time_s=estimate.host_time_s,
-            flop=step.flop,
-            tensor_flop=step.tensor_flop,
-            flop_per_s=rate,
-            peak_share=rate / peak,
-            moved_bytes=sum(entry.op.moved_bytes for entry in step.ops),
-            memory_bytes=memory.peak_bytes,
-            memory=MemoryUse(
-                parameter_bytes=memory.parameter_bytes,
-                gradient_bytes=memory.gradient_bytes,
-                optimizer_bytes=memory.optimizer_bytes,
-                buffer_bytes=memory.buffer_bytes,
-                saved_bytes=memory.saved_bytes,
-                peak_bytes=memory.peak_bytes,
-                share=memory.peak_bytes / gpu.memory_bytes,
-            ),
-            largest_batch=largest_batch(memory, step.batch, gpu.memory_bytes),
-            parameter_count=step.parameter_count,
-            op_count=len(step.ops),
-            bounds_s=dict(estimate.bound_time_s),
-            phases_s=_time_by(priced, lambda entry, _: entry.phase, PHASES),
-            kinds_s=_time_by(priced, lambda entry, _: kind(entry)),
-            provenance=estimate.provenance,
-        ),
+        step=_summary(step, gpu, estimate, priced),
         coverage=1 - _ratio(sum(entry.op.flop for entry, _ in unmodelled), step.flop),
         coverage_time=1 - _ratio(_time_s(unmodelled), _time_s(priced)),
         unmodelled=_unmodelled(unmodelled),
@@ -95,6 +68,32 @@ def build(
         environment=dict(environment or {}),
         safe_gain_s=safe_gain_s,
         rules=pages((finding.code for finding in findings), all_rules()),
+    )
+
+
+def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> StepSummary:
+    rate = _ratio(step.tensor_flop, estimate.time_s)
+    held = {name: size for name, size in asdict(step.memory).items() if name in _HELD}
+    return StepSummary(
+        time_s=estimate.time_s,
+        low_s=estimate.low_s,
+        high_s=estimate.high_s,
+        gpu_time_s=estimate.gpu_time_s,
+        host_time_s=estimate.host_time_s,
+        flop=step.flop,
+        tensor_flop=step.tensor_flop,
+        flop_per_s=rate,
+        peak_share=rate / gpu.peak_flop_per_s(main_dtype(step)),
+        moved_bytes=sum(entry.op.moved_bytes for entry in step.ops),
+        memory_bytes=step.memory.peak_bytes,
+        memory=MemoryUse(**held, share=step.memory.peak_bytes / gpu.memory_bytes),
+        largest_batch=largest_batch(step.memory, step.batch, gpu.memory_bytes),
+        parameter_count=step.parameter_count,
+        op_count=len(step.ops),
+        bounds_s=dict(estimate.bound_time_s),
+        phases_s=_time_by(priced, lambda entry: entry.phase, PHASES),
+        kinds_s=_time_by(priced, kind),
+        provenance=estimate.provenance,
     )
 
 
@@ -189,12 +188,10 @@ def _unmodelled(priced: _Priced) -> tuple[Unmodelled, ...]:
     return tuple(sorted(rows, key=lambda row: -row.time_s))
 
 
-def _time_by(
-    priced: _Priced, key: Callable[[StepOp, Estimate], str], names: Iterable[str] = ()
-) -> dict[str, float]:
+def _time_by(priced: _Priced, key: Callable[[StepOp], str], names: Iterable[str] = ()) -> dict[str, float]:
     time_s = dict.fromkeys(names, 0.0)
     for entry, time in priced:
-        name = key(entry, time)
+        name = key(entry)
         time_s[name] = time_s.get(name, 0.0) + time.time_s
     return time_s
 

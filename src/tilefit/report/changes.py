@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 
 from tilefit import units
 from tilefit.errors import UsageError
@@ -69,7 +70,13 @@ class Changes:
     new: tuple[Finding, ...]
 
 
-def changes(first: Document, second: Document) -> list[Changes]:
+class ChangesOnGpus(tuple[Changes, ...]):
+    """The changes on each GPU that both of two comparisons have; on one of two reports."""
+
+    __slots__ = ()
+
+
+def changes(first: Document, second: Document) -> ChangesOnGpus:
     """From a first report to a second; for comparisons one for each GPU that both have.
 
     Operations are matched by module, phase and name, those of the same shape first, the others in the order
@@ -83,7 +90,7 @@ def changes(first: Document, second: Document) -> list[Changes]:
             "a run that was watched has no times to compare", hint="Name two reports of tilefit check."
         )
     if len(first.reports) == len(second.reports) == 1:
-        return [_changes(first.reports[0], second.reports[0])]
+        return ChangesOnGpus([_changes(first.reports[0], second.reports[0])])
     by_gpu = {report.gpu: report for report in second.reports}
     pairs = [(report, by_gpu[report.gpu]) for report in first.reports if report.gpu in by_gpu]
     if not pairs:
@@ -95,7 +102,7 @@ def changes(first: Document, second: Document) -> list[Changes]:
         for report in document.reports
         if report.gpu not in common
     ]
-    return [_changes(*pair, alone) for pair in pairs]
+    return ChangesOnGpus(_changes(*pair, alone) for pair in pairs)
 
 
 def _changes(first: Report, second: Report, alone: Sequence[str] = ()) -> Changes:
@@ -216,12 +223,7 @@ def _paired(first: list[OpRow], second: list[OpRow]) -> Iterator[_Pair]:
             yield op, twin
         else:
             rest.append(op)
-    others = [op for op in second if id(op) not in taken]
-    for index in range(max(len(rest), len(others))):
-        yield (
-            rest[index] if index < len(rest) else None,
-            others[index] if index < len(others) else None,
-        )
+    yield from zip_longest(rest, (op for op in second if id(op) not in taken))
 
 
 def _place(op: OpRow) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tilefit.formats import renders
 from tilefit.report import text
 from tilefit.report.report import Document, Report
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import Alarm, Finding
 
 
+@renders(Document, "concise")
 def render(document: Document) -> str:
     """``source: CODE message [gain]`` per finding, best first; nothing where nothing was found."""
     if isinstance(document, Watched):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tilefit.formats import renders
 from tilefit.report.remarks import Remark, subjects
 from tilefit.report.report import Document
 from tilefit.rules.finding import ERROR, NOTE, WARNING
@@ -17,6 +18,7 @@ _DATA = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _PROPERTY = _DATA | str.maketrans({":": "%3A", ",": "%2C"})
 
 
+@renders(Document, "github")
 def render(document: Document) -> str:
     """A command per finding, best first; nothing where nothing was found."""
     found = subjects(document)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from html import escape as _escape
 
 from tilefit import units
+from tilefit.formats import renders
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
-from tilefit.rules.finding import ERROR, WARNING, Alarm, Finding
+from tilefit.rules.finding import Alarm, Finding
 
 # Inherits the notebook's colours, so that it reads on light and dark pages.
 _STYLE = """
@@ -27,6 +28,7 @@ _STYLE = """
 """
 
 
+@renders(Document, "notebook")
 def render(document: Document) -> str:
     """The report as an HTML fragment; everything that comes from the model is escaped."""
     if isinstance(document, Watched):
@@ -45,32 +47,27 @@ def render(document: Document) -> str:
         rows = [[row.code, row.module, *map(text.gain_cell, row.per_gpu)] for row in across(reports)]
         parts.append(_table(["saves", "", *(report.gpu for report in reports)], rows))
     else:
-        parts += [_finding(finding) for finding in first.findings] or [f"<p>{text.NOTHING}</p>"]
+        parts += [*map(_item, first.findings)] or [f"<p>{text.NOTHING}</p>"]
         parts.append(_footer(first))
-    return f'<div class="tilefit"><style>{_STYLE}</style>{"".join(parts)}</div>'
+    return _element(parts)
 
 
 def _watched(document: Watched) -> str:
     parts = [
         f"<h3>{escape(text.watched_heading(document))}</h3>",
         f'<div class="quiet">{" · ".join(map(escape, document.setup))}</div>',
-        *(map(_alarm, document.findings) if document.findings else [f"<p>{text.NOTHING_WRONG}</p>"]),
+        *(map(_item, document.findings) if document.findings else [f"<p>{text.NOTHING_WRONG}</p>"]),
         *(
             f"<details><summary>{escape(table.title)}</summary>{_table(table.header, table.rows)}</details>"
             for table in document.tables
         ),
         *(f'<div class="quiet">Not checked: {escape(what)}</div>' for what in document.unchecked),
     ]
+    return _element(parts)
+
+
+def _element(parts: Iterable[str]) -> str:
     return f'<div class="tilefit"><style>{_STYLE}</style>{"".join(parts)}</div>'
-
-
-def _alarm(alarm: Alarm) -> str:
-    lines = "".join(f'<div class="quiet">{escape(line)}</div>' for line in alarm.arithmetic)
-    return (
-        f'<details class="{alarm.severity}"><summary><b>{escape(alarm.code)}</b> {text.seen(alarm)} '
-        f"<code>{escape(alarm.source)}</code><br>{escape(alarm.message)}</summary>{lines}"
-        f'<div>→ {escape(alarm.fix)}</div><div class="quiet">{escape(alarm.module)}</div></details>'
-    )
 
 
 def escape(value: str) -> str:
@@ -78,14 +75,17 @@ def escape(value: str) -> str:
     return _escape(text.plain(value), quote=True)
 
 
-def _finding(finding: Finding) -> str:
-    kind = finding.severity if finding.severity in (ERROR, WARNING) else "note"
-    lines = "".join(f'<div class="quiet">{escape(line)}</div>' for line in finding.arithmetic)
+def _item(item: Finding | Alarm) -> str:
+    if isinstance(item, Finding):
+        price, place, more = text.gain(item), text.site(item), item.source
+        safety = f' <span class="quiet">({escape(item.safety)})</span>'
+    else:
+        price, place, more, safety = text.seen(item), item.source, item.module, ""
+    lines = "".join(f'<div class="quiet">{escape(line)}</div>' for line in item.arithmetic)
     return (
-        f'<details class="{kind}"><summary><b>{escape(finding.code)}</b> {escape(text.gain(finding))} '
-        f"<code>{escape(text.site(finding))}</code><br>{escape(finding.message)}</summary>"
-        f'{lines}<div>→ {escape(finding.fix)} <span class="quiet">({escape(finding.safety)})</span></div>'
-        f'<div class="quiet">{escape(finding.source)}</div></details>'
+        f'<details class="{escape(item.severity)}"><summary><b>{escape(item.code)}</b> {escape(price)} '
+        f"<code>{escape(place)}</code><br>{escape(item.message)}</summary>{lines}"
+        f'<div>→ {escape(item.fix)}{safety}</div><div class="quiet">{escape(more)}</div></details>'
     )
 
 

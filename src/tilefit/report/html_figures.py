@@ -5,7 +5,7 @@ Everything is in the pixels of a figure's own coordinate system; the page scales
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import atan2, ceil, degrees, floor, log2, log10, sqrt
 
@@ -36,6 +36,14 @@ class Frame:
     top: float
     right: float
     bottom: float
+
+    def x(self, share: float) -> float:
+        """The place of a share of the width."""
+        return round(self.left + share * (self.right - self.left), 1)
+
+    def y(self, share: float) -> float:
+        """The place of a share of the height, from below."""
+        return round(self.bottom - share * (self.bottom - self.top), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,25 +143,22 @@ def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) 
     frame = Frame(left=62, top=26, right=700, bottom=366)
 
     def x_at(value: float) -> float:
-        share = (log10(value) - x_first) / (x_last - x_first)
-        return round(frame.left + share * (frame.right - frame.left), 1)
+        return frame.x((log10(value) - x_first) / (x_last - x_first))
 
     def y_at(value: float) -> float:
-        share = (log10(value) - y_first) / (y_last - y_first)
-        return round(frame.bottom - max(share, 0.0) * (frame.bottom - frame.top), 1)
+        return frame.y(max((log10(value) - y_first) / (y_last - y_first), 0.0))
 
     bandwidth = device.memory_bandwidth_bytes_per_s
     start = max(10.0**x_first, 10.0**y_first / bandwidth)
     memory = (x_at(start), y_at(start * bandwidth), x_at(ridge), y_at(limits[used[0]]))
     total_s = sum(group.time_s for group in groups) or 1.0
     dots = [
-        Dot(
+        _dot(
             index,
-            x_at(intensity),
-            y_at(rate),
-            round(max(_SMALLEST_RADIUS, _LARGEST_RADIUS * sqrt(group.time_s / total_s)), 1),
-            color(group.op.kind),
-            f"{text.op_label(group.op)}: {units.share(group.time_s / total_s)} of the GPU time",
+            group,
+            total_s,
+            (x_at(intensity), y_at(rate)),
+            f"{units.share(group.time_s / total_s)} of the GPU time",
         )
         for index, group, intensity, rate in placed
     ]
@@ -168,10 +173,20 @@ def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) 
             Roof(x_at(limits[name] / bandwidth), y_at(limits[name]), f"{name}: {units.rate(limits[name])}")
             for name in used
         ),
-        # The small ones lie on top, where they can be pointed at.
-        dots=tuple(sorted(dots, key=lambda dot: -dot.radius)),
+        dots=_by_size(dots),
         colors=tuple(dict.fromkeys(color(group.op.kind) for group in groups)),
     )
+
+
+def _dot(index: int, group: OpGroup, total_s: float, at: tuple[float, float], note: str) -> Dot:
+    """Operations as a dot, its area their share of the time."""
+    radius = max(_SMALLEST_RADIUS, _LARGEST_RADIUS * sqrt(group.time_s / total_s))
+    return Dot(index, *at, round(radius, 1), color(group.op.kind), f"{text.op_label(group.op)}: {note}")
+
+
+def _by_size(dots: Iterable[Dot]) -> tuple[Dot, ...]:
+    """The small ones lie on top, where they can be pointed at."""
+    return tuple(sorted(dots, key=lambda dot: -dot.radius))
 
 
 def color(kind: str) -> str:
@@ -234,32 +249,24 @@ def agreement(groups: Sequence[OpGroup]) -> Agreement | None:
     def share(time_s: float) -> float:
         return (log10(time_s) - first) / (last - first)
 
-    def x_at(time_s: float) -> float:
-        return round(frame.left + share(time_s) * (frame.right - frame.left), 1)
-
-    def y_at(time_s: float) -> float:
-        return round(frame.bottom - share(time_s) * (frame.bottom - frame.top), 1)
-
     total_s = sum(group.time_s for group in groups)
     dots = [
-        Dot(
+        _dot(
             index,
-            x_at(predicted_s),
-            y_at(measured_s),
-            round(max(_SMALLEST_RADIUS, _LARGEST_RADIUS * sqrt(group.time_s / total_s)), 1),
-            color(group.op.kind),
-            f"{text.op_label(group.op)}: predicted {units.seconds(predicted_s)}, "
-            f"measured {units.seconds(measured_s)}",
+            group,
+            total_s,
+            (frame.x(share(predicted_s)), frame.y(share(measured_s))),
+            f"predicted {units.seconds(predicted_s)}, measured {units.seconds(measured_s)}",
         )
         for index, group, predicted_s, measured_s in placed
     ]
     powers = [10.0**power for power in range(first, last + 1)]
     return Agreement(
         frame=frame,
-        x_ticks=tuple(Tick(x_at(time_s), _round_time(time_s)) for time_s in powers),
-        y_ticks=tuple(Tick(y_at(time_s), _round_time(time_s)) for time_s in powers),
+        x_ticks=tuple(Tick(frame.x(share(time_s)), _round_time(time_s)) for time_s in powers),
+        y_ticks=tuple(Tick(frame.y(share(time_s)), _round_time(time_s)) for time_s in powers),
         equal=(frame.left, frame.bottom, frame.right, frame.top),
-        dots=tuple(sorted(dots, key=lambda dot: -dot.radius)),
+        dots=_by_size(dots),
     )
 
 
@@ -336,11 +343,10 @@ def _panel(
     first, last = points[0][0].batch, points[-1][0].batch
 
     def x_at(batch: int) -> float:
-        share = log2(batch / first) / log2(last / first)
-        return round(frame.left + share * (frame.right - frame.left), 1)
+        return frame.x(log2(batch / first) / log2(last / first))
 
     def y_at(value: float) -> float:
-        return round(frame.bottom - value / top * (frame.bottom - frame.top), 1)
+        return frame.y(value / top)
 
     edge = [(x_at(p.batch), y_at(high)) for p, _, _, high in points]
     edge += [(x_at(p.batch), y_at(low)) for p, _, low, _ in reversed(points)]

@@ -15,22 +15,16 @@ _DIFFERENCES = 10
 def facts(run: MeasuredStep) -> list[tuple[str, str, str]]:
     """The run in a few numbers: (name, number, what it says)."""
 
-    def of_kernels(time_s: float) -> str:
-        return units.share(time_s / run.kernel_s if run.kernel_s else 0.0)
-
-    def of_step(time_s: float) -> str:
-        return units.share(time_s / run.profiled_time_s if run.profiled_time_s else 0.0)
-
     overhead = "" if run.overhead is None else f"; the profiler added {units.share(run.overhead)}"
     steps = f"{units.interval(run.low_s, run.high_s)} over {run.steps} step{'s' * (run.steps != 1)}{overhead}"
     cores = "of the kernels' time"
     if run.older_path_s:
-        cores += f"; {of_kernels(run.older_path_s)} in code of an older generation"
+        cores += f"; {run.of_kernels(run.older_path_s)} in code of an older generation"
     if run.unknown_s:
-        cores += f"; of {of_kernels(run.unknown_s)} it is not known"
+        cores += f"; of {run.of_kernels(run.unknown_s)} it is not known"
     known = "of the kernels' time belongs to a known module or to the optimizer"
     if run.unmatched_s:
-        known += f"; {of_kernels(run.unmatched_s)} to operations that were not predicted"
+        known += f"; {run.of_kernels(run.unmatched_s)} to operations that were not predicted"
     found = [
         ("step", units.seconds(run.time_s), steps),
         (
@@ -38,15 +32,17 @@ def facts(run: MeasuredStep) -> list[tuple[str, str, str]]:
             units.seconds(run.predicted_s),
             f"{units.seconds(run.predicted_gpu_s)} in kernels",
         ),
-        ("GPU busy", of_step(run.busy_s), f"of the step, with {units.count(run.kernels)} kernels"),
-        ("waiting for launches", of_step(run.launch_bound_s), "of the step: the host was the slower one"),
-        ("on Tensor Cores", of_kernels(run.tensor_core_s), cores),
-        ("bound by memory", of_kernels(run.memory_bound_s), "of the kernels' time"),
-        ("attributed", of_kernels(run.attributed_s), known),
+        ("GPU busy", run.of_step(run.busy_s), f"of the step, with {units.count(run.kernels)} kernels"),
+        ("waiting for launches", run.of_step(run.launch_bound_s), "of the step: the host was the slower one"),
+        ("on Tensor Cores", run.of_kernels(run.tensor_core_s), cores),
+        ("bound by memory", run.of_kernels(run.memory_bound_s), "of the kernels' time"),
+        ("attributed", run.of_kernels(run.attributed_s), known),
     ]
     if run.communication_s:
-        exposed = f"of the kernels' time; {of_kernels(run.exposed_communication_s)} while nothing else ran"
-        found.append(("communication", of_kernels(run.communication_s), exposed))
+        exposed = (
+            f"of the kernels' time; {run.of_kernels(run.exposed_communication_s)} while nothing else ran"
+        )
+        found.append(("communication", run.of_kernels(run.communication_s), exposed))
     return found
 
 

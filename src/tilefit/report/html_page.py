@@ -10,19 +10,20 @@ import base64
 import hashlib
 import re
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tilefit import units
+from tilefit.formats import renders
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
 from tilefit.report import html_figures, html_measured, html_modules, html_operations, text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import ERROR
 
-_LOADER = PackageLoader("tilefit.report", "page")
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 #: Rows of the table of operations that are shown until all are asked for.
 ROWS_SHOWN = 40
@@ -36,6 +37,7 @@ _PHASE_NAMES = {
 }
 
 
+@renders(Document, "html")
 def render(document: Document) -> str:
     """The page of a report, a comparison, or a watched run."""
     if isinstance(document, Watched):
@@ -121,10 +123,8 @@ def _numeric(table: Table) -> list[bool]:
 
 def _page(template: str, **values: Any) -> str:
     environment = _environment()
-    style, script = (
-        _LOADER.get_source(environment, "page.css")[0],
-        _LOADER.get_source(environment, "page.js")[0],
-    )
+    assert environment.loader is not None
+    style, script = (environment.loader.get_source(environment, name)[0] for name in ("page.css", "page.js"))
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
@@ -151,8 +151,10 @@ def _marked(paragraph: str) -> Markup:
 
 @cache
 def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
-        loader=_LOADER,
+        loader=PackageLoader("tilefit.report", "page"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

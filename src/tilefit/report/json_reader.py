@@ -180,8 +180,4 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def _no_report(why: str, where: str) -> UsageError:
-    return UsageError(
-        f"is no report of tilefit: {why}",
-        where=where,
-        hint=_HINT,
-    )
+    return UsageError(f"is no report of tilefit: {why}", where=where, hint=_HINT)

@@ -10,6 +10,7 @@ import re
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
+from tilefit.formats import renders
 from tilefit.report.remarks import Remark, Subject, subjects
 from tilefit.report.report import Document
 from tilefit.rules.finding import ERROR
@@ -18,6 +19,7 @@ from tilefit.rules.finding import ERROR
 _FORBIDDEN = re.compile("[\ud800-\udfff\ufffe\uffff]")
 
 
+@renders(Document, "junit")
 def render(document: Document) -> str:
     """A suite for every GPU: a test that passes for the check itself, one that fails for every finding."""
     root = Element("testsuites", name="tilefit")

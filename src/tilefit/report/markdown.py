@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilefit import units
+from tilefit.formats import renders
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
@@ -27,6 +28,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|~&$@#])")
 _LEADING = re.compile(r"^(\d*)([-+=.)])")
 
 
+@renders(Document, "markdown")
 def render(document: Document, *, ops: bool = False, show_all: bool = False) -> str:
     """The report in at most :data:`LIMIT_BYTES`, or with ``show_all`` whatever its length.
 

@@ -8,12 +8,20 @@ from math import hypot
 from typing import Any
 
 from tilefit.errors import UsageError
+from tilefit.formats import renders
 from tilefit.report.plot import BAND_OPACITY, HEIGHT, WIDTH, Disc, Line, Shape, Stroke, Text, shapes
+from tilefit.report.series import Series
 
 #: Pixels of the file per pixel of the plot, and how much larger it is drawn first, for smooth edges.
 _SCALE = 2
 _FACTOR = 2 * _SCALE
 _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+
+
+@renders(Series, "png")
+def as_png(series: Series) -> bytes:
+    """The plot as a PNG file. Errors as of :func:`png`."""
+    return png(*series.plot())
 
 
 def png(lines: Sequence[Line], title: str, x_label: str, y_label: str) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilefit import units
+from tilefit.formats import make, render, renders
 from tilefit.ops import Settings
 from tilefit.rules.finding import SAFE, Finding, RulePage
 
@@ -229,6 +230,14 @@ class MeasuredStep:
     waits: tuple[HostWait, ...] = ()
     unmatched_s: float = 0.0
 
+    def of_step(self, time_s: float) -> str:
+        """A time as a share of the step under the profiler."""
+        return units.share(time_s / self.profiled_time_s if self.profiled_time_s else 0.0)
+
+    def of_kernels(self, time_s: float) -> str:
+        """A time as a share of that of the kernels."""
+        return units.share(time_s / self.kernel_s if self.kernel_s else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
@@ -290,9 +299,7 @@ class Document(ABC):
 
     def to_html(self) -> str:
         """A page of its own: one file that needs nothing else, with every operation."""
-        from tilefit.report.html_page import render
-
-        return render(self)
+        return render(self, "html")
 
     def __repr__(self) -> str:
         """What it is, in a line: every operation would fill a prompt's window."""
@@ -304,19 +311,19 @@ class Document(ABC):
         return f"<{type(self).__name__} {of}>"
 
     def __rich__(self) -> RenderableType:
-        from tilefit.report.terminal import Terminal
-
-        return Terminal(self)
+        shown: RenderableType = make(self)
+        return shown
 
     def _repr_html_(self) -> str:
-        from tilefit.report.html import render
-
-        return render(self)
+        return render(self, "notebook")
 
     def __str__(self) -> str:
-        from tilefit.report.terminal import render
-
         return render(self)
+
+
+@renders(Document, "json")
+def _json(document: Document) -> str:
+    return f"{document.to_json()}\n"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
+from tilefit.formats import renders
 from tilefit.report.remarks import Remark, Subject, subjects
 from tilefit.report.report import Document
 from tilefit.rules.finding import ERROR, NOTE, WARNING, RulePage
@@ -25,6 +26,7 @@ _ROOT = "%SRCROOT%"
 _LEVELS = {ERROR: "error", WARNING: "warning", NOTE: "note"}
 
 
+@renders(Document, "sarif")
 def render(document: Document) -> str:
     """The findings as SARIF, best first."""
     log = {"$schema": SCHEMA, "version": VERSION, "runs": [_run(subject) for subject in subjects(document)]}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilefit import units
+from tilefit.formats import renders
 from tilefit.report import text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
@@ -38,37 +39,41 @@ _BOUND_BAR = {
 }
 
 
-class Terminal:
-    """A rich renderable of a report or a comparison.
+@renders(Document, "text")
+def render(document: Document, *, show_all: bool = False, ops: bool = False) -> RenderableType:
+    """A report or a comparison on a terminal.
 
     Args:
         document: What to show.
         show_all: Every finding with all its arithmetic, and more totals.
         ops: The table of operations by time as well.
     """
+    return _Screen(document, show_all, ops)
 
-    def __init__(self, document: Document, *, show_all: bool = False, ops: bool = False) -> None:
-        self._document = document
-        self._show_all = show_all
-        self._ops = ops
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    document: Document
+    show_all: bool
+    ops: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if isinstance(self._document, Watched):
-            yield from _watched(self._document, options.max_width, self._show_all)
+        if isinstance(self.document, Watched):
+            yield from _watched(self.document, options.max_width, self.show_all)
             return
-        reports = self._document.reports
+        reports = self.document.reports
         if len(reports) > 1:
             yield _comparison(reports, options.max_width)
             return
         report = reports[0]
         head = _headline(report, options.max_width)
-        tail = _totals(report, self._show_all)
+        tail = _totals(report, self.show_all)
         yield head
         yield Text()
         room = SCREEN_LINES - sum(len(console.render_lines(part, options)) for part in (head, tail))
         yield from self._findings(report, room, console, options)
-        if self._ops:
-            yield _ops_table(report, options.max_width, self._show_all)
+        if self.ops:
+            yield _ops_table(report, options.max_width, self.show_all)
             yield Text()
         yield tail
 
@@ -80,9 +85,9 @@ class Terminal:
             yield Text()
             return
         for shown, finding in enumerate(report.findings):
-            block = _finding(finding, options.max_width, self._show_all)
+            block = _finding(finding, options.max_width, self.show_all)
             room -= len(console.render_lines(block, options))
-            if not self._show_all and shown >= FEWEST_FINDINGS and room < 0:
+            if not self.show_all and shown >= FEWEST_FINDINGS and room < 0:
                 rest = report.findings[shown:]
                 most = units.seconds(max(f.gain_s for f in rest))
                 worth = f"at most {most} each" if len(rest) > 1 else most
@@ -92,21 +97,11 @@ class Terminal:
             yield block
 
 
-def render(document: Document, *, show_all: bool = False, ops: bool = False, width: int = 80) -> str:
-    """The report as plain text of a given width."""
-    file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
-    console.print(Terminal(document, show_all=show_all, ops=ops))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
-
-
 def _headline(report: Report, width: int) -> RenderableType:
     step = report.step
     title = Text.assemble((text.heading(report), "bold"), f" on {text.plain(report.device.title)}")
     setup = Text(_flowed(text.setup(report), width), style="dim")
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid = _labelled()
     grid.add_row("Time", _time(report))
     grid.add_row("Rate", _rate(report))
     grid.add_row("Bound", _bounds(report))
@@ -170,24 +165,27 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
     head.append(f"  {place}")
     if source and not show_all:
         head.append(f"  {source}", style="dim")
-    # A mark before each kind of line, so that plain text is as clear as colour.
-    body = Table.grid(padding=(0, 1, 0, 0))
-    body.add_column(no_wrap=True)
-    body.add_column()
-    if source and show_all:
-        body.add_row("", Text(source, style="dim"))
-    body.add_row("", Text(text.plain(finding.message)))
-    for line in finding.arithmetic if show_all else finding.arithmetic[:1]:
-        body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
-    body.add_row(
-        Text("→", style="green"), Text.assemble(text.plain(finding.fix), (f" ({finding.safety})", "dim"))
-    )
+    lines = finding.arithmetic if show_all else finding.arithmetic[:1]
+    body = _body(finding, lines, f" ({finding.safety})", source if show_all else "")
     if show_all and finding.severity != ERROR:
         between = units.interval(finding.gain_low_s, finding.gain_high_s)
         body.add_row(Text("±", style="dim"), Text(f"80 % interval {between}", style="dim"))
     if show_all and finding.next_command:
         body.add_row(Text("$", style="dim"), Text(text.plain(finding.next_command), style="cyan"))
     return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
+
+
+def _body(item: Finding | Alarm, lines: Sequence[str], safety: str = "", source: str = "") -> Table:
+    """What is wrong, why, and what to do."""
+    # A mark before each kind of line, so that plain text is as clear as colour.
+    body = _labelled(gap=1, style="")
+    if source:
+        body.add_row("", Text(source, style="dim"))
+    body.add_row("", Text(text.plain(item.message)))
+    for line in lines:
+        body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
+    body.add_row(Text("→", style="green"), Text.assemble(text.plain(item.fix), (safety, "dim")))
+    return body
 
 
 def _watched(document: Watched, width: int, show_all: bool) -> Iterator[RenderableType]:
@@ -208,9 +206,7 @@ def _watched(document: Watched, width: int, show_all: bool) -> Iterator[Renderab
             grid.add_row(*(Text(text.plain(cell)) for cell in row))
         yield grid
         yield Text()
-    foot = Table.grid(padding=(0, 2, 0, 0))
-    foot.add_column(style="dim", no_wrap=True)
-    foot.add_column()
+    foot = _labelled()
     for what in document.unchecked:
         foot.add_row("Not checked", Text(text.plain(what)))
     for alarm in document.findings[:1]:
@@ -224,20 +220,11 @@ def _alarm(alarm: Alarm, show_all: bool) -> RenderableType:
     source = text.plain(alarm.source)
     head.append(source if show_all else source.rpartition("/")[2], style="bold")
     head.append(f"{'  ' if source else ''}{text.seen(alarm)}", style="dim")
-    body = Table.grid(padding=(0, 1, 0, 0))
-    body.add_column(no_wrap=True)
-    body.add_column()
-    body.add_row("", Text(text.plain(alarm.message)))
-    for line in alarm.arithmetic:
-        body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
-    body.add_row(Text("→", style="green"), Text(text.plain(alarm.fix)))
-    return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
+    return Group(head, Padding(_body(alarm, alarm.arithmetic), (0, 0, 0, _INDENT - 2)), Text())
 
 
 def _totals(report: Report, show_all: bool) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid = _labelled()
     kinds = sorted(report.step.kinds_s.items(), key=lambda pair: -pair[1])
     grid.add_row("GPU time", _shares(kinds if show_all else kinds[:5], sum(report.step.kinds_s.values())))
     if show_all:
@@ -347,6 +334,14 @@ def _comparison(reports: Sequence[Report], width: int) -> RenderableType:
         return Group(*parts, Text(text.NOTHING, style="bold green"))
     hint = f"Name one GPU to see what to change, such as --gpu {text.plain(first.gpu)}"
     return Group(*parts, Text(hint, style="dim"))
+
+
+def _labelled(gap: int = 2, style: str = "dim") -> Table:
+    """Rows of a label, or a mark, and what belongs to it."""
+    grid = Table.grid(padding=(0, gap, 0, 0))
+    grid.add_column(style=style, no_wrap=True)
+    grid.add_column()
+    return grid
 
 
 def _plain_table(gap: int) -> Table:

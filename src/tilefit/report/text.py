@@ -81,59 +81,34 @@ def steps(run: MeasuredStep) -> str:
 
 def measured(run: MeasuredStep) -> list[tuple[str, str]]:
     """What a profiled run did, a line each: (label, words)."""
-
-    def of_step(time_s: float) -> str:
-        return units.share(time_s / run.profiled_time_s if run.profiled_time_s else 0.0)
-
-    def of_kernels(time_s: float) -> str:
-        return units.share(time_s / run.kernel_s if run.kernel_s else 0.0)
-
     profiler = "what the profiler adds was not measured"
     if run.overhead is not None:
         profiler = f"under the profiler {'+' if run.overhead >= 0 else ''}{units.share(run.overhead)}"
+    steps_s = f"{steps(run)} of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)})"
+    busy = (
+        f"busy {run.of_step(run.busy_s)}, waiting for the host's launches {run.of_step(run.launch_bound_s)}"
+    )
+    kernels = f"{units.count(run.kernels)} kernels of {units.seconds(run.kernel_s)}"
+    kinds = [
+        ("on Tensor Cores", run.tensor_core_s),
+        *([("in older code", run.older_path_s)] if run.older_path_s else []),
+        *([("not told", run.unknown_s)] if run.unknown_s else []),
+        ("memory-bound", run.memory_bound_s),
+        ("of a known module or the optimizer", run.attributed_s),
+    ]
     lines = [
-        (
-            "Run",
-            f"{steps(run)} of {units.seconds(run.time_s)} ({units.interval(run.low_s, run.high_s)}), "
-            f"predicted {units.seconds(run.predicted_s)}; {profiler}",
-        ),
-        (
-            "GPU",
-            f"busy {of_step(run.busy_s)}, waiting for the host's launches {of_step(run.launch_bound_s)}; "
-            f"{units.count(run.kernels)} kernels of {units.seconds(run.kernel_s)}, predicted "
-            f"{units.seconds(run.predicted_gpu_s)}",
-        ),
-        (
-            "Kernels",
-            ", ".join(
-                [
-                    f"on Tensor Cores {of_kernels(run.tensor_core_s)}",
-                    *([f"in older code {of_kernels(run.older_path_s)}"] if run.older_path_s else []),
-                    *([f"not told {of_kernels(run.unknown_s)}"] if run.unknown_s else []),
-                    f"memory-bound {of_kernels(run.memory_bound_s)}",
-                    f"of a known module or the optimizer {of_kernels(run.attributed_s)}",
-                ]
-            ),
-        ),
+        ("Run", f"{steps_s}, predicted {units.seconds(run.predicted_s)}; {profiler}"),
+        ("GPU", f"{busy}; {kernels}, predicted {units.seconds(run.predicted_gpu_s)}"),
+        ("Kernels", ", ".join(f"{name} {run.of_kernels(time_s)}" for name, time_s in kinds)),
     ]
     if run.communication_s:
-        lines.append(
-            (
-                "Between GPUs",
-                f"{units.seconds(run.communication_s)}, "
-                f"of which {units.seconds(run.exposed_communication_s)} while nothing else ran",
-            )
-        )
+        exposed = f"of which {units.seconds(run.exposed_communication_s)} while nothing else ran"
+        lines.append(("Between GPUs", f"{units.seconds(run.communication_s)}, {exposed}"))
     for wait in run.waits[:_WAITS]:
         place = " ".join(filter(None, (wait.operation, wait.module, wait.source)))
         times = f"{units.count(wait.count)} times, " if wait.count > 1 else ""
-        lines.append(
-            (
-                "Host waits",
-                f"{times}{units.seconds(wait.time_s)} in {plain(wait.call)}"
-                + (f" for {plain(place)}" if place else ""),
-            )
-        )
+        call = f"{units.seconds(wait.time_s)} in {plain(wait.call)}"
+        lines.append(("Host waits", f"{times}{call}" + (f" for {plain(place)}" if place else "")))
     return lines
 
 

@@ -21,8 +21,8 @@ from tilefit.ops import Step
 from tilefit.options import Selection, StepOptions, TargetOptions
 
 if TYPE_CHECKING:
-    from tilefit.cli.fix_output import Outcome
     from tilefit.fixes import Plan
+    from tilefit.fixes.outcome import Outcome
     from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Program
     from tilefit.report import Report
@@ -232,7 +232,7 @@ class FixSession:
 
     def outcome(self, *, source_wanted: bool = False) -> Outcome:
         """Everything, as data; ``source_wanted``: the user asked for changes of files."""
-        from tilefit.cli.fix_output import Outcome
+        from tilefit.fixes.outcome import Outcome
 
         before, plan, patches = self.report, self.plan, self.patches
         return Outcome(

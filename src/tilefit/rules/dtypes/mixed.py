@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from tilefit.ops import Streaming
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
-from tilefit.rules.finding import UNSAFE
 from tilefit.rules.dtypes.autocast import under_autocast
+from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, share
 
 

@@ -1,36 +1,29 @@
-"""What ``tilefit curve`` shows: text, JSON, CSV, and pictures."""
+"""Time and rate over a size: the curves, as text, JSON, CSV, and pictures."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, fsum, log
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
-from tilefit import units
-from tilefit.cli import output
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tilefit import console, units
 from tilefit.cost.curve import LEAST_GAIN, Curve, Point
 from tilefit.cost.explain import MOST_GROWTH
-from tilefit.report import text as words
-from tilefit.report.plot import Line, Row, braille, ceiling, svg
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
+from tilefit.formats import renders
+from tilefit.report.plot import Line, ceiling
+from tilefit.report.series import COLORS, WIDEST, Series, braille_rows, foot
 
 #: Rows of the table of sizes, and of the dips and steps of each curve.
 _ROWS = 8
 _DIPS = 8
 _STEPS = 8
-_WIDEST = 100
 _DIP = f"a size up to {100 * MOST_GROWTH:.0f} % larger takes at least {100 * LEAST_GAIN:.0f} % less time"
-_COLORS = ("cyan", "green")
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Curves:
+class Curves(Series):
     """Everything about one range of sizes.
 
     Attributes:
@@ -80,6 +73,25 @@ class Curves:
     def gpu_title(self) -> str:
         return self.families[0].predicted.gpu.title
 
+    def rows(self) -> list[dict[str, object]]:
+        """A row for each point of each curve; ``next`` is the size to move to from a dip."""
+        rows = []
+        for each in self.every:
+            following = {point.size: dip.better.size for dip in each.dips for point in dip.points}
+            for point in each.points:
+                row = {"curve": each.name, "provenance": each.provenance, **_point(each, point)}
+                row["kernel_families"] = "+".join(point.kernel_families)
+                rows.append({**row, "next": following.get(point.size, "")})
+        return rows
+
+    def plot(self) -> tuple[list[Line], str, str, str]:
+        """TFLOP/s over the size."""
+        lines = [
+            replace(line, color=color) for color, family in enumerate(self.families) for line in family.lines
+        ]
+        provenances = ", ".join(dict.fromkeys(each.provenance for each in self.every))
+        return lines, f"{self.title} on {self.gpu_title}", self.over, f"TFLOP/s, {provenances}"
+
 
 def roundest(sizes: Sequence[int]) -> list[int]:
     """The ends of a range and a few of its sizes: multiples of a power of two, where it has them."""
@@ -91,9 +103,7 @@ def roundest(sizes: Sequence[int]) -> list[int]:
     return sorted({sizes[0], *shown, sizes[-1]})
 
 
-# --- for programs ----------------------------------------------------------------------------------
-
-
+@renders(Curves, "json")
 def as_json(curves: Curves) -> str:
     """JSON: times in seconds, sizes, rates in FLOP/s."""
     data = {
@@ -129,22 +139,6 @@ def as_json(curves: Curves) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def as_csv(curves: Curves) -> str:
-    """CSV: a line for each point of each curve; ``next`` is the size to move to from a dip."""
-    text = io.StringIO()
-    rows = []
-    for each in curves.every:
-        following = {point.size: dip.better.size for dip in each.dips for point in dip.points}
-        for point in each.points:
-            row = {"curve": each.name, "provenance": each.provenance, **_point(each, point)}
-            row["kernel_families"] = "+".join(point.kernel_families)
-            rows.append({**row, "next": following.get(point.size, "")})
-    writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def _point(curve: Curve, point: Point) -> dict[str, object]:
     values: dict[str, object] = {
         "size": point.size,
@@ -163,30 +157,6 @@ def _point(curve: Curve, point: Point) -> dict[str, object]:
     return values
 
 
-# --- pictures --------------------------------------------------------------------------------------
-
-
-def picture(curves: Curves, file: Path) -> str | bytes:
-    """A plot of TFLOP/s for a file, as its ending says.
-
-    Raises:
-        UsageError: the ending is neither ``.svg`` nor ``.png``, or Pillow is missing.
-    """
-    lines = [
-        replace(line, color=color) for color, family in enumerate(curves.families) for line in family.lines
-    ]
-    labels = (
-        f"{curves.title} on {curves.gpu_title}",
-        curves.over,
-        f"TFLOP/s, {', '.join(dict.fromkeys(each.provenance for each in curves.every))}",
-    )
-    if file.suffix.lower() == ".svg":
-        return svg(lines, *labels)
-    from tilefit.report.png import png
-
-    return png(lines, *labels)
-
-
 def _line(curve: Curve, *, measured: bool, marked: bool) -> Line:
     band = ((p.size, p.flop / p.high_s / 1e12, p.flop / p.low_s / 1e12) for p in curve.points)
     return Line(
@@ -199,51 +169,30 @@ def _line(curve: Curve, *, measured: bool, marked: bool) -> Line:
     )
 
 
-# --- text ------------------------------------------------------------------------------------------
-
-
-def as_text(curves: Curves, width: int) -> RenderableType:
+@renders(Curves, "text")
+def as_text(curves: Curves, *, width: int = 80) -> RenderableType:
     """Plots, a table of sizes, the knees, the dips, and what it all rests on."""
-    from rich.console import Group
-    from rich.text import Text
-
-    width = min(width, _WIDEST)
+    width = min(width, WIDEST)
     families, over = curves.families, curves.over
     parts: list[RenderableType] = [Text.assemble((curves.title, "bold"), f" on {curves.gpu_title}")]
     top = ceiling(max(each.best.flop_per_s for each in curves.every) / 1e12)
     for family in families:
         name = Text.assemble((family.predicted.name, "bold"), f", TFLOP/s over {over}")
         if family.measured:
-            name.append(": ").append("predicted", _COLORS[0]).append(" and ").append("measured", _COLORS[1])
+            name.append(": ").append("predicted", COLORS[0]).append(" and ").append("measured", COLORS[1])
         parts += [Text(), name]
-        parts += map(_styled, braille(family.lines, width, 10 if len(families) == 1 else 6, top))
+        parts += braille_rows(family.lines, width, 10 if len(families) == 1 else 6, top)
     parts += [Text(), *_sizes(curves), Text(), _knees(curves)]
     if comparisons := [*_agreement(families), *_ratios(families)]:
         parts += [Text(), *map(Text, comparisons)]
     for family in families:
         parts += [Text(), *_found(over, family.curves[-1])]
-    rests = ", ".join(
-        dict.fromkeys(words.times(each.provenance, each.gpu.calibration_title) for each in curves.every)
-    )
-    parts += [Text(), *(Text(note, "dim") for note in curves.notes), Text(f"Times: {rests}.", "dim")]
-    return Group(*parts)
-
-
-def _styled(row: Row) -> Text:
-    from rich.text import Text
-
-    style = next((style for sign, style in (("▾", "yellow"), ("▲", "green")) if sign in row.text), "")
-    text = Text(row.text, style, no_wrap=True)
-    for index, owner in enumerate(row.owners[: len(row.text)]):
-        if max(row.owners) > 0 and owner >= 0:
-            text.stylize(_COLORS[owner], index, index + 1)
-    return text
+    rests = ((each.provenance, each.gpu.calibration_title) for each in curves.every)
+    return Group(*parts, *foot(curves.notes, rests))
 
 
 def _sizes(curves: Curves) -> list[RenderableType]:
     """Times and rates at the roundest of the sizes: a table for all curves, or for each where measured."""
-    from rich.text import Text
-
     families, over = curves.families, curves.over
     if len(families) == 1:
         return [_sizes_of(over, families[0])]
@@ -254,19 +203,19 @@ def _sizes(curves: Curves) -> list[RenderableType]:
             for part in (Text(family.predicted.name, "bold"), _sizes_of(over, family))
         ]
     shown = {*roundest([point.size for point in families[0].predicted.points])}
-    table = output.table(over, *(f">{family.predicted.name}" for family in families))
-    for points in zip(*(family.predicted.points for family in families), strict=True):
-        if points[0].size in shown:
-            cells = (f"{units.seconds(p.time_s)}, {units.rate(p.flop_per_s)}" for p in points)
-            table.add_row(str(points[0].size), *cells)
-    return [table]
+    rows = (
+        [str(points[0].size), *(f"{units.seconds(p.time_s)}, {units.rate(p.flop_per_s)}" for p in points)]
+        for points in zip(*(family.predicted.points for family in families), strict=True)
+        if points[0].size in shown
+    )
+    return [console.table(over, *(f">{family.predicted.name}" for family in families), rows=rows)]
 
 
 def _sizes_of(over: str, family: Family) -> Table:
     """One curve: time, interval, rate; of a step also throughput and memory; the measured time beside it."""
     curve = family.predicted
     measured = {point.size: point for point in family.measured.points} if family.measured else {}
-    table = output.table(
+    table = console.table(
         over,
         ">time",
         ">80 % interval",
@@ -294,7 +243,7 @@ def _sizes_of(over: str, family: Family) -> Table:
 def _knees(curves: Curves) -> Table:
     """A line per curve: its knee and its best."""
     over = curves.over
-    table = output.table("", f">knee {over}", ">time", ">rate", f">best {over}", ">time", ">rate", ">dips")
+    table = console.table("", f">knee {over}", ">time", ">rate", f">best {over}", ">time", ">rate", ">dips")
     for each in curves.every:
         cells = []
         for point in (each.knee, each.best):
@@ -351,8 +300,6 @@ def _ratios(families: Sequence[Family]) -> list[str]:
 
 def _found(over: str, curve: Curve) -> list[RenderableType]:
     """Where the rate of a curve falls, and which sizes to leave."""
-    from rich.text import Text
-
     name = curve.name
     parts: list[RenderableType] = []
     if curve.too_large:
@@ -379,19 +326,13 @@ def _found(over: str, curve: Curve) -> list[RenderableType]:
 def _dips(over: str, curve: Curve) -> Table:
     """The slow sizes of a curve, and where to move."""
     named = any(point.kernel_families for point in curve.points)
-    table = output.table(
-        over, ">sizes", ">slowest", f">next {over}", ">time", ">speedup", *(["kernels"] if named else [])
-    )
+    columns = [over, ">sizes", ">slowest", f">next {over}", ">time", ">speedup", "kernels"]
+    rows = []
     for dip in curve.dips[:_DIPS]:
         first, last = dip.points[0].size, dip.points[-1].size
         old, new = ("+".join(point.kernel_families) for point in (dip.worst, dip.better))
-        table.add_row(
-            str(first) if first == last else f"{first}–{last}",
-            str(len(dip.points)),
-            units.seconds(dip.worst.time_s),
-            str(dip.better.size),
-            units.seconds(dip.better.time_s),
-            f"{dip.speedup:.2f}x",
-            *([old if old == new else f"{old} -> {new}"] if named else []),
-        )
-    return table
+        sizes = str(first) if first == last else f"{first}–{last}"
+        times = [units.seconds(dip.worst.time_s), str(dip.better.size), units.seconds(dip.better.time_s)]
+        kernels = old if old == new else f"{old} -> {new}"
+        rows.append([sizes, str(len(dip.points)), *times, f"{dip.speedup:.2f}x", kernels])
+    return console.table(*columns[: 6 + named], rows=(row[: 6 + named] for row in rows))

@@ -1,4 +1,4 @@
-"""How ``tilefit fix`` shows what it found: for people, as JSON, as Markdown."""
+"""What can be changed and what was: for people, as JSON, as Markdown, and as the report of the findings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tilefit import units
-from tilefit.cli import output
+from tilefit import console, units
+from tilefit.formats import FORMATS, render, renders
 from tilefit.report import Report, text
 from tilefit.report.markdown import escape
 from tilefit.rules.sites import pattern
 
 if TYPE_CHECKING:
-    from tilefit.fixes import AppliedFix, Plan
+    from tilefit.fixes.plan import AppliedFix, Plan
     from tilefit.fixes.source.patches import ByHand, Patches
 
 #: Version of the JSON form.
@@ -69,6 +69,7 @@ class Outcome:
 # ---- for people --------------------------------------------------------------------------------
 
 
+@renders(Outcome, "text")
 def terminal(outcome: Outcome) -> RenderableType:
     """The outcome for a terminal."""
     head = Group(
@@ -121,10 +122,7 @@ def _in_files(outcome: Outcome) -> RenderableType | None:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    table = output.table(*columns)
-    for row in rows:
-        table.add_row(*map(text.plain, row))
-    return table
+    return console.table(*columns, rows=(map(text.plain, row) for row in rows))
 
 
 def _left_alone(outcome: Outcome) -> RenderableType | None:
@@ -259,6 +257,7 @@ def _when(outcome: Outcome) -> str:
 # ---- for programs ------------------------------------------------------------------------------
 
 
+@renders(Outcome, "json")
 def as_json(outcome: Outcome) -> str:
     """The outcome as JSON text."""
     patches = outcome.patches
@@ -291,6 +290,7 @@ def as_json(outcome: Outcome) -> str:
 # ---- for pull requests -------------------------------------------------------------------------
 
 
+@renders(Outcome, "markdown")
 def as_markdown(outcome: Outcome) -> str:
     """The outcome as GitHub-flavoured Markdown."""
     plan, patches = outcome.plan, outcome.patches
@@ -321,6 +321,11 @@ def as_markdown(outcome: Outcome) -> str:
     if outcome.others:
         lines += ["", "## Left to you", "", f"See `tilefit check`: {', '.join(outcome.others)}"]
     return "\n".join(lines) + "\n"
+
+
+# The formats for findings show those, as a check does.
+for _format in set(FORMATS) - {"text", "json", "markdown"}:
+    renders(Outcome, _format)(lambda outcome, form=_format: render(outcome.report, form))
 
 
 def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How ``tilefit compare`` shows the changes between two reports: for people, as Markdown, as JSON."""
+"""The changes between two reports: for people, as Markdown, as JSON."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tilefit import units
-from tilefit.cli import output
-from tilefit.report import Report, text
-from tilefit.report.changes import Changes, OpChange
-from tilefit.report.markdown import Part, escape, page, table
+from tilefit.console import table
+from tilefit.formats import renders
+from tilefit.report import markdown, text
+from tilefit.report.changes import Changes, ChangesOnGpus, OpChange
+from tilefit.report.markdown import Part, escape
+from tilefit.report.report import Report
 from tilefit.rules.finding import Finding
 
 #: Version of the JSON form.
@@ -35,22 +37,19 @@ _FACTS: tuple[tuple[str, Callable[[Report], float | None], Callable[[float], str
 )
 
 
-def terminal(every: Sequence[Changes], limit: int) -> RenderableType:
+@renders(ChangesOnGpus, "text")
+def terminal(every: ChangesOnGpus, *, limit: int = 0) -> RenderableType:
     """The changes for a terminal, at most ``limit`` rows of operations for each GPU; 0 is all."""
     parts: list[RenderableType] = []
     for each in every:
         parts.append(Text(_heading(each), style="bold"))
         parts += [*(Text(line, style="dim") for line in each.settings), Text()]
-        facts = output.table("", ">A", ">B", ">B / A")
-        for row in _facts(each):
-            facts.add_row(*map(Text, row))
-        parts += [facts, Text()]
+        facts = (map(Text, row) for row in _facts(each))
+        parts += [table("", ">A", ">B", ">B / A", rows=facts), Text()]
         if each.ops:
             shown = _shown(each, limit)
-            rows = output.table(">B - A", ">A", ">B", "operation", "why")
-            for op in shown:
-                rows.add_row(*map(Text, _cells(op)))
-            parts += [rows, Text()]
+            rows = (map(Text, _cells(op)) for op in shown)
+            parts += [table(">B - A", ">A", ">B", "operation", "why", rows=rows), Text()]
             parts += [Text(f"{_rest(each.ops[len(shown) :])}: add --limit 0", style="dim"), Text()] * (
                 len(shown) < len(each.ops)
             )
@@ -60,27 +59,30 @@ def terminal(every: Sequence[Changes], limit: int) -> RenderableType:
     return Group(*parts)
 
 
-def as_markdown(every: Sequence[Changes], limit: int) -> str:
+@renders(ChangesOnGpus, "markdown")
+def as_markdown(every: ChangesOnGpus, *, limit: int = 0) -> str:
     """The changes for a pull request, as short as any report in Markdown."""
     parts: list[Part] = []
     for each in every:
         parts.append(Part(f"# {escape(_heading(each))}", noun="the heading"))
         if each.settings:
             parts.append(Part(" · ".join(map(escape, each.settings)), noun="the settings"))
-        parts.append(table(["", "A", "B", "B / A"], list(_facts(each)), "rows of figures"))
+        parts.append(markdown.table(["", "A", "B", "B / A"], list(_facts(each)), "rows of figures"))
         found = "\n".join(f"- {escape(line)}" for line in _findings(each))
         parts += [Part(found, noun="the findings")] if found else []
         rows = [[*cells[:3], *map(escape, cells[3:])] for cells in map(_cells, _shown(each, limit))]
         header = ["B - A", "A", "B", "operation", "why"]
-        parts.append(
-            table(header, rows, "operations", "## Operations\n\n") if rows else Part(SAME, noun="the verdict")
-        )
+        if rows:
+            parts.append(markdown.table(header, rows, "operations", "## Operations\n\n"))
+        else:
+            parts.append(Part(SAME, noun="the verdict"))
         if rest := each.ops[len(rows) :]:
             parts.append(Part(f"{_rest(rest)}.", noun="the other operations"))
-    return page(parts)
+    return markdown.page(parts)
 
 
-def as_json(every: Sequence[Changes]) -> str:
+@renders(ChangesOnGpus, "json")
+def as_json(every: ChangesOnGpus) -> str:
     """The changes as JSON text; the reports themselves are not in it."""
 
     def side(report: Report) -> dict[str, Any]:

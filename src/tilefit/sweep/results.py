@@ -1,39 +1,32 @@
-"""What ``tilefit sweep`` shows: text, JSON, CSV, and pictures."""
+"""The points of a sweep, as text, JSON, CSV, and pictures."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tilefit import units
-from tilefit.cli import output
-from tilefit.cli.destination import Destination
-from tilefit.report import text as words
-from tilefit.report.plot import Line, braille, ceiling, svg
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tilefit import console, units
+from tilefit.errors import UsageError
+from tilefit.formats import renders
+from tilefit.report.plot import Line, ceiling
+from tilefit.report.series import COLORS, WIDEST, Series, braille_rows, foot
 from tilefit.sweep.point import Point, best, by_latency, by_memory, compares_models
 from tilefit.sweep.run import Grid
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 #: Rows of the table of points, unless all are asked for; errors and notes shown.
 _ROWS = 24
 _SAID = 6
 _LINES = 4
-_WIDEST = 100
-_COLORS = ("cyan", "green", "yellow", "magenta")
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(Series):
     """The points of a sweep and what they are of.
 
     Attributes:
@@ -41,12 +34,16 @@ class Results:
         settings: What is the same at every point, in words.
         points: In the order of the grid.
         notes: What a reader must know.
+        against: What the plot is over: ``size``, ``latency`` or ``memory``.
+        best_batch: The batches were looked through for the best that fits.
     """
 
     grid: Grid
     settings: tuple[str, ...]
     points: tuple[Point, ...]
     notes: tuple[str, ...] = ()
+    against: str = "size"
+    best_batch: bool = False
 
     @property
     def title(self) -> str:
@@ -63,23 +60,30 @@ class Results:
         """What a throughput is: per GPU, where several work on a step."""
         return f"{self.grid.unit}/s" + ("/GPU" if any(point.gpus > 1 for point in self.points) else "")
 
+    def rows(self) -> list[dict[str, object]]:
+        """A row for each point."""
+        rows = []
+        for point in self.points:
+            values = point.to_dict()
+            at = values.pop("at")
+            rows.append({**at, **values, "notes": "; ".join(point.notes), "error": point.error})
+        return rows
 
-def show(
-    results: Results,
-    against: str,
-    where: Destination,
-    *,
-    show_all: bool,
-    best_batch: bool,
-) -> None:
-    """Print or write the results."""
-    where.write(
-        lambda width: as_text(results, against, width, show_all=show_all, best_batch=best_batch),
-        {"json": lambda: as_json(results), "csv": lambda: as_csv(results)},
-        lambda file: picture(results, against, file),
-    )
+    def plot(self) -> tuple[list[Line], str, str, str]:
+        """Throughput.
+
+        Raises:
+            UsageError: no point is known to be drawn.
+        """
+        gpus = f" on {self.grid.gpus[0].title}" if len(self.grid.gpus) == 1 else ""
+        if not (lines := _lines(self)):
+            raise UsageError(
+                "there is nothing to draw", hint="Vary a size (--over batch=1..64), or leave out --plot."
+            )
+        return lines, f"{self.title}{gpus}", _x_label(self), self.rate
 
 
+@renders(Results, "json")
 def as_json(results: Results) -> str:
     """JSON: times in seconds, rates per second; ``frontier`` holds indices into ``points``."""
     places = {id(point): index for index, point in enumerate(results.points)}
@@ -101,42 +105,15 @@ def as_json(results: Results) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def as_csv(results: Results) -> str:
-    """CSV: a line for each point."""
-    rows = []
-    for point in results.points:
-        values = point.to_dict()
-        at = values.pop("at")
-        rows.append({**at, **values, "notes": "; ".join(point.notes), "error": point.error})
-    text = io.StringIO()
-    writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-# --- pictures --------------------------------------------------------------------------------------
-
-
-def picture(results: Results, against: str, file: Path) -> str | bytes:
-    """A plot of throughput for a file, as its ending says."""
-    gpus = f" on {results.grid.gpus[0].title}" if len(results.grid.gpus) == 1 else ""
-    labels = (f"{results.title}{gpus}", _x_label(results, against), results.rate)
-    if file.suffix.lower() == ".svg":
-        return svg(_lines(results, against), *labels)
-    from tilefit.report.png import png
-
-    return png(_lines(results, against), *labels)
-
-
 def _axis(results: Results) -> str:
     """The size that a plot is over: that with the most values; empty where only settings vary."""
     sizes = [axis for axis in results.grid.axes if axis.is_size and len(axis.values) > 1]
     return max(sizes, key=lambda axis: len(axis.values)).name if sizes else ""
 
 
-def _x_label(results: Results, against: str) -> str:
-    return {"latency": "step time, ms", "memory": "memory of a GPU, GiB"}.get(against, _axis(results))
+def _x_label(results: Results) -> str:
+    labels = {"latency": "step time, ms", "memory": "memory of a GPU, GiB"}
+    return labels.get(results.against, _axis(results))
 
 
 def _groups(results: Results) -> dict[str, list[Point]]:
@@ -150,7 +127,7 @@ def _groups(results: Results) -> dict[str, list[Point]]:
     return groups
 
 
-def _lines(results: Results, against: str) -> list[Line]:
+def _lines(results: Results) -> list[Line]:
     """Throughput over a size, a line for each combination of the others; or over latency or memory, where the
     points of the frontier are joined. Those that reach highest, where there are more than a picture can tell
     apart."""
@@ -159,9 +136,9 @@ def _lines(results: Results, against: str) -> list[Line]:
     lines = []
     for color, name in enumerate(each for each in groups if each in highest[:_LINES]):
         points = groups[name]
-        if against == "latency":
+        if results.against == "latency":
             at = [(1e3 * point.time_s, point.items_per_s_per_gpu) for point in by_latency(points)]
-        elif against == "memory":
+        elif results.against == "memory":
             at = [(point.memory_bytes / 2**30, point.items_per_s_per_gpu) for point in by_memory(points)]
         else:
             at = [(float(point.at[axis]), point.items_per_s_per_gpu) for point in points] if axis else []
@@ -170,28 +147,20 @@ def _lines(results: Results, against: str) -> list[Line]:
     return lines
 
 
-# --- text ------------------------------------------------------------------------------------------
-
-
-def as_text(
-    results: Results, against: str, width: int, *, show_all: bool, best_batch: bool
-) -> RenderableType:
+@renders(Results, "text")
+def as_text(results: Results, *, width: int = 80, show_all: bool = False) -> RenderableType:
     """A plot, the best, the frontier, the points, and what it all rests on."""
-    from rich.console import Group
-    from rich.text import Text
-
-    width = min(width, _WIDEST)
     gpus = ", ".join(gpu.title for gpu in results.grid.gpus)
     parts: list[RenderableType] = [Text.assemble((results.title, "bold"), f" on {gpus}"), Text()]
-    parts += _plot(results, against, width)
+    parts += _plot(results, min(width, WIDEST))
     top = best(results.points)
     if top:
         highest = "highest rate" if compares_models(results.points) else "highest throughput"
-        name = "best batch that fits" if best_batch else highest
+        name = "best batch that fits" if results.best_batch else highest
         parts += [Text.assemble((f"{name}: ", "bold"), _said(results, top)), Text()]
     frontier = by_latency(results.points)
     competing = sum(point.runs for point in results.points)
-    if 1 < len(frontier) < competing and not best_batch:
+    if 1 < len(frontier) < competing and not results.best_batch:
         memory = {id(point) for point in by_memory(results.points)}
         listed = frontier if show_all else frontier[:_ROWS]
         more = len(frontier) - len(listed)
@@ -206,52 +175,35 @@ def as_text(
         ]
     running = [point for point in results.points if not point.error]
     every = 1 if show_all else -(-len(running) // _ROWS)
-    top = best(results.points)
     shown = [point for index, point in enumerate(running) if index % every == 0 or point is top]
     parts.append(_table(results, shown, {}))
     if len(shown) < len(running):
         parts.append(Text(f"{len(shown)} of {len(running)} points: --all shows every one.", "dim"))
     common = [*dict.fromkeys(note for note in running[0].notes if all(note in p.notes for p in running))]
     parts += _trouble(results, {*common})
-    rests = ", ".join(
-        dict.fromkeys(
-            words.times(point.provenance, gpu.calibration_title)
-            for gpu in results.grid.gpus
-            for point in running
-            if point.gpu == gpu.name
-        )
+    rests = (
+        (point.provenance, gpu.calibration_title)
+        for gpu in results.grid.gpus
+        for point in running
+        if point.gpu == gpu.name
     )
-    parts += [
-        Text(),
-        *(Text(note, "dim") for note in (*common, *results.notes)),
-        Text(f"Times: {rests}.", "dim"),
-    ]
-    return Group(*parts)
+    return Group(*parts, *foot((*common, *results.notes), rests))
 
 
-def _plot(results: Results, against: str, width: int) -> list[RenderableType]:
-    from rich.text import Text
-
-    lines, groups = _lines(results, against), _groups(results)
+def _plot(results: Results, width: int) -> list[RenderableType]:
+    lines, groups = _lines(results), _groups(results)
     if not lines or max(len(line.points) for line in lines) < 3:
         return []
-    head = Text.assemble((results.rate, "bold"), f" over {_x_label(results, against)}")
+    head = Text.assemble((results.rate, "bold"), f" over {_x_label(results)}")
     if len(lines) > 1:
         head.append(": ")
         for index, line in enumerate(lines):
-            head.append(line.name, _COLORS[index]).append("; " if index + 1 < len(lines) else "")
+            head.append(line.name, COLORS[index]).append("; " if index + 1 < len(lines) else "")
     if len(groups) > len(lines):
         head.append(f" ({len(lines)} of {len(groups)})", "dim")
     top = ceiling(max(y for line in lines for _, y in line.points))
-    rows = []
     joined = [replace(line, points=_joined(line.points, 2 * width)) for line in lines]
-    for row in braille(joined, width, 10, top):
-        text = Text(row.text, no_wrap=True)
-        for place, owner in enumerate(row.owners[: len(row.text)]):
-            if owner >= 0 and len(lines) > 1:
-                text.stylize(_COLORS[owner], place, place + 1)
-        rows.append(text)
-    return [head, *rows, Text()]
+    return [head, *braille_rows(joined, width, 10, top), Text()]
 
 
 def _joined(points: Sequence[tuple[float, float]], count: int) -> tuple[tuple[float, float], ...]:
@@ -284,7 +236,7 @@ def _said(results: Results, point: Point) -> str:
 def _table(results: Results, points: Sequence[Point], marks: dict[int, str]) -> Table:
     measured = any(point.predicted_s for point in points)
     samples = any(point.items for point in points)
-    table = output.table(
+    table = console.table(
         *(name.removesuffix("_parallel") for name in results.varying),
         ">time",
         ">predicted" if measured else ">80 % interval",
@@ -309,8 +261,6 @@ def _table(results: Results, points: Sequence[Point], marks: dict[int, str]) -> 
 
 def _trouble(results: Results, common: Collection[str]) -> list[Text]:
     """Points without a step, and the notes of the others but for common ones: each sentence once."""
-    from rich.text import Text
-
     said: dict[tuple[str, str], list[Point]] = {}
     for point in results.points:
         if point.error:

@@ -1,0 +1,44 @@
+"""What is shown with rich, which is imported when something is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+
+def table(*columns: str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:
+    """A table without lines; a heading that starts with ``>`` aligns its column to the right."""
+    from rich.table import Table
+
+    made = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        show_header=any(columns),
+        header_style="dim",
+    )
+    for column in columns:
+        # In a narrow terminal a number goes on in the next line; cut off, it would be another number.
+        made.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def plain(shown: RenderableType, width: int) -> str:
+    """What would be on a terminal of so many columns, without colour."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
+    console.print(shown, crop=False)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
