@@ -71,7 +71,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, TargetOptions, 
     """Capture is replaced by a step with an odd number of features; what it was asked for is kept."""
     calls: list[tuple[str, TargetOptions, float]] = []
 
-    def capture(target: str, options: TargetOptions, timeout_s: float) -> Step:
+    def capture(target: str, options: TargetOptions, timeout_s: float, *, fresh: bool) -> Step:
         calls.append((target, options, timeout_s))
         return _step(4096 if target == "healthy" else 4095)
 
@@ -114,7 +114,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
         (
             "m.py:f",
             TargetOptions(
-                inputs=("x: fp32[2,3]", "y: int64[2]"),
+                input=("x: fp32[2,3]", "y: int64[2]"),
                 batch=4,
                 seq=128,
                 image_size=96,
@@ -123,7 +123,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
                 optimizer="sgd",
                 fused_optimizer=True,
                 channels_last=True,
-                compiled=True,
+                compile=True,
                 on_cpu=True,
             ),
             7.0,

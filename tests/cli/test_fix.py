@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tilefit.capture import child
 from tilefit.capture.child import capture_target
 from tilefit.errors import TilefitError
 from tilefit.fixes.source import patches
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
+from tilefit.session import fixing
 
 _SCRIPT = """\
 import torch
@@ -70,7 +70,7 @@ _ARGUMENTS = ("--gpu", "h200", "--amp", "bf16", "--fused-optimizer", "--select",
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training script; it is captured in this process, which is faster than in a child."""
 
-    def captured(target: str, options: TargetOptions, timeout_s: float) -> Step:
+    def captured(target: str, options: TargetOptions, timeout_s: float, *, fresh: bool = False) -> Step:
         with redirect_stdout(sys.stderr):
             return capture_target(target, options)
 
@@ -83,7 +83,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             except TilefitError as error:
                 yield error
 
-    monkeypatch.setattr(child, "capture_in_child", captured)
+    monkeypatch.setattr(fixing, "capture_in_child", captured)
     monkeypatch.setattr(patches, "captures_in_child", several)
     path = tmp_path / "train.py"
     path.write_text(_SCRIPT)

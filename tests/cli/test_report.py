@@ -23,7 +23,7 @@ def run_json(tilefit, monkeypatch: pytest.MonkeyPatch) -> str:
     builder = StepBuilder()
     builder.linear("net.up", 65536, 4096, 4095)
     step = builder.step()
-    monkeypatch.setattr(child, "capture_in_child", lambda *_: step)
+    monkeypatch.setattr(child, "capture_in_child", lambda *_, **__: step)
     assert tilefit(*_CHECK, "--output-format", "json", "--output-file", "run.json").code == 1
     return "run.json"
 
