@@ -27,7 +27,7 @@ from tilefit.ops import (
     Streaming,
     TensorRef,
 )
-from tilefit.ops.step import MASK
+from tilefit.ops.entries import MASK
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "inductor_kernels.json"
 ROWS, WIDTH = 8192, 1024

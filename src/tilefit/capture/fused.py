@@ -26,8 +26,8 @@ from tilefit.ops import (
     Recurrent,
     Streaming,
 )
+from tilefit.ops.entries import DIMENSIONS, MASK
 from tilefit.ops.recurrent import GATES, INFERENCE, TRAINING
-from tilefit.ops.step import DIMENSIONS, MASK
 from tilefit.rnn.modules import Recurrent as Persistent
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tilefit import gpus
-from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
+from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.rnn.dispatch import Call, Choice, choose, expected, gpu_of
