@@ -45,7 +45,7 @@ from pack_h200 import rows as collected
 
 from tilefit import gpus
 from tilefit.cost import calibration
-from tilefit.cost.features import FEATURES, domain
+from tilefit.cost.features import domain, features
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
 from tilefit.measure import kernels
@@ -244,7 +244,7 @@ class Ensemble(torch.nn.Module):
 
 def describe(measured: list[Measured]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     """Inputs, and the logarithm of the baseline."""
-    rows = [FEATURES[type(each.op)](each.op, GPU) for each in measured]
+    rows = [features[type(each.op)](each.op, GPU) for each in measured]
     return np.array([row for _, row in rows], dtype=np.float32), np.log([baseline for baseline, _ in rows])
 
 

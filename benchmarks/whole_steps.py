@@ -44,7 +44,7 @@ from tilefit.capture import capture
 from tilefit.capture.targets import Target, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.cost.launch import REFERENCE_STEP_S, kernels
+from tilefit.cost.launch import REFERENCE_STEP_S, launch
 from tilefit.cost.measured import MeasuredRun, measured
 from tilefit.gpus import Gpu
 from tilefit.measure.clocks import driver_version
@@ -141,7 +141,9 @@ def launches(step: Step, gpu: Gpu) -> dict[str, dict[str, int]]:
     return {
         part: {
             "operations": len(entries),
-            "kernels": sum(kernels(entry.op, gpu) - 1 for entry in entries),
+            "kernels": sum(
+                launch(entry.op, entry.phase, gpu, step.settings).kernels - 1 for entry in entries
+            ),
             "modules": sum(1 for _ in groupby(entries, lambda entry: entry.site.module)),
             "parameters": sum(parameter.trainable for parameter in step.parameters.values()),
         }

@@ -27,7 +27,7 @@ from tilefit.ops import (
     Streaming,
     TensorRef,
 )
-from tilefit.ops.step import MASK
+from tilefit.ops.entries import MASK
 from tilefit.options import TargetOptions
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "inductor_kernels.json"

@@ -8,7 +8,7 @@ import pytest
 
 from tilefit import gpus
 from tilefit.cost import estimate
-from tilefit.cost.launch import launch_s
+from tilefit.cost.launch import launch
 from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent_times import table
 from tilefit.errors import UsageError
@@ -54,9 +54,9 @@ def test_cudnn_prices_what_cudnn_runs() -> None:
 
 
 def test_the_host_launches_a_layer_not_its_steps() -> None:
-    short, long = (launch_s(replace(LAYER, seq_len=t), FORWARD, H200, Settings()) for t in (64, 1024))
+    short, long = (launch(replace(LAYER, seq_len=t), FORWARD, H200, Settings()).host_s for t in (64, 1024))
     assert short == long
-    assert long < launch_s(replace(LAYER, seq_len=1024, persistent=""), FORWARD, H200, Settings()) / 10
+    assert long < launch(replace(LAYER, seq_len=1024, persistent=""), FORWARD, H200, Settings()).host_s / 10
 
 
 def test_operations_written_before_have_no_such_attribute() -> None:

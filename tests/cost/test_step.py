@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import LAUNCH, estimate, estimate_step
-from tilefit.cost.launch import FIXED_S, MODULE_S, RECOMPILED_S, RECURRENT_STEP_S, around_s, launch_s
+from tilefit.cost.launch import FIXED_S, MODULE_S, RECOMPILED_S, around_s, launch
+from tilefit.cost.recurrent import RECURRENT_STEP_S
 from tilefit.gpus import get
 from tilefit.ops import (
     FORWARD,
@@ -35,7 +36,7 @@ def test_large_operations_hide_the_launches() -> None:
     assert predicted.gpu_time_s == pytest.approx(20 * estimate(LARGE, H200).time_s)
     # Only what comes before the first kernel is waited for.
     ops = step(LARGE)
-    first_s = FIXED_S["forward"] + sum(around_s(ops)) + launch_s(LARGE, FORWARD, H200, Settings())
+    first_s = FIXED_S["forward"] + sum(around_s(ops)) + launch(LARGE, FORWARD, H200, Settings()).host_s
     assert predicted.time_s == pytest.approx(predicted.gpu_time_s + first_s)
     assert predicted.bound_time_s[LAUNCH] == pytest.approx(first_s)
 
@@ -43,7 +44,7 @@ def test_large_operations_hide_the_launches() -> None:
 def test_small_operations_wait_for_the_host() -> None:
     predicted = estimate_step(step(*[SMALL] * 100), H200)
     ops = step(*[SMALL] * 100)
-    launches_s = sum(around_s(ops)) + 100 * launch_s(SMALL, FORWARD, H200, Settings())
+    launches_s = sum(around_s(ops)) + 100 * launch(SMALL, FORWARD, H200, Settings()).host_s
     assert predicted.host_time_s == pytest.approx(FIXED_S["forward"] + launches_s)
     assert predicted.time_s == pytest.approx(predicted.host_time_s + estimate(SMALL, H200).time_s)
     assert predicted.bound_time_s[LAUNCH] > predicted.gpu_time_s
@@ -52,7 +53,7 @@ def test_small_operations_wait_for_the_host() -> None:
 def test_a_forward_pass_alone_costs_the_host_its_launches_and_no_modules() -> None:
     ops = tuple(StepOp(SMALL, FORWARD, Site(name)) for name in ("first", "second", "second"))
     training, alone = (Step(ops, settings=Settings(training=each)) for each in (True, False))
-    launches_s = 3 * launch_s(SMALL, FORWARD, H200, Settings())
+    launches_s = 3 * launch(SMALL, FORWARD, H200, Settings()).host_s
     assert estimate_step(alone, H200).host_time_s == pytest.approx(launches_s)
     assert estimate_step(training, H200).host_time_s == pytest.approx(
         FIXED_S["forward"] + 2 * MODULE_S + launches_s

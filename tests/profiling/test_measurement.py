@@ -11,10 +11,10 @@ import torch
 
 from pretend_gpu import pretend
 from profiled_net import Net
-from tilefit import gpus
 from tilefit.capture import capture
 from tilefit.cost import MEASURED, estimate_step
 from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
+from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
 from tilefit.ops import Gemm, Site, Step, StepOp
 from tilefit.profiling import import_trace
@@ -27,7 +27,7 @@ from tilefit.profiling.perfetto import annotate
 from tilefit.profiling.trace import collect, read_trace
 from tilefit.report import loads, render
 
-H200 = gpus.get("h200")
+H200 = priced("h200")
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ class TestTotals:
                 {**host, **call},
                 {"ph": "X", **ran, "args": {**args, "device": 0, "stream": stream}},
             ]
-        return measure(collect(events, {}), gpus.get(gpu), Live("x")).report.measured
+        return measure(collect(events, {}), priced(gpu), Live("x")).report.measured
 
     def test_idle_time_is_the_hosts_where_the_launch_came_late(self) -> None:
         run = self.run([("a", 10, 100, 100, 7), ("b", 300, 310, 100, 7), ("c", 320, 420, 100, 7)])

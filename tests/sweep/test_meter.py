@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilefit import gpus
+from tilefit.cost.priced import priced
 from tilefit.errors import TargetError
 from tilefit.measure.store import Store
 from tilefit.options import TargetOptions
@@ -60,7 +60,7 @@ def points(*batches: int) -> list[Point]:
 
 def grid(target: str, *batches: int) -> Grid:
     options = TargetOptions(seq=4)
-    return Grid(target, options, (Axis("batch", batches),), (gpus.get("h200"),))
+    return Grid(target, options, (Axis("batch", batches),), (priced("h200"),))
 
 
 def test_a_step_of_any_batch(target: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tilefit import gpus
 from tilefit.cost import estimate_step, fuse
+from tilefit.cost.priced import priced
 from tilefit.errors import CaptureError, UsageError
 from tilefit.measure.store import Store
 from tilefit.ops import Step
@@ -26,7 +26,7 @@ def grid(*over: str, gpu: tuple[str, ...] = ("h200",), **options: object) -> Gri
         "model",
         TargetOptions(**options),  # type: ignore[arg-type]
         tuple(read_axes(over)),
-        tuple(map(gpus.get, gpu)),
+        tuple(map(priced, gpu)),
     )
 
 

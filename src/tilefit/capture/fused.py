@@ -21,9 +21,16 @@ from tilefit.capture.autocast import AutocastState
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, Attention, Gemm, Recurrent, Streaming
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    Attention,
+    Gemm,
+    Recurrent,
+    Streaming,
+)
+from tilefit.ops.entries import DIMENSIONS, MASK
 from tilefit.ops.recurrent import GATES, INFERENCE, TRAINING
-from tilefit.ops.step import DIMENSIONS, MASK
 from tilefit.rnn.modules import Recurrent as Persistent
 
 

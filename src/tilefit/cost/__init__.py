@@ -1,5 +1,6 @@
 """What an operation costs on a GPU: predicted time, what bounds it, and how sure that is."""
 
+from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.cost.estimate import (
     BOUNDS,
     DATASHEET,
@@ -15,7 +16,6 @@ from tilefit.cost.estimate import (
 from tilefit.cost.explain import GemmExplanation, Neighbour, OperandAlignment, explain
 from tilefit.cost.fusion import fuse
 from tilefit.cost.model import estimate
-from tilefit.cost.recurrent import cudnn_algorithm
 from tilefit.cost.step import estimate_step
 
 __all__ = [

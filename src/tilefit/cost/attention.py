@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from math import gcd, log2
+
+from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import MATH, MEMORY, Estimate, from_datasheet
+from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.features import FIXED_S, Row, describes, one_hot, quantization
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.streaming import estimate_streaming
+from tilefit.cost.tiles import ceil_div
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, Attention, Gemm, Streaming
-from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.dtypes import HALVES, size_bytes
 
 CUDNN = "cudnn"
 FLASH = "flash"
@@ -38,6 +43,11 @@ _MEMORY_SHARE = 0.56
 #: likewise), so on the high side for PyTorch's own.
 _FIXED_KERNELS = 4.5
 _SPREAD = 0.35
+#: What tells passes apart for the networks.
+_BACKENDS = (CUDNN, FLASH, EFFICIENT, MATH_BACKEND)
+_DTYPES = ("bf16", "fp16", "fp32")
+_QUERY_TILES = (64, 128)
+_HEAD_WIDTHS = (64, 128, 256)
 
 
 def backend(op: Attention, gpu: Gpu) -> tuple[str, str]:
@@ -46,7 +56,7 @@ def backend(op: Attention, gpu: Gpu) -> tuple[str, str]:
     Source: pytorch/pytorch ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (2.9 to 2.14, cuDNN
     above 9.15): cuDNN first on capability 9.0 and 10.0, then flash, memory-efficient, math.
     """
-    half = op.dtype in ("fp16", "bf16")
+    half = op.dtype in HALVES
     capability = gpu.compute_capability
     square = op.head_dim == op.value_dim
     if capability in ((9, 0), (10, 0)) and half and square and op.head_dim % 8 == 0 and op.head_dim <= 256:
@@ -66,6 +76,7 @@ def backend(op: Attention, gpu: Gpu) -> tuple[str, str]:
     return MATH_BACKEND, missing
 
 
+@estimates(Attention)
 def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a fused attention pass."""
     name, missing = backend(op, gpu)
@@ -122,14 +133,41 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
     memory_s = passes * 2 * softmax
     floor = floor_s(op, gpu)
     time_s = max(math_s + memory_s, floor)
-    factor = 1.0 + 2 * _SPREAD
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / factor, floor),
-        high_s=time_s * factor,
-        bound=MATH if math_s >= memory_s else MEMORY,
+    return from_datasheet(
+        time_s,
+        floor,
+        2 * _SPREAD,
         math_s=math_s,
         memory_s=memory_s,
+        busy_s=time_s,
         kernel_family=MATH_BACKEND,
         reason=reason,
     )
+
+
+@describes(Attention(2, 6, 200, 72, dtype="fp16"))
+def attention_features(op: Attention, gpu: Gpu) -> Row:
+    """What the networks see of a fused attention pass."""
+    peak = gpu.peak_flop_per_s(op.dtype if op.dtype != "fp32" else "tf32")
+    math_s = op.flop / peak
+    memory_s = op.moved_bytes / gpu.memory_bandwidth_bytes_per_s
+    width = next((w for w in _HEAD_WIDTHS if w >= op.head_dim), op.head_dim)
+    padded_s = math_s * width / op.head_dim
+    baseline_s = padded_s / 0.6 + memory_s / 0.6 + 2 * FIXED_S
+    heads = op.batch * op.num_heads
+    row = [
+        log2(op.batch), log2(op.num_heads), log2(op.num_kv_heads), log2(op.num_heads / op.num_kv_heads),
+        log2(op.seq_len), log2(op.kv_len), log2(op.head_dim), log2(op.value_dim), log2(width / op.head_dim),
+        float(op.is_causal), float(op.mask_bytes > 0), float(op.dropout_p > 0),
+        float(op.direction == FORWARD), float(op.head_dim % 8 == 0), float(op.seq_len == 1),
+        log2(heads), log2(math_s), log2(memory_s), log2(math_s / memory_s), log2(padded_s),
+        log2(baseline_s), log2(op.scores), log2(1 + op.mask_bytes),
+        log2(gcd(op.seq_len, 128)), log2(gcd(op.kv_len, 128)),
+    ]  # fmt: skip
+    for tile in _QUERY_TILES:
+        for length in (op.seq_len, op.kv_len):
+            blocks = ceil_div(length, tile)
+            row += (*quantization(heads * blocks, gpu.sms), log2(blocks * tile / length))
+    row += one_hot(backend(op, gpu)[0], _BACKENDS) + one_hot(op.dtype, _DTYPES)
+    row += one_hot(width, _HEAD_WIDTHS)
+    return baseline_s, row

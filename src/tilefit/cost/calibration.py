@@ -26,12 +26,12 @@ from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import ESTIMATED, LATENCY, MATH, MEMORY, Estimate
-from tilefit.cost.features import FEATURES, domain
+from tilefit.cost.features import domain, example, features
 from tilefit.cost.memory import floor_s
 from tilefit.cost.tiles import count
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.ops import Attention, Conv2d, Gemm, Op, Streaming
+from tilefit.ops import Gemm, Op
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +132,7 @@ class Calibration:
         if network.on_analytic:
             baselines, rows = on_analytic(ops, gpu, analytic)
         else:
-            described = [FEATURES[type(op)](op, gpu) for op in ops]
+            described = [features[type(op)](op, gpu) for op in ops]
             baselines = np.array([baseline for baseline, _ in described])
             rows = np.array([row for _, row in described], dtype=np.float32)
         outputs = network(rows)
@@ -216,7 +216,7 @@ def on_analytic(
     import numpy as np
 
     times = np.array([each.time_s for each in analytic])
-    described = [FEATURES[type(op)](op, gpu) for op in ops]
+    described = [features[type(op)](op, gpu) for op in ops]
     baselines = np.array([baseline for baseline, _ in described])
     rows = np.array([row for _, row in described], dtype=np.float32)
     return times, np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
@@ -230,13 +230,6 @@ DAMAGED = (
     StructError, BadZipFile, ZlibError,
 )  # fmt: skip
 _HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
-#: One operation of each kind, on which :func:`fingerprint` looks.
-_EXAMPLES: dict[str, Op] = {
-    "gemm": Gemm(96, 264, 520, "fp16", "NN"),
-    "conv": Conv2d(8, 24, 72, 30, 3, 2, dtype="fp16"),
-    "attention": Attention(2, 6, 200, 72, dtype="fp16"),
-    "streaming": Streaming("softmax", 96_000, 192_000, 192_000, dtype="fp16", inner=960),
-}
 
 
 def fingerprint(kind: str, gpu: Gpu) -> int:
@@ -244,7 +237,7 @@ def fingerprint(kind: str, gpu: Gpu) -> int:
 
     Networks fitted before would be given inputs that mean something else.
     """
-    op = _EXAMPLES[kind]
+    op = example(kind)
     times, rows = on_analytic([op], gpu, [first_stage(op, gpu)])
     return crc32(" ".join(f"{value:.4g}" for value in (*times, *rows[0])).encode())
 

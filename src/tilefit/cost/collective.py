@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tilefit.cost.analytic import estimates
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MEMORY, Estimate
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
@@ -19,7 +21,8 @@ def is_priced(op: Collective, gpu: Gpu) -> bool:
     return bool(gpu.link_bandwidth_bytes_per_s) and op.ranks <= MOST_LINKED
 
 
-def estimate_collective(op: Collective, gpu: Gpu) -> Estimate:
+@estimates(Collective)
+def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estimate:
     """The least time that the link allows; no time at all where the link is unknown.
 
     The published bandwidth of a link counts both directions, and a ring sends and receives at once: half of

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product as every
+from math import gcd, inf, log2, prod
+from typing import NamedTuple
 
+from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.features import (
+    ALIGNMENTS,
+    FIXED_S,
+    MATH_SHARE,
+    MEMORY_SHARE,
+    Row,
+    describes,
+    one_hot,
+    tiling,
+)
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import SIMT, Kernel, select, uses_tensor_cores
+from tilefit.cost.launch import KERNEL_S, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.tiles import round_up
+from tilefit.cost.tiles import STAGE_BYTES, ceil_div, count, round_up, rounds
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, Conv
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Settings
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 
 #: A tile that is narrow in channels reuses each gathered pixel less: exponent of the tile's area, in place
@@ -47,75 +62,111 @@ _DEPTHWISE_MATH_SHARE = 0.25
 _SPREAD = 0.4
 _DEPTHWISE_SPREAD = 1.0
 
+#: What tells passes apart for the networks.
+_DTYPES = ("bf16", "fp16", "tf32", "fp32")
+_DIRECTIONS = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+_TAPS, _STEPS = (1, 2, 3, 4, 5, 7, 11), (1, 2, 4, 16)
+_CASES = tuple(every(_DIRECTIONS, (False, True), (False, True), (False, True)))
+#: Channels per group, as wide in as out, for which the library has Tensor Core kernels that take all groups
+#: at once: on an H200 one such pass in seven ran group by group, of the others between three and six in ten
+#: (more than four groups, more than one channel each; the kernels that ran in ``collect_h200.py``).
+_PACKED_WIDTHS = (4, 8, 16, 32)
+_GROUPINGS = ("one", "packed", "depthwise", "other")
+_CHANNELS = (1, 2, 3, 4, 8, 16, 32, 64)
+#: What the groups and the pass, and what the layout and a 1 x 1 kernel decide together.
+_GROUPED = tuple(every(_DIRECTIONS, _GROUPINGS))
+_POINTWISE = tuple(every((False, True), (False, True), _GROUPINGS))
+#: Splits of the contraction that are looked at, and what adding the parts up takes beside their traffic.
+_MOST_SPLITS = 512
+_SPLIT_S = 1.5e-6
 
+
+@estimates(Conv)
 def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a convolution pass."""
-    narrow = op.groups > 1 and min(op.in_channels, op.out_channels) // op.groups < _TENSOR_CORE_GROUP
-    if narrow:
+    if op.groups > 1 and min(op.in_channels, op.out_channels) // op.groups < _TENSOR_CORE_GROUP:
         return _depthwise(op, gpu, constants)
-    access = elements_per_access(op.dtype)
-    channels = (op.in_channels // op.groups, op.out_channels // op.groups)
-    tensor_cores = uses_tensor_cores(op.dtype, gpu)
-    conversion_s = 0.0
-    tile_constants = constants
-    limit = speedup = 1.0
-    if not tensor_cores:
-        product = op.implicit_gemm
-        kernel = select(product, gpu)
-        reason = kernel.reason
-        if _runs_winograd(op):
-            limit, speedup = _WINOGRAD_LIMIT, _WINOGRAD_SPEEDUP
-            reason += ", by Winograd's algorithm"
-    else:
-        padded = replace(
-            op,
-            in_channels=round_up(channels[0], access) * op.groups,
-            out_channels=round_up(channels[1], access) * op.groups,
-        )
-        product = padded.implicit_gemm
-        # The padded product is aligned; what misalignment costs is the copies around it.
-        kernel = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu)
-        kernel = Kernel(kernel.family, 0.0, 1.0, 1.0, "", LINE_BYTES, "")
-        few = channels[0] < access
-        misaligned = any(c % access for c in channels)
-        if not op.channels_last:
-            share = _MISALIGNED_NCHW_SHARE if misaligned else _CONVERSION_SHARE
-            reason = "NCHW in memory: cuDNN converts to NHWC and back around the Tensor Core kernel"
-        elif misaligned and not few:
-            share = _MISALIGNED_NHWC_SHARE
-            reason = f"channels {channels[0]} -> {channels[1]} are not multiples of {access}: padded copies"
-        else:
-            share = 0.0
-            reason = "implicit matrix product in NHWC"
-        if share:
-            activations = (op.input_elements + op.output_elements) * size_bytes(op.dtype)
-            conversion_s = 2 * activations / (gpu.memory_bandwidth_bytes_per_s * share)
-        tile_constants = replace(constants, small_tile_exponent=_SMALL_TILE_EXPONENT)
-        if channels[0] <= access and op.groups == 1:
-            weight_gradient = op.direction == BACKWARD_WEIGHT
-            rate = _FEW_CHANNELS_WEIGHT_GRADIENT if weight_gradient else _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM
-            kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
-            tile_constants = replace(tile_constants, prologue_bytes=0.0)
-    plan = schedule(product, gpu, tile_constants, kernel, traffic=op)
-    floor = floor_s(op, gpu) / limit
-    factor = 1 / speedup
+    path = (_on_tensor_cores if uses_tensor_cores(op.dtype, gpu) else _on_cuda_cores)(op, gpu, constants)
+    plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
+    floor = floor_s(op, gpu) / (_WINOGRAD_LIMIT if path.winograd else 1.0)
+    factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
-    math_s, memory_s = plan.math_s * factor, plan.memory_s * factor + conversion_s
-    time_s = max(plan.time_s * factor + conversion_s + constants.kernel_s(gpu), floor)
-    busy = max(math_s, memory_s)
     return from_datasheet(
-        time_s,
+        max(plan.time_s * factor + path.conversion_s + constants.kernel_s(gpu), floor),
         floor,
         _SPREAD,
-        busy_s=busy,
-        math_s=math_s,
-        memory_s=memory_s,
-        kernel_family=kernel.family,
+        math_s=plan.math_s * factor,
+        memory_s=plan.memory_s * factor + path.conversion_s,
+        kernel_family=path.kernel.family,
         tile=(plan.tile.rows, plan.tile.columns),
         waves=plan.blocks / gpu.sms,
-        reason=reason,
+        reason=path.kernel.reason,
     )
+
+
+@launches(Conv)
+def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
+    """Compiled, one call makes both gradients of a convolution."""
+    return 1, KERNEL_S if settings.compiled and op.direction == BACKWARD_WEIGHT else None
+
+
+class _Path(NamedTuple):
+    """How a library runs a convolution as a product.
+
+    Attributes:
+        product, kernel, constants: As :func:`~tilefit.cost.gemm.schedule` takes them.
+        conversion_s: Time of the copies around it.
+        winograd: It runs by Winograd's algorithm.
+    """
+
+    product: Gemm
+    kernel: Kernel
+    constants: Constants
+    conversion_s: float = 0.0
+    winograd: bool = False
+
+
+def _on_cuda_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
+    kernel = select(op.implicit_gemm, gpu)
+    if _runs_winograd(op):
+        reason = f"{kernel.reason}, by Winograd's algorithm"
+        return _Path(op.implicit_gemm, kernel._replace(reason=reason), constants, winograd=True)
+    return _Path(op.implicit_gemm, kernel, constants)
+
+
+def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
+    access = elements_per_access(op.dtype)
+    channels = (op.in_channels // op.groups, op.out_channels // op.groups)
+    product = replace(
+        op,
+        in_channels=round_up(channels[0], access) * op.groups,
+        out_channels=round_up(channels[1], access) * op.groups,
+    ).implicit_gemm
+    misaligned = any(c % access for c in channels)
+    if not op.channels_last:
+        share = _MISALIGNED_NCHW_SHARE if misaligned else _CONVERSION_SHARE
+        reason = "NCHW in memory: cuDNN converts to NHWC and back around the Tensor Core kernel"
+    elif misaligned and channels[0] >= access:
+        share = _MISALIGNED_NHWC_SHARE
+        reason = f"channels {channels[0]} -> {channels[1]} are not multiples of {access}: padded copies"
+    else:
+        share = 0.0
+        reason = "implicit matrix product in NHWC"
+    conversion_s = 0.0
+    if share:
+        activations = (op.input_elements + op.output_elements) * size_bytes(op.dtype)
+        conversion_s = 2 * activations / (gpu.memory_bandwidth_bytes_per_s * share)
+    # The padded product is aligned; what misalignment costs is the copies around it.
+    family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
+    kernel = Kernel(family, 0.0, 1.0, 1.0, "", LINE_BYTES, reason)
+    constants = replace(constants, small_tile_exponent=_SMALL_TILE_EXPONENT)
+    if channels[0] <= access and op.groups == 1:
+        weight_gradient = op.direction == BACKWARD_WEIGHT
+        rate = _FEW_CHANNELS_WEIGHT_GRADIENT if weight_gradient else _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM
+        kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
+        constants = replace(constants, prologue_bytes=0.0)
+    return _Path(product, kernel, constants, conversion_s)
 
 
 def _runs_winograd(op: Conv) -> bool:
@@ -135,15 +186,154 @@ def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     memory_s = op.moved_bytes / (rate_bytes_per_s(op.moved_bytes, gpu, constants) * share)
     math_s = op.flop / (gpu.peak_flop_per_s("fp32") * _DEPTHWISE_MATH_SHARE)
     floor = floor_s(op, gpu)
-    busy = max(memory_s, math_s)
-    time_s = max(busy + constants.kernel_s(gpu), floor)
     return from_datasheet(
-        time_s,
+        max(max(memory_s, math_s) + constants.kernel_s(gpu), floor),
         floor,
         _DEPTHWISE_SPREAD,
-        busy_s=busy,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=SIMT,
         reason=f"{op.in_channels // op.groups} channels per group: CUDA cores, not Tensor Cores",
     )
+
+
+# --- what the networks see -------------------------------------------------------------------------
+
+
+def _split(product: Gemm, gpu: Gpu, tile: int) -> tuple[float, int]:
+    """The best time of a product in square tiles over the splits of its contraction, and that split."""
+    blocks = count(product.m, product.n, (tile, tile), product.batch)
+    stage = STAGE_BYTES // size_bytes(product.dtype)
+    stages = ceil_div(product.k, stage)
+    peak = gpu.peak_flop_per_s(product.dtype)
+    wave_s = gpu.sms * 2 * tile * tile * stage / (peak * MATH_SHARE)
+    added_s = product.m * product.n * product.batch * 2 / gpu.memory_bandwidth_bytes_per_s
+    best, best_split, split = inf, 1, 1
+    while split <= max(1, min(_MOST_SPLITS, stages // 2)):
+        time_s = rounds(blocks * split, gpu.sms) * (ceil_div(stages, split) + 3) * wave_s
+        if split > 1:
+            time_s += _SPLIT_S + added_s * (split + 1)
+        if time_s < best:
+            best, best_split = time_s, split
+        split *= 2
+    return best, best_split
+
+
+def _grouping(op: Conv) -> str:
+    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    if op.groups == 1:
+        return "one"
+    if channels_in == channels_out and channels_in in _PACKED_WIDTHS:
+        return "packed"
+    return "depthwise" if channels_in == 1 else "other"
+
+
+def _paths(op: Conv, gpu: Gpu) -> list[float]:
+    """What decides between the library's paths: groups, padded channels, split contractions, the image."""
+    size, access = size_bytes(op.dtype), elements_per_access(op.dtype)
+    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    padded_in, padded_out = round_up(channels_in, access), round_up(channels_out, access)
+    grouping = _grouping(op)
+    equal = op.groups > 1 and channels_in == channels_out
+    power_in, power_out = (channels & (channels - 1) == 0 for channels in (channels_in, channels_out))
+    plain = prod(op.kernel_size) == prod(op.stride) == 1 and max(op.padding) == 0
+    height, width = (op.input_size[-2] if len(op.input_size) > 1 else 1), op.input_size[-1]
+    rows, columns = (op.output_size[-2] if len(op.input_size) > 1 else 1), op.output_size[-1]
+    pixels_in, pixels_out = prod(op.input_size), prod(op.output_size)
+    row = [
+        float(channels_in == channels_out), float(power_in), float(power_out), float(equal),
+        float(equal and power_in), float(channels_in == channels_out == 1),
+        log2(gcd(op.in_channels, 16)), log2(gcd(op.out_channels, 16)), log2(gcd(op.groups, 64)),
+        log2(op.in_channels), log2(op.out_channels), log2(padded_in / channels_in),
+        log2(padded_out / channels_out),
+        log2(height), log2(width), log2(rows), log2(columns), float(op.stride[-1]), float(op.padding[-1]),
+        float(op.padding[-1] == 0), float(pixels_out == 1), float(op.batch == 1),
+        float(max(op.dilation) > 1 and max(op.stride) > 1),
+        log2(gcd(pixels_out * size, LINE_BYTES)), log2(gcd(pixels_in * size, LINE_BYTES)),
+        log2(ceil_div(rows, 2) * ceil_div(columns, 2) * 4 / (rows * columns)),
+    ]  # fmt: skip
+    for elements in (op.input_elements, op.output_elements, op.weight_elements):
+        row.append(max(0.0, log2(elements * size / gpu.l2_bytes)))
+    # The product with its channels padded to whole accesses, group by group where it runs so.
+    matrix = op.implicit_gemm
+    if op.direction == BACKWARD_WEIGHT:
+        m, n, k = matrix.m // channels_in * padded_in, padded_out, matrix.k
+    elif op.direction == FORWARD:
+        m, n, k = matrix.m, padded_out, matrix.k // channels_in * padded_in
+    else:
+        m, n, k = matrix.m, padded_in, round_up(matrix.k, access)
+    calls = op.groups if grouping == "other" else 1
+    padded = Gemm(m, n, k, op.dtype, batch=matrix.batch // calls)
+    large_s, large_split = _split(padded, gpu, 128)
+    small_s, small_split = _split(padded, gpu, 64)
+    memory_s = op.moved_bytes / calls / gpu.memory_bandwidth_bytes_per_s / MEMORY_SHARE
+    call_s = max(min(large_s, small_s), memory_s) + FIXED_S
+    row += [
+        log2(calls * large_s), log2(calls * small_s), log2(large_split), log2(small_split),
+        log2(calls * call_s),
+    ]  # fmt: skip
+    # The product of one image, as NCHW has it in memory.
+    taps = prod(op.kernel_size)
+    if op.direction == BACKWARD_WEIGHT:
+        m, n, k = channels_in * taps, channels_out, pixels_out
+    elif op.direction == FORWARD:
+        m, n, k = pixels_out, channels_out, channels_in * taps
+    else:
+        m, n, k = pixels_in, channels_in, channels_out * taps
+    row.append(log2(_split(Gemm(m, n, k, op.dtype, batch=op.batch * op.groups), gpu, 128)[0]))
+    row += one_hot(channels_in, _CHANNELS) + one_hot(channels_out, _CHANNELS)
+    row += one_hot((op.direction, grouping), _GROUPED)
+    row += one_hot((op.channels_last, plain, grouping), _POINTWISE)
+    return row
+
+
+@describes(Conv2d(8, 24, 72, 30, 3, 2, dtype="fp16"))
+def conv_features(op: Conv, gpu: Gpu) -> Row:
+    """What the networks see: the equivalent product, and what gathering its operands costs."""
+    size = size_bytes(op.dtype)
+    access = elements_per_access(op.dtype)
+    matrix = op.implicit_gemm
+    peak = gpu.peak_flop_per_s(op.dtype)
+    moved = op.moved_bytes
+    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    math_s = op.flop / peak
+    memory_s = moved / gpu.memory_bandwidth_bytes_per_s
+    tiled_s, tiles = tiling(matrix, peak, gpu)
+    activations_s = size * (op.input_elements + op.output_elements) / gpu.memory_bandwidth_bytes_per_s
+    narrow = op.groups > 1 and min(channels_in, channels_out) < access
+    cuda_cores_s = op.flop / gpu.peak_flop_per_s("fp32")
+    # A narrow group runs on CUDA cores; NCHW is converted to NHWC and back around a Tensor Core kernel.
+    busy_s = 4 * cuda_cores_s if narrow else tiled_s
+    converted_s = 0.0 if op.channels_last or narrow or op.dtype == "fp32" else 4 * activations_s
+    baseline_s = max(busy_s, memory_s / MEMORY_SHARE) + converted_s + FIXED_S
+    taps = prod(op.kernel_size)
+    step = prod(op.stride)
+    aligned = [gcd(channels, 2 * access) for channels in (channels_in, channels_out)]
+    row = [
+        log2(op.batch), log2(channels_in), log2(channels_out), log2(op.groups), log2(taps), log2(step),
+        float(max(op.dilation) > 1), float(op.channels_last), float(len(op.input_size)),
+        float(max(op.kernel_size)), float(min(op.kernel_size)), float(max(op.padding)),
+        log2(prod(op.input_size)), log2(prod(op.output_size)),
+        log2(op.input_elements * size), log2(op.output_elements * size), log2(op.weight_elements * size),
+        log2(matrix.m), log2(matrix.n), log2(matrix.k),
+        log2(math_s), log2(memory_s), log2(math_s / memory_s), log2(tiled_s), log2(baseline_s),
+        float(op.groups == 1), float(op.is_depthwise), float(taps == 1), float(taps == 1 and step == 1),
+        float(taps == 9 and step == 1), float(channels_in < access), float(channels_out < access),
+        *(log2(each) for each in aligned), float(min(aligned) >= access),
+        float(op.channels_last and min(aligned) >= access), log2(gcd(op.output_size[-1], 64)),
+        float(narrow), log2(cuda_cores_s), log2(activations_s), log2(busy_s / memory_s),
+        log2(gcd(op.batch, 64)), log2(gcd(op.input_size[-1], 64)), log2(gcd(prod(op.output_size), 256)),
+        log2(gcd(channels_in, 256)), log2(gcd(channels_out, 256)),
+        float(op.padding[-1] * 2 == op.kernel_size[-1] - 1),
+        log2(channels_in * taps), log2(prod(op.input_size) / prod(op.output_size)),
+        log2(ceil_div(channels_in, 64) * 64 / channels_in),
+        log2(ceil_div(channels_out, 64) * 64 / channels_out),
+    ]  # fmt: skip
+    row += tiles
+    row += one_hot(op.dtype, _DTYPES) + one_hot(op.direction, _DIRECTIONS)
+    row += one_hot(max(op.kernel_size), _TAPS) + one_hot(step, _STEPS)
+    for each in aligned:
+        row += one_hot(each, ALIGNMENTS[:5])
+    # What the library does depends on the pass, the layout and the alignment together.
+    row += one_hot((op.direction, op.channels_last, min(aligned) >= access, op.groups == 1), _CASES)
+    return baseline_s, row + _paths(op, gpu)

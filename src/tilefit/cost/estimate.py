@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MATH = "math"
 MEMORY = "memory"
@@ -60,21 +61,21 @@ def from_datasheet(
     floor_s: float,
     spread: float,
     *,
-    busy_s: float,
     math_s: float,
     memory_s: float,
-    kernel_family: str,
-    reason: str,
-    tile: tuple[int, int] | None = None,
-    waves: float | None = None,
+    busy_s: float | None = None,
+    **facts: Any,
 ) -> Estimate:
-    """An estimate that rests on no measurement of the GPU.
+    """An estimate that rests on no measurement of the operation.
 
     Args:
         time_s: The prediction; at least ``floor_s``, what physics allows.
         spread: The interval reaches from ``time_s / (1 + spread)`` to ``time_s * (1 + spread)``.
-        busy_s: The part of the time that is not a fixed cost; below half of it latency is the bound.
+        busy_s: The part of the time that is not a fixed cost; below half of it latency is the bound. By
+            default the larger of ``math_s`` and ``memory_s``.
+        facts: Further fields of the estimate.
     """
+    busy_s = max(math_s, memory_s) if busy_s is None else busy_s
     return Estimate(
         time_s=time_s,
         low_s=max(time_s / (1.0 + spread), floor_s),
@@ -82,10 +83,7 @@ def from_datasheet(
         bound=LATENCY if busy_s < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
         math_s=math_s,
         memory_s=memory_s,
-        kernel_family=kernel_family,
-        tile=tile,
-        waves=waves,
-        reason=reason,
+        **facts,
     )
 
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, log2
 from typing import NamedTuple
 
+from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import LATENCY, MATH, MEMORY, Estimate
-from tilefit.cost.kernels import SIMT, Kernel, select
+from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.features import ALIGNMENTS, FIXED_S, MEMORY_SHARE, Row, describes, one_hot, tiling
+from tilefit.cost.kernels import SIMT, Kernel, alignment_bytes, select
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.tiles import TILES, Tile, ceil_div
+from tilefit.cost.tiles import STAGE_BYTES, TILES, Tile, contraction, count, rounds
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op
-from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.dtypes import HALVES, size_bytes
 
 #: How many blocks may share one tile's contraction.
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-#: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.
-_STAGE_BYTES = 128
 _LARGEST_TILE = 256 * 128
 #: Half-widths of the 80 % interval, as a factor minus one: fp32 on CUDA cores (NeuSight's tables), and what
 #: few measurements support: misaligned products, other element types.
 _SIMT_SPREAD = 0.5
 _UNFITTED_SPREAD = 0.35
+#: Element types whose products networks are fitted to.
+_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
+_LAYOUTS = ("TN", "NN", "NT", "TT")
 
 
 class Schedule(NamedTuple):
@@ -65,7 +68,7 @@ def schedule(
     m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
     sms = gpu.sms
     size = size_bytes(gemm.dtype)
-    stage = _STAGE_BYTES // size
+    stage = STAGE_BYTES // size
     prologue = constants.prologue_bytes / size
     peak = gpu.peak_flop_per_s(gemm.dtype)
     efficiency = constants.simt_efficiency if kernel.family == SIMT else constants.math_efficiency
@@ -80,13 +83,13 @@ def schedule(
     best = (inf, 0.0, 0.0, TILES[0], 1, 1)
     for tile in TILES:
         a, b = tile
-        cells = ceil_div(m, a) * ceil_div(n, b) * batch
+        cells = count(m, n, tile, batch)
         share = efficiency * min(1.0, a * b / _LARGEST_TILE) ** constants.small_tile_exponent
         wave_s = sms * 2 * a * b / (peak * min(share, ceiling))
         for split in SPLITS:
             blocks = cells * split
-            depth = stage * ceil_div(k, stage * split) + prologue
-            math_s = ceil_div(blocks, sms) * wave_s * depth
+            depth = contraction(k, stage, split) + prologue
+            math_s = rounds(blocks, sms) * wave_s * depth
             memory_s = weighted if split == 1 else weighted + 4 * split * m * n * batch
             memory_s /= rate * min(1.0, min(blocks, sms) / saturating)
             extra_s = split_s if split > 1 else 0.0
@@ -103,24 +106,20 @@ def _spread(gemm: Gemm, kernel: Kernel, constants: Constants) -> float:
     """Half-width of the interval: the constants' own is that of what they were fitted on."""
     if kernel.family == SIMT:
         return _SIMT_SPREAD
-    as_fitted = gemm.dtype in ("fp16", "bf16") and not kernel.misaligned
+    as_fitted = gemm.dtype in HALVES and not kernel.misaligned
     return constants.spread if as_fitted else max(constants.spread, _UNFITTED_SPREAD)
 
 
+@estimates(Gemm)
 def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a product."""
     kernel = select(gemm, gpu)
     plan = schedule(gemm, gpu, constants, kernel)
     floor = floor_s(gemm, gpu)
-    time_s = max(plan.time_s + constants.kernel_s(gpu), floor)
-    busy = max(plan.math_s, plan.memory_s)
-    bound = LATENCY if busy < time_s / 2 else MATH if plan.math_s >= plan.memory_s else MEMORY
-    factor = 1.0 + _spread(gemm, kernel, constants)
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / factor, floor),
-        high_s=time_s * factor,
-        bound=bound,
+    return from_datasheet(
+        max(plan.time_s + constants.kernel_s(gpu), floor),
+        floor,
+        _spread(gemm, kernel, constants),
         math_s=plan.math_s,
         memory_s=plan.memory_s,
         kernel_family=kernel.family,
@@ -129,3 +128,36 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
         provenance=constants.provenance,
         reason=kernel.reason,
     )
+
+
+@describes(Gemm(96, 264, 520, "fp16", "NN"))
+def gemm_features(op: Gemm, gpu: Gpu) -> Row:
+    """What the networks see of a product."""
+    m, n, k, batch, dtype = op.m, op.n, op.k, op.batch, op.dtype
+    size = size_bytes(dtype)
+    out_dtype = op.out_dtype or {"int8": "int32", "fp8": "bf16"}.get(dtype, dtype)
+    out_size = size_bytes(out_dtype)
+    peak = gpu.peak_flop_per_s(dtype)
+    aligned = [
+        alignment_bytes(operand.leading_dimension, of)
+        for operand, of in zip(op.operands, (dtype, dtype, out_dtype), strict=True)
+    ]
+    a_bytes, b_bytes, c_bytes = batch * m * k * size, batch * n * k * size, batch * m * n * out_size
+    moved = a_bytes + b_bytes + c_bytes
+    math_s = op.flop / peak
+    memory_s = moved / gpu.memory_bandwidth_bytes_per_s
+    tiled_s, tiles = tiling(op, peak, gpu)
+    baseline_s = max(tiled_s, memory_s / MEMORY_SHARE) + FIXED_S
+    worst = min(aligned)
+    row = [
+        log2(m), log2(n), log2(k), log2(batch), float(out_size), 1.0 if op.bias else 0.0,
+        1.0 if op.ld_a or op.ld_b else 0.0,
+        log2(math_s), log2(memory_s), log2(math_s / memory_s), log2(m * n * batch),
+        log2(moved), log2(a_bytes), log2(b_bytes), log2(m / n), log2(tiled_s), log2(baseline_s),
+        *(log2(each) for each in aligned), log2(worst),
+    ]  # fmt: skip
+    row += tiles
+    row += one_hot(dtype, _DTYPES) + one_hot(op.layout, _LAYOUTS)
+    for each in (*aligned, worst):
+        row += one_hot(each, ALIGNMENTS)
+    return baseline_s, row

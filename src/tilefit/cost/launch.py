@@ -13,22 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from tilefit.cost.persistent import persistent_steps
-from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
+from tilefit.cost.kinds import ByKind
 from tilefit.gpus import Gpu
-from tilefit.ops import (
-    BACKWARD_WEIGHT,
-    FORWARD,
-    OPTIMIZER,
-    Attention,
-    Conv,
-    Op,
-    Recurrent,
-    Settings,
-    Step,
-    Streaming,
-)
+from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step
 
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its
 #: fastest turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
@@ -74,29 +63,30 @@ RECOMPILED_S = 1.4e-3
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6
-#: A recurrent layer: the median of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent``
-#: timed from outside. And one time step of cuDNN's standard recurrent algorithm, forward and backward, per
-#: layer and direction: the lower quartiles over the host-bound cells of
-#: ``benchmarks/results/recurrent_grid_h200.json``, of which other processes disturbed some.
-RECURRENT_S = 300e-6
-#: What the persistent kernels of ``tilefit.nn`` launch in each pass of a layer: two products or a product and
-#: a sum, the filling of the exchange buffer and the recurrence.
-PERSISTENT_KERNELS = 4
-RECURRENT_STEP_S = 14e-6
-RECURRENT_BACKWARD_STEP_S = 20e-6
+
+#: ``(op, phase, gpu, settings) -> (kernels, host time or None for what a call takes)`` of kinds that differ.
+launches = ByKind(lambda op, *_: (op.kernels, None))
 
 
-def kernels(op: Op, gpu: Gpu) -> int:
-    """GPU kernels an operation launches."""
-    if isinstance(op, Streaming):
-        return op.kernels
-    if isinstance(op, Attention):
-        return 1 if op.direction == FORWARD else 3
-    if isinstance(op, Recurrent) and persistent_steps(op, gpu) is not None:
-        return PERSISTENT_KERNELS * op.num_layers
-    if isinstance(op, Recurrent) and cudnn_algorithm(op, gpu)[0] == STANDARD:
-        return 2 * op.seq_len * op.num_layers * op.directions
-    return 1
+class Launch(NamedTuple):
+    """GPU kernels that an operation launches, and the host's time for that."""
+
+    kernels: int
+    host_s: float
+
+
+def launch(op: Op, phase: str, gpu: Gpu, settings: Settings) -> Launch:
+    """What it takes to launch an operation."""
+    kernels, host_s = launches[type(op)](op, phase, gpu, settings)
+    if host_s is not None:
+        return Launch(kernels, host_s)
+    if phase == OPTIMIZER:
+        return Launch(kernels, OPTIMIZER_S)
+    if settings.compiled:
+        return Launch(kernels, COMPILED_CALL_S)
+    # All kinds alike: a call alone takes nearly the same time, whatever it calls.
+    call_s = BACKWARD_S if phase.startswith("backward") else FORWARD_S
+    return Launch(kernels, call_s + KERNEL_S * (kernels - 1))
 
 
 def begin_s(part: str, step: Step) -> float:
@@ -140,25 +130,3 @@ def around_s(step: Step) -> Iterator[float]:
 def _trained(step: Step) -> list[str]:
     """The parameters that have a gradient."""
     return [name for name, parameter in step.parameters.items() if parameter.trainable]
-
-
-def launch_s(op: Op, phase: str, gpu: Gpu, settings: Settings) -> float:
-    """Host time to launch an operation."""
-    if isinstance(op, Recurrent) and persistent_steps(op, gpu) is not None:
-        return RECURRENT_S * op.num_layers
-    if isinstance(op, Recurrent):
-        steps = op.seq_len * op.num_layers * op.directions
-        if op.direction == BACKWARD_WEIGHT or cudnn_algorithm(op, gpu)[0] != STANDARD:
-            return RECURRENT_S
-        each = RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S
-        return RECURRENT_S + steps * each
-    if phase == OPTIMIZER:
-        return OPTIMIZER_S
-    count = kernels(op, gpu)
-    if settings.compiled:
-        if isinstance(op, Streaming):
-            return COMPILED_KERNEL_S * count
-        # One call makes both gradients of a convolution.
-        return KERNEL_S if isinstance(op, Conv) and op.direction == BACKWARD_WEIGHT else COMPILED_CALL_S
-    # All kinds alike: a call alone takes nearly the same time, whatever it calls.
-    return (BACKWARD_S if phase.startswith("backward") else FORWARD_S) + KERNEL_S * (count - 1)

@@ -1,4 +1,4 @@
-"""Time of recurrent layers: which cuDNN algorithm runs, and what a time step costs."""
+"""Time of recurrent layers: by cuDNN's algorithms, and by the persistent kernels of ``tilefit.nn``."""
 
 from __future__ import annotations
 
@@ -6,95 +6,88 @@ from dataclasses import replace
 from itertools import pairwise
 from math import exp, log
 
+from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
+from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.launch import launches
 from tilefit.cost.memory import floor_s
+from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Streaming
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, Streaming
 from tilefit.ops.dtypes import size_bytes
 
-STANDARD = "STANDARD"
-PERSIST_STATIC = "PERSIST_STATIC"
-PERSIST_STATIC_SMALL_H = "PERSIST_STATIC_SMALL_H"
-
+#: Half-widths of the 80 % interval: of cuDNN's algorithms; and of the persistent kernels, as sizes between
+#: those measured take what the nearest one took.
 _SPREAD = 0.35
+_PERSISTENT_SPREAD = 0.3
+
+#: A recurrent layer: the median of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent``
+#: timed from outside. And one time step of cuDNN's standard recurrent algorithm, forward and backward, per
+#: layer and direction: the lower quartiles over the host-bound cells of
+#: ``benchmarks/results/recurrent_grid_h200.json``, of which other processes disturbed some.
+RECURRENT_S = 300e-6
+#: What the persistent kernels of ``tilefit.nn`` launch in each pass of a layer: two products or a product and
+#: a sum, the filling of the exchange buffer and the recurrence.
+PERSISTENT_KERNELS = 4
+RECURRENT_STEP_S = 14e-6
+RECURRENT_BACKWARD_STEP_S = 20e-6
 
 
-def cudnn_algorithm(op: Recurrent, gpu: Gpu) -> tuple[str, str]:
-    """The algorithm cuDNN runs a recurrent layer with, and the condition a persistent kernel misses.
+@launches(Recurrent)
+def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float]:
+    """cuDNN's standard algorithm launches two kernels each time step; all others are a few kernels."""
+    if persistent_steps(op, gpu) is not None:
+        return PERSISTENT_KERNELS * op.num_layers, RECURRENT_S * op.num_layers
+    if cudnn_algorithm(op, gpu)[0] != STANDARD:
+        return 1, RECURRENT_S
+    steps = op.seq_len * op.num_layers * op.directions
+    if op.direction == BACKWARD_WEIGHT:
+        return 2 * steps, RECURRENT_S
+    each_s = RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S
+    return 2 * steps, RECURRENT_S + steps * each_s
 
-    Returns:
-        The algorithm's name, and for ``STANDARD`` the first condition of ``PERSIST_STATIC`` that fails
-        (empty otherwise). Forward and backward choose separately.
 
-    Source: ``get_algo`` in pytorch/pytorch ``aten/src/ATen/native/cudnn/RNN.cpp``. One deviation: PyTorch
-    asks for the small-hidden algorithm in bf16 too, but on an H200 (cuDNN 9.19) bf16 layers ran one product
-    and one pointwise kernel per time step at every size, so bf16 counts as standard here.
+@estimates(Recurrent)
+def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimate:
+    """Predicted GPU time of a recurrent layer's pass, by whatever runs it.
+
+    Layers, and the two directions of one, count one after another. Of the backward pass the weights'
+    gradients are priced as products, the rest is what is left of the time measured.
     """
-    if op.proj_size:
-        return STANDARD, "a projection (proj_size) is only in the standard algorithm"
-    if op.packed:
-        return STANDARD, "a PackedSequence has varying lengths"
-    if op.dtype == "bf16":
-        return STANDARD, "bf16: the persistent kernels are fp16 only"
-    if op.dtype != "fp64" and gpu.compute_capability >= (6, 0) and op.hidden_size <= _small_hidden(op):
-        return PERSIST_STATIC_SMALL_H, ""
-    failed = _failed_condition(op, gpu)
-    return (STANDARD, failed) if failed else (PERSIST_STATIC, "")
+    steps = persistent_steps(op, gpu)
+    if steps is None or op.direction == BACKWARD_WEIGHT:
+        return _by_cudnn(op, gpu, constants)
+
+    recurrences = op.seq_len * op.num_layers * op.directions
+    if op.direction == BACKWARD_DATA:
+        time_s = recurrences * steps.backward_us * 1e-6
+        time_s = max(time_s / 2, time_s - _products_s(replace(op, direction=BACKWARD_WEIGHT), gpu, constants))
+    else:
+        time_s = recurrences * steps.forward_us * 1e-6
+    # Measured with as many input features as hidden units.
+    square = replace(op, input_size=op.hidden_size)
+    time_s += _products_s(op, gpu, constants) - _products_s(square, gpu, constants)
+    floor = floor_s(op, gpu)
+    time_s = max(time_s, floor)
+    math_s = sum(estimate_gemm(gemm, gpu, constants).math_s * count for gemm, count in op.gemms())
+    row = steps.row
+    return from_datasheet(
+        time_s,
+        floor,
+        _PERSISTENT_SPREAD,
+        math_s=math_s,
+        memory_s=0.0,
+        busy_s=min(math_s, time_s),
+        kernel_family="tilefit persistent",
+        reason=f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps",
+    )
 
 
-def _small_hidden(op: Recurrent) -> int:
-    """The largest hidden size of the small-hidden algorithm."""
-    if op.gates == 1:
-        return 384 if op.direction == FORWARD else 256
-    return 192 if op.direction == FORWARD else 128
-
-
-def _failed_condition(op: Recurrent, gpu: Gpu) -> str:
-    """The first condition of the persistent algorithm that a layer misses; empty if none."""
-    if op.dtype != "fp16":
-        return f"{op.dtype}: the persistent kernels are fp16 only"
-    if op.num_layers > 1:
-        return f"{op.num_layers} layers in one module: only a single layer can persist"
-    if op.bidirectional:
-        return "two directions in one module: only a single direction can persist"
-    if op.hidden_size > 1024:
-        return f"hidden size {op.hidden_size} exceeds 1024"
-    if op.hidden_size % 128:
-        return f"hidden size {op.hidden_size} is not a multiple of 128"
-    if op.input_size % 128:
-        return f"input size {op.input_size} is not a multiple of 128"
-    return _failed_device_condition(op, gpu)
-
-
-def _failed_device_condition(op: Recurrent, gpu: Gpu) -> str:
-    batch, steps = op.batch, op.seq_len
-    major, minor = gpu.compute_capability
-    if major == 7:
-        if minor != 0:
-            return "Turing never runs the persistent kernels"
-        if not ((batch % 16 == 0 and batch not in (80, 112)) or batch == 8):
-            return f"batch {batch} is neither 8 nor a multiple of 16 other than 80 and 112"
-        if (steps >= 40 and batch <= 128) or (steps >= 20 and batch <= 96) or (steps >= 10 and batch <= 32):
-            return ""
-        return f"{steps} steps at batch {batch}: needs 40 steps up to 128, 20 up to 96, 10 up to 32"
-    if major < 8:
-        return f"compute capability {major}.{minor} is below 7.0"
-    if gpu.sms < 98:
-        return f"{gpu.sms} SMs: the persistent kernels need 98"
-    if minor == 6:
-        return "compute capability 8.6 never runs the persistent kernels"
-    if op.mode == "GRU":
-        return "a GRU never persists on compute capability 8.0 and later"
-    if batch % 8:
-        return f"batch {batch} is not a multiple of 8"
-    if batch > 128:
-        return f"batch {batch} exceeds 128"
-    if op.gates == 1 and batch >= 96 and op.hidden_size >= 896:
-        return f"batch {batch} with hidden size {op.hidden_size}: needs a batch below 96 or hidden below 896"
-    return ""
+def _products_s(op: Recurrent, gpu: Gpu, constants: Constants) -> float:
+    return sum(estimate_gemm(gemm, gpu, constants).time_s * count for gemm, count in op.gemms())
 
 
 #: Microseconds per time step of the persistent algorithm, forward and forward plus backward, by hidden size
@@ -148,7 +141,7 @@ def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
     return us * 1e-6 * max(1.0, _TABLE_SMS / gpu.sms) * _TABLE_CLOCK_HZ / gpu.boost_clock_hz
 
 
-def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimate:
+def _by_cudnn(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted GPU time of a recurrent layer's pass.
 
     The standard algorithm runs a product and a pointwise kernel per time step, layer and direction; on an
@@ -175,20 +168,14 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
         time_s = op.seq_len * _persistent_step_s(op, gpu)
         if op.direction == BACKWARD_DATA:
             gradient = replace(op, direction=BACKWARD_WEIGHT)
-            time_s = max(
-                time_s / 2,
-                time_s - sum(estimate_gemm(g, gpu, constants).time_s * c for g, c in gradient.gemms()),
-            )
+            time_s = max(time_s / 2, time_s - _products_s(gradient, gpu, constants))
         math_s = sum(e.math_s * count for e, count in products)
         memory_s = 0.0
     floor = floor_s(op, gpu)
-    time_s = max(time_s, floor)
-    busy = max(math_s, memory_s)
     return from_datasheet(
-        time_s,
+        max(time_s, floor),
         floor,
         _SPREAD,
-        busy_s=busy,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family=f"cudnn {algorithm}",

@@ -17,7 +17,7 @@ from math import log2
 from pathlib import Path
 from typing import NamedTuple
 
-from tilefit.cost.recurrent import cudnn_algorithm
+from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import hypot
 
 from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
-from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, kernels, launch_s
+from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.measured import measured_run
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -49,12 +49,13 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
             host_s += scale * begin_s(part, step)
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
-        launch = scale * (GRAPHED_S if replayed else launch_s(entry.op, entry.phase, device, step.settings))
+        kernels, launch_s = launch(entry.op, entry.phase, device, step.settings)
+        launch_s = scale * (GRAPHED_S if replayed else launch_s)
         host_s += scale * around
-        count = max(1, kernels(entry.op, device))
+        count = max(1, kernels)
         # The first kernel can start when it is launched, the last one when all are.
-        start_s = max(free_s, host_s + launch / count)
-        host_s += launch
+        start_s = max(free_s, host_s + launch_s / count)
+        host_s += launch_s
         free_s = max(start_s + predicted.time_s, host_s + predicted.time_s / count)
         gpu_s += predicted.time_s
         bound_s[predicted.bound] += predicted.time_s

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd, log2
 
+from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.features import FIXED_S, MEMORY_SHARE, Row, describes, one_hot
+from tilefit.cost.launch import COMPILED_KERNEL_S, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.gpus import Gpu
-from tilefit.ops import Op, Streaming
+from tilefit.ops import OPTIMIZER, Op, Settings, Streaming
+from tilefit.ops.dtypes import LINE_BYTES, size_bytes
+from tilefit.ops.streaming import ROLES
 
 #: ``Streaming.function`` of a kernel that the compiler wrote, and of one that applies the given statistics of
 #: a batch norm.
@@ -50,6 +56,23 @@ _SPREAD = 0.4
 #: NHWC 0.7 and 1.1 ps in ResNet-50 and EfficientNet.
 _APPLIED_FLOP = {False: 145.0, True: 60.0}
 
+#: Functions that were measured; any other is described by its role alone.
+_FUNCTIONS = """
+    _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_lerp _foreach_mul _foreach_sqrt
+    _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data _softmax
+    _softmax_backward_data _to_copy add addcmul amax argmax avg_pool2d avg_pool2d_backward bernoulli cat clone
+    constant_pad_nd cumsum div embedding embedding_dense_backward exp fill fused_adamw fused_sgd gather gelu
+    gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward
+    index_add index_select linalg_vector_norm masked_fill max_pool2d_with_indices
+    max_pool2d_with_indices_backward mean mse_loss mul native_batch_norm native_batch_norm_backward
+    native_dropout native_dropout_backward native_group_norm native_layer_norm native_layer_norm_backward neg
+    nll_loss_backward nll_loss_forward pow relu roll select_backward sigmoid sigmoid_backward silu
+    silu_backward slice_backward sort sum tanh threshold_backward topk where
+""".split()
+_DTYPES = ("bf16", "fp16", "fp32")
+#: Rows and elements that one block of a reduction takes, about.
+_BLOCK = 1024
+
 
 def traffic(op: Op) -> Op:
     """An operation that does nothing but move its bytes, of one that is priced by these and its work: a
@@ -77,6 +100,7 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     )
 
 
+@estimates(Streaming)
 def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a streaming operation: bytes at the rate they reach, plus the kernels' fixed time."""
     share = _SHARES[op.role] * (_STRIDED_SHARE if op.strided else 1.0)
@@ -102,3 +126,34 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
         provenance=DATASHEET,
         reason=f"{op.role}: moves {moved} bytes" + (", strided" if op.strided else ""),
     )
+
+
+@launches(Streaming)
+def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
+    """The compiler generates the kernels, and what launches them."""
+    generated = settings.compiled and phase != OPTIMIZER
+    return op.kernels, COMPILED_KERNEL_S * op.kernels if generated else None
+
+
+@describes(Streaming("softmax", 96_000, 192_000, 192_000, dtype="fp16", inner=960))
+def streaming_features(op: Streaming, gpu: Gpu) -> Row:
+    """What the networks see: its traffic, and how it is cut into rows."""
+    moved = max(1, op.moved_bytes)
+    memory_s = moved / gpu.memory_bandwidth_bytes_per_s
+    baseline_s = memory_s / MEMORY_SHARE + op.kernels * FIXED_S
+    elements = max(1, op.elements)
+    inner = op.inner or 1
+    outer = max(1.0, elements / inner)
+    size = size_bytes(op.dtype)
+    row = [
+        log2(elements), log2(1 + op.read_bytes), log2(1 + op.write_bytes), log2(moved), log2(memory_s),
+        log2(baseline_s), op.read_bytes / (elements * size), op.write_bytes / (elements * size),
+        log2((1 + op.read_bytes) / (1 + op.write_bytes)), log2(inner), log2(outer), float(op.inner > 0),
+        log2(outer / gpu.sms), log2(gcd(inner * size, LINE_BYTES)), log2(gcd(elements * size, LINE_BYTES)),
+        log2(elements / _BLOCK / gpu.sms), log2(max(1.0, inner / _BLOCK)), log2(moved / gpu.l2_bytes),
+        float(moved > gpu.l2_bytes), float(op.strided), log2(op.kernels), float(op.kernels > 1), float(size),
+        log2(max(1.0, outer / gpu.sms)), float(inner * size % 16 == 0), float(elements * size % 16 == 0),
+    ]  # fmt: skip
+    row += one_hot(op.role, ROLES) + one_hot(op.dtype, _DTYPES)
+    row += one_hot(op.function, _FUNCTIONS)
+    return baseline_s, row

@@ -37,6 +37,10 @@ TILES = tuple(
 )
 
 
+#: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.
+STAGE_BYTES = 128
+
+
 def ceil_div(a: int, b: int) -> int:
     """``a / b``, rounded up."""
     return -(-a // b)
@@ -50,6 +54,16 @@ def round_up(value: int, multiple: int) -> int:
 def count(m: int, n: int, tile: tuple[int, int], batch: int = 1) -> int:
     """Tiles that cover C[m, n], ``batch`` times."""
     return ceil_div(m, tile[0]) * ceil_div(n, tile[1]) * batch
+
+
+def contraction(k: int, stage: int, split: int = 1) -> int:
+    """Elements of the contraction that each of ``split`` blocks goes through, in whole stages."""
+    return stage * ceil_div(k, stage * split)
+
+
+def rounds(tiles: int, sms: int) -> int:
+    """Whole waves of tiles."""
+    return ceil_div(tiles, sms)
 
 
 def waves(tiles: int, sms: int, per_sm: int = 1) -> float:

@@ -13,7 +13,7 @@ from tilefit.fixes.around import arounds
 from tilefit.fixes.attention import put_around
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
 from tilefit.fixes.run import Run
-from tilefit.ops.step import MASK
+from tilefit.ops.entries import MASK
 from tilefit.rules.sites import pattern
 
 

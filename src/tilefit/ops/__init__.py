@@ -1,12 +1,14 @@
 """What an operation is: shapes, floating-point operations, bytes."""
 
 from tilefit.ops.attention import Attention
-from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PHASES, Op
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PHASES, Growth, Op
 from tilefit.ops.collective import Collective
 from tilefit.ops.conv import Conv, Conv2d
+from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.gemm import Gemm
+from tilefit.ops.memory import Memory
 from tilefit.ops.recurrent import Recurrent
-from tilefit.ops.step import Fallback, Memory, Parameter, Settings, Shard, Site, Step, StepOp, TensorRef
+from tilefit.ops.step import Step
 from tilefit.ops.streaming import Streaming
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Conv2d",
     "Fallback",
     "Gemm",
+    "Growth",
     "Memory",
     "Op",
     "Parameter",

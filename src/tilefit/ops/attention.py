@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import BACKWARD_DATA, FORWARD, Op
+from tilefit.ops.base import BACKWARD_DATA, FORWARD, Growth, Op
 from tilefit.ops.dtypes import canonical, size_bytes
 
 
@@ -97,6 +97,15 @@ class Attention(Op):
         q, k, v, o = self._qkvo_elements
         size = size_bytes(self.dtype)
         return size * o if self.direction == FORWARD else size * (q + k + v)
+
+    @property
+    def kernels(self) -> int:
+        return 1 if self.direction == FORWARD else 3
+
+    def on_batch(self, growth: Growth) -> Attention:
+        per_sample = self.mask_bytes >= self.batch * self.seq_len * self.kv_len > 0 and self.batch > 1
+        mask_bytes = round(self.mask_bytes * growth.factor) if per_sample else self.mask_bytes
+        return replace(self, batch=growth.of(self.batch), mask_bytes=mask_bytes)
 
     @property
     def shape(self) -> str:

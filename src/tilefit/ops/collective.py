@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import Op
+from tilefit.ops.base import OPTIMIZER, Growth, Op
 from tilefit.ops.dtypes import canonical, size_bytes
 
 ALL_REDUCE, ALL_GATHER, SEND = "all-reduce", "all-gather", "send"
@@ -25,6 +25,7 @@ class Collective(Op):
     """
 
     kind: ClassVar[str] = "collective"
+    multiplies: ClassVar[bool] = False
 
     function: str
     elements: int
@@ -62,6 +63,9 @@ class Collective(Op):
         passes = {ALL_REDUCE: 2.0, ALL_GATHER: 1.0}.get(self.function)
         share = 1.0 if passes is None else passes * (self.ranks - 1) / self.ranks
         return share * self.elements * size_bytes(self.dtype)
+
+    def on_batch(self, growth: Growth) -> Collective:
+        return self if growth.phase == OPTIMIZER else replace(self, elements=growth.of(self.elements))
 
     @property
     def shape(self) -> str:

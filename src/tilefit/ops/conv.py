@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Op
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Growth, Op
 from tilefit.ops.dtypes import canonical, size_bytes
 from tilefit.ops.gemm import Gemm
 
@@ -128,6 +128,9 @@ class Conv(Op):
         if self.direction == BACKWARD_DATA:
             return size * self.input_elements
         return size * self.weight_elements
+
+    def on_batch(self, growth: Growth) -> Conv:
+        return replace(self, batch=growth.of(self.batch))
 
     @property
     def shape(self) -> str:

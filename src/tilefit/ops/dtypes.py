@@ -38,6 +38,9 @@ _ALIASES = {
     "long": "int64",
 }
 
+#: Types of 16 bits.
+HALVES = ("fp16", "bf16")
+
 # The width of one Tensor Core / TMA access, in bytes, and of a full cache line.
 # Source: NVIDIA, "Matrix Multiplication Background", Tensor Core requirements.
 ALIGNMENT_BYTES = 16

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import Op
+from tilefit.ops.base import BACKWARD_WEIGHT, Growth, Op
 from tilefit.ops.dtypes import canonical, size_bytes
 
 LAYOUTS = ("NN", "TN", "NT", "TT")
@@ -92,3 +92,19 @@ class Gemm(Op):
     def shape(self) -> str:
         sizes = f"{self.m}x{self.n}x{self.k}"
         return f"{self.batch} of {sizes}" if self.batch > 1 else sizes
+
+    def on_batch(self, growth: Growth) -> Gemm:
+        # Only the dimension that counts rows grows.
+        rows = self._rows(growth)
+        return replace(self, **{rows: growth.of(getattr(self, rows))})  # type: ignore[arg-type]
+
+    def _rows(self, growth: Growth) -> str:
+        """The dimension that counts samples."""
+        if growth.phase == BACKWARD_WEIGHT:
+            return "k"
+        for weight in growth.weights:
+            if {*weight} == {self.k, self.n}:
+                return "m"
+            if {*weight} == {self.m, self.k}:
+                return "n"
+        return "batch"

@@ -9,14 +9,13 @@ from math import prod
 from typing import Any
 
 from tilefit.ops.base import Op
-from tilefit.ops.step import Memory, Step, StepOp, TensorRef
+from tilefit.ops.entries import StepOp, TensorRef
+from tilefit.ops.memory import Memory
+from tilefit.ops.step import Step
 
 #: Captures that a curve needs: the sizes of an operation, its bytes and the memory are polynomials of degree
 #: two at most in the batch, the sequence length or the vocabulary (a score matrix grows with the square).
 CAPTURES = 3
-#: Counts of launches follow thresholds: they are taken from the nearest capture.
-_STEPWISE = frozenset({"kernels"})
-
 #: What is interpolated of the memory; which moments are the fullest changes by leaps.
 _SIZES = [each.name for each in fields(Memory) if each.name != "moments"]
 
@@ -29,7 +28,8 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
     """The step as a function of the size that its captures differ in.
 
     Every number of every operation, of the shapes of its tensors and of the memory is the polynomial through
-    its captured values. The description of the inputs and everything else is that of the nearest capture.
+    its captured values. Fields of :attr:`~tilefit.ops.Op.stepwise`, the description of the inputs and
+    everything else are those of the nearest capture.
 
     Args:
         steps: Captures by size, :data:`CAPTURES` of them.
@@ -108,7 +108,7 @@ def _between(ops: tuple[Op, ...], weights: Sequence[Fraction], near: int) -> Op:
     changed = {}
     for name in _names(ops[0]):
         values = [getattr(op, name) for op in ops]
-        if len({*values}) > 1 and name not in _STEPWISE:
+        if len({*values}) > 1 and name not in ops[0].stepwise:
             changed[name] = _value(values, weights)
     return replace(ops[near], **changed) if changed else ops[near]  # type: ignore[type-var]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Op
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Growth, Op
 from tilefit.ops.dtypes import canonical, size_bytes
 from tilefit.ops.gemm import Gemm
 
@@ -146,6 +146,9 @@ class Recurrent(Op):
         if self.direction == BACKWARD_DATA:
             return self._activation_bytes + self._gate_bytes
         return self.weight_bytes
+
+    def on_batch(self, growth: Growth) -> Recurrent:
+        return replace(self, batch=growth.of(self.batch))
 
     @property
     def shape(self) -> str:

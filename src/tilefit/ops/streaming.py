@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import Op
+from tilefit.ops.base import OPTIMIZER, Growth, Op
 from tilefit.ops.dtypes import canonical
 
 #: What a streaming operation is, in the words of the reports. ``other`` is an operation the model
@@ -48,6 +48,8 @@ class Streaming(Op):
     """
 
     kind: ClassVar[str] = "streaming"
+    multiplies: ClassVar[bool] = False
+    stepwise: ClassVar[tuple[str, ...]] = ("kernels",)
 
     role: str
     elements: int
@@ -70,5 +72,33 @@ class Streaming(Op):
         return int(self.elements * self.flop_per_element)
 
     @property
+    def category(self) -> str:
+        return self.role
+
+    def on_batch(self, growth: Growth) -> Streaming:
+        if growth.phase == OPTIMIZER:
+            return self
+        read = _more(self.read_bytes, growth.read_bytes, growth.factor)
+        write = _more(self.write_bytes, growth.write_bytes, growth.factor)
+        # What is normalised or reduced over the batch is more for each result, of which there are no more.
+        over_batch = "batch_norm" in self.function or (self.role == "reduction" and write == 1.0)
+        return replace(
+            self,
+            elements=growth.of(self.elements) if growth.grows else max(1, self.elements),
+            inner=growth.of(self.inner) if growth.grows and over_batch and self.inner else self.inner,
+            read_bytes=round(self.read_bytes * read),
+            write_bytes=round(self.write_bytes * write),
+        )
+
+    @property
     def shape(self) -> str:
         return f"{self.elements}" + (f" by {self.inner}" if self.inner else "")
+
+
+def _more(moved: int, shares: tuple[int, int], factor: float) -> float:
+    """How many times as much is moved, by the bytes of the operands that stay and that grow."""
+    stay, grow = shares
+    # An operation that moves less than its operands hold picks rows (an embedding): it scales as a whole.
+    if stay + grow == 0 or moved < 0.99 * (stay + grow):
+        return factor if moved else 1.0
+    return (stay + grow * factor) / (stay + grow)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
+from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.rnn.call import Call
 from tilefit.rnn.dispatch import Choice, choose, expected, gpu_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Fallback, StepOp
-from tilefit.ops.step import DIMENSIONS, MASK
+from tilefit.ops.entries import DIMENSIONS, MASK
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.attention_by_hand import in_one_kernel

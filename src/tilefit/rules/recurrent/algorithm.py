@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
+from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule

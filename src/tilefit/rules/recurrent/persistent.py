@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.cost.persistent import persistent_steps
-from tilefit.cost.recurrent import STANDARD, cudnn_algorithm
 from tilefit.ops import Recurrent, StepOp
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
