@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +126,14 @@ def tunings(problem: Problem, capacity: Capacity, variant: Variant) -> Iterator[
     modes = (variant.ahead, variant.ahead - 1) if variant.ahead else (0,)
     windows = {variant.window} if variant.ahead else {min(window, pieces) for window in (4, 8)}
     for ahead, window, more in itertools.product(modes, windows, (0, 2, 4)):
-        tuned = replace(variant, ahead=ahead, window=window, held=variant.held + more)
+        tuned = variant._replace(ahead=ahead, window=window, held=variant.held + more)
         if tuned.held <= tuned.fragments(problem) and tuned.shared_bytes(problem) <= capacity.shared_bytes:
             yield tuned
 
 
 def cut(variant: Variant) -> Variant:
     """A variant without what is tuned for it."""
-    return replace(variant, held=0, window=0, ahead=0, pause=0)
+    return variant._replace(held=0, window=0, ahead=0, pause=0)
 
 
 def _kind(variant: Variant) -> tuple[object, ...]:
@@ -153,7 +152,7 @@ def merged(files: list[Path]) -> dict[str, Any]:
                     f"{file}: its {name} are not those of {files[-1]}: results of one kind can be merged"
                 )
         for row in document["rows"]:
-            rows[row["problem"], replace(Variant(*row["variant"]), pause=0)] = row
+            rows[row["problem"], Variant(*row["variant"])._replace(pause=0)] = row
     capacity = Capacity(newest["multiprocessors"], tuple(newest["clusters"]))
     problems = {row["problem"]: _problem_of(row)[0] for row in rows.values()}
     cuts = {name: {cut(v) for v in variants(problem, capacity)} for name, problem in problems.items()}
@@ -373,9 +372,9 @@ def measure(problem: Problem, variant: Variant, data: Data, steps: int, repeats:
     kernel = Kernel(problem, variant, torch.cuda.current_device())
     registers, spilled = kernel.registers()
     for pause in PAUSES if variant.pause else (0,):
-        kernel.variant = replace(variant, pause=pause)
+        kernel.variant = variant._replace(pause=pause)
         us, result = timed(kernel, data, data.tensors, steps, repeats)
-        row: Row = {"variant": list(vars(kernel.variant).values()), "us": us}
+        row: Row = {"variant": list(kernel.variant), "us": us}
         row |= {"error": data.error(result, problem), "registers": registers, "spilled": spilled}
         if not problem.backward and problem.cell.saved:
             unsaved = {**data.tensors, "gates": None, "cells": None}
@@ -453,7 +452,7 @@ def main() -> None:
         for _, variant in its_variants:
             row: Row = {
                 "problem": key(problem),
-                "variant": list(vars(variant).values()),
+                "variant": list(variant),
                 "predicted_us": predicted_s(problem, variant) * 1e6,
             }
             try:
@@ -490,7 +489,7 @@ def main() -> None:
         "steps": options.steps,
         "multiprocessors": capacity.multiprocessors,
         "clusters": capacity.clusters,
-        "variant_columns": [field.name for field in fields(Variant)],
+        "variant_columns": [*Variant._fields],
         "rows": rows,
     }
     store(document, options)

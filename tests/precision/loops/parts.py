@@ -11,8 +11,9 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 
 def lstm(model: nn.LSTM, *inputs: object) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What an LSTM returns, by PyTorch's own operations: oneDNN cannot train one in fp16 where it takes fp16
-    at all, which is on CPUs with AVX512-FP16 or AMX.
+    """What an LSTM returns, by PyTorch's operations: where oneDNN takes fp16, it cannot train one in it.
+
+    It takes fp16 on CPUs with AVX512-FP16 or AMX.
     """
     with torch.backends.mkldnn.flags(enabled=False):
         return model(*inputs)

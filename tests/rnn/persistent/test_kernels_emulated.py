@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
 from collections.abc import Callable
@@ -123,8 +122,8 @@ def variant_for(case: Case, problem: Problem) -> Variant:
         and bool(variant.ahead) == bool(case.ahead)
         and (variant.blocks > 1 or problem.hidden <= 8)
     )
-    found = dataclasses.replace(found, ahead=case.ahead)
-    return dataclasses.replace(found, held=found.fragments(problem) // 2) if case.kept else found
+    found = found._replace(ahead=case.ahead)
+    return found._replace(held=found.fragments(problem) // 2) if case.kept else found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def row(variant: Variant, us: float, error: float = 0.001) -> dict[str, Any]:
-    return {"problem": NAME, "variant": list(vars(variant).values()), "us": us, "error": error}
+    return {"problem": NAME, "variant": list(variant), "us": us, "error": error}
 
 
 def result(path: Path, rows: list[dict[str, Any]], **changed: object) -> Path:
@@ -44,7 +43,7 @@ def result(path: Path, rows: list[dict[str, Any]], **changed: object) -> Path:
         "steps": 256,
         "multiprocessors": H200.multiprocessors,
         "clusters": H200.clusters,
-        "variant_columns": list(vars(Variant(*range(12)))),
+        "variant_columns": list(Variant._fields),
     }
     path.write_text(json.dumps({**head, **changed, "rows": rows}), "utf-8")
     return path
@@ -57,12 +56,12 @@ def cuts(tuner: ModuleType) -> list[Variant]:
 
 def test_merged_rows_are_the_newest_of_each_variant(tuner: ModuleType, tmp_path: Path) -> None:
     plain, ahead, wrong = cuts(tuner)[:3]
-    impossible = Variant(1, *list(vars(plain).values())[1:])
+    impossible = Variant(1, *plain[1:])
     old = result(tmp_path / "old.json", [row(plain, 3.0), row(ahead, 4.0), row(impossible, 1.0)])
     new = result(tmp_path / "new.json", [row(plain, 5.00001), row(wrong, 2.0, error=0.5)])
     tuner.store(tuner.merged([old, new]), argparse.Namespace(out=old, install=True))
     assert [(r["variant"], r["us"]) for r in tuner.rows_of(old)] == [
-        (list(vars(variant).values()), us) for variant, us in ((plain, 5.0), (ahead, 4.0), (wrong, 2.0))
+        (list(variant), us) for variant, us in ((plain, 5.0), (ahead, 4.0), (wrong, 2.0))
     ]
     installed = json.loads(tuner.PACKAGE.read_text("utf-8"))
     assert installed["variants"] == {"other": [1], NAME: list(entry(ahead))}
@@ -72,8 +71,8 @@ def test_merged_rows_are_the_newest_of_each_variant(tuner: ModuleType, tmp_path:
 def test_a_later_row_replaces_one_of_another_pause(tuner: ModuleType, tmp_path: Path) -> None:
     """The best pause stands for a variant; an old one may be of kernels that were faster, or of luck."""
     variant = cuts(tuner)[0]
-    old = result(tmp_path / "old.json", [row(dataclasses.replace(variant, pause=300), 3.0)])
-    new = result(tmp_path / "new.json", [row(dataclasses.replace(variant, pause=450), 4.0)])
+    old = result(tmp_path / "old.json", [row(variant._replace(pause=300), 3.0)])
+    new = result(tmp_path / "new.json", [row(variant._replace(pause=450), 4.0)])
     assert [each["us"] for each in tuner.merged([old, new])["rows"]] == [4.0]
 
 

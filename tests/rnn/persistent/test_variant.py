@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +18,8 @@ from tilefit.rnn.persistent.variant import (
     variants,
 )
 
-#: Thousands of variants take a busy machine longer than Hypothesis allows.
-patiently = settings(deadline=None)
+#: A problem has up to thousands of variants: they take longer than Hypothesis allows, and are many cases.
+patiently = settings(deadline=None, max_examples=40)
 
 
 @st.composite
@@ -93,7 +91,7 @@ def test_only_several_rounds_copy_ahead(problem: Problem) -> None:
         if variant.ahead:
             assert variant.rounds > 1
             assert not variant.mail
-            later = dataclasses.replace(variant, ahead=0)
+            later = variant._replace(ahead=0)
             pieces = variant.slabs(problem) * variant.tiles * variant.warps * 32
             assert variant.shared_bytes(problem) - later.shared_bytes(problem) == pieces * 16
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
@@ -29,8 +28,8 @@ def chosen(problem: Problem, capacity: Capacity) -> Variant | None:
         for candidate in candidates:
             if _cut(candidate) == tuple(cut) and bool(candidate.ahead) == bool(ahead):
                 if not problem.lengths and not problem.resets:
-                    candidate = replace(candidate, held=held, window=window)
-                return replace(candidate, ahead=ahead, pause=pause)
+                    candidate = candidate._replace(held=held, window=window)
+                return candidate._replace(ahead=ahead, pause=pause)
     return min(candidates, key=lambda variant: predicted_s(problem, variant))
 
 

@@ -9,7 +9,7 @@ kernel's side of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilefit.rnn.cells import PIECE_BYTES, Cell
@@ -86,8 +86,7 @@ class Problem(NamedTuple):
         return PIECE_BYTES // self.element_bytes
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One way to cut a :class:`Problem`; the numbers become constants of the kernel.
 
     Attributes:
@@ -295,8 +294,10 @@ def _fit(problem: Problem, variant: Variant, shared_bytes: int) -> Variant | Non
         window = min(pieces, window)
         flight = 8 * window if pieces > window else 4 * window
         free = budget - others - sums - flight
-        fitted = replace(variant, held=min(max(free, 0) // 8, variant.fragments(problem)), window=window)
-        if free >= 0 and fitted.shared_bytes(problem) <= shared_bytes:
+        if free < 0:
+            continue
+        fitted = variant._replace(held=min(free // 8, variant.fragments(problem)), window=window)
+        if fitted.shared_bytes(problem) <= shared_bytes:
             return fitted
     return None
 
