@@ -14,11 +14,11 @@ from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.options import Selection
-from tilefit.rules import Change, Context, Finding, Proposal, Rule, engine, find, run, safe_gain_s
+from tilefit.rules import Change, Context, Finding, Place, Proposal, Rule, engine, find, run, safe_gain_s
 
 
 def proposal(change: Change | None, module: str = "a", severity: str = "", safety: str = "safe") -> Proposal:
-    return Proposal(module, "model.py:1", "message", "fix", safety, change, severity=severity)
+    return Proposal(Place(module, "model.py:1"), "message", "fix", safety, change, severity=severity)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Rules: what wastes the GPU in a step, and what changing it is worth."""
 
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.engine import find, run, safe_gain_s
 from tilefit.rules.finding import Finding
 from tilefit.rules.registry import all_rules, get, select
@@ -10,6 +10,7 @@ __all__ = [
     "Change",
     "Context",
     "Finding",
+    "Place",
     "Proposal",
     "Rule",
     "all_rules",

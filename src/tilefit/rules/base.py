@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from tilefit.cost import StepEstimate
 from tilefit.cost.priced import PricedGpu
 from tilefit.ops import Step, StepOp
+from tilefit.rules.sites import pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,32 @@ class Change:
     step: Step | None = None
 
 
+class Located(Protocol):
+    """What has a module's path and a line: a site, a layer."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a finding is; see :class:`~tilefit.rules.finding.Finding`. By default the whole step."""
+
+    module: str = ""
+    source: str = ""
+    sites: int = 1
+
+    @classmethod
+    def of(cls, located: Iterable[Located], source: str | None = None, sites: int = 0) -> Place:
+        """The common place of several; the line is the first one's and each module counts once, unless
+        something else is said."""
+        located = tuple(located)
+        modules = dict.fromkeys(one.module for one in located)
+        return cls(pattern(modules), located[0].source if source is None else source, sites or len(modules))
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a rule proposes, before it is priced; see :class:`~tilefit.rules.finding.Finding` for the fields.
@@ -37,14 +64,12 @@ class Proposal:
     (``severity="error"``).
     """
 
-    module: str
-    source: str
+    place: Place
     message: str
     fix: str
     safety: str
     change: Change | None
     arithmetic: tuple[str, ...] = ()
-    sites: int = 1
     next_command: str = ""
     severity: str = ""
 
@@ -56,6 +81,10 @@ class Context:
     step: Step
     gpu: PricedGpu
     estimate: StepEstimate
+
+    def place(self, indices: Iterable[int], source: str | None = None) -> Place:
+        """Where some operations are."""
+        return Place.of((self.step.ops[index].site for index in indices), source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def find(context: Context, selection: Selection) -> list[Found]:
     for rule in select_rules(selection.select, selection.ignore):
         for proposal in rule.check(context):
             if any(
-                rule.code in codes and fnmatchcase(proposal.module, pattern)
+                rule.code in codes and fnmatchcase(proposal.place.module, pattern)
                 for pattern, codes in ignored.items()
             ):
                 continue
@@ -133,8 +133,8 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
     return Finding(
         code=code,
         severity=proposal.severity or (WARNING if share >= WARNING_SHARE else NOTE),
-        module=proposal.module,
-        source=proposal.source,
+        module=proposal.place.module,
+        source=proposal.place.source,
         message=proposal.message,
         fix=proposal.fix,
         safety=proposal.safety,
@@ -143,7 +143,7 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
         gain_high_s=high_s,
         gain_fraction=share,
         arithmetic=proposal.arithmetic,
-        sites=proposal.sites,
+        sites=proposal.place.sites,
         next_command=proposal.next_command,
     )
 

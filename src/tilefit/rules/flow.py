@@ -29,9 +29,9 @@ class Flow:
         self.readers: list[list[int]] = [[] for _ in step.ops]
         last: dict[int, int] = {}
         for index, entry in enumerate(step.ops):
-            found = {ref.id: last[ref.id] for ref in entry.inputs if ref.id in last}
-            self.writers.append(found)
-            for writer in dict.fromkeys(found.values()):
+            writers = {ref.id: last[ref.id] for ref in entry.inputs if ref.id in last}
+            self.writers.append(writers)
+            for writer in dict.fromkeys(writers.values()):
                 self.readers[writer].append(index)
             last.update((ref.id, index) for ref in entry.outputs)
 
@@ -91,11 +91,11 @@ def linear_calls(step: Step) -> list[LinearCall]:
 
 def _by_operand(step: Step, indices: list[int]) -> dict[int, list[int]]:
     """Operations by the tensors, not parameters, that they read."""
-    found: dict[int, list[int]] = defaultdict(list)
+    by_operand: dict[int, list[int]] = defaultdict(list)
     for index in indices:
         for number in {ref.id for ref in step.ops[index].inputs if not ref.parameter}:
-            found[number].append(index)
-    return found
+            by_operand[number].append(index)
+    return by_operand
 
 
 def _take(by_operand: dict[int, list[int]], taken: set[int], entry: StepOp) -> int | None:

@@ -52,6 +52,13 @@ class Linear:
         return replace(op, m=m, n=n, k=k, ld_a=0, ld_b=0)
 
 
+def gemm(step: Step, index: int) -> Gemm:
+    """The product that an operation is known to be."""
+    op = step.ops[index].op
+    assert isinstance(op, Gemm)
+    return op
+
+
 def weight(entry: StepOp) -> TensorRef | None:
     """The parameter that is the second matrix of a product; None if there is none."""
     op = entry.op
@@ -113,9 +120,7 @@ def linears(step: Step) -> list[Linear]:
 def products(step: Step, layer: Linear) -> Iterator[tuple[int, Gemm]]:
     """A layer's products with their indices."""
     for index in layer.indices:
-        op = step.ops[index].op
-        assert isinstance(op, Gemm)
-        yield index, op
+        yield index, gemm(step, index)
 
 
 def inner_sizes(layers: list[Linear]) -> dict[tuple[int, str], list[Linear]]:

@@ -42,8 +42,8 @@ _R = TypeVar("_R", bound=Coded)
 def all_rules() -> tuple[Rule, ...]:
     """Every rule about what wastes the GPU, by code."""
     families = [family.name for family in pkgutil.iter_modules([_FOLDER], f"{_PACKAGE}.") if family.ispkg]
-    found = [rule for family in families for rule in discover(Rule, family)]  # type: ignore[type-abstract]
-    return tuple(sorted(found, key=lambda rule: rule.code))
+    rules = [rule for family in families for rule in discover(Rule, family)]  # type: ignore[type-abstract]
+    return tuple(sorted(rules, key=lambda rule: rule.code))
 
 
 def get(code: str) -> Rule:

@@ -7,12 +7,17 @@ from dataclasses import replace
 
 from tilefit.cost import estimate
 from tilefit.ops import Attention, Gemm, StepOp
-from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import arithmetic, best_padding, is_misaligned, replaced_s, run_on
+from tilefit.rules.alignment.padding import (
+    arithmetic,
+    best_padding,
+    is_misaligned,
+    misfit,
+    replaced_s,
+    run_on,
+)
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.resize import resize_streams
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds
 
 #: Head sizes that fused kernels fill completely.
@@ -85,12 +90,10 @@ class AttentionSizes(Rule):
                 continue
             best = min(options, key=lambda other: replaced_s(context, options[other]))
             size = heads * head_dim // best
-            modules = [context.step.ops[index].site.module for index in indices]
             entry = context.step.ops[indices[0]]
             after = estimate(options[best][indices[0]][0].op, context.gpu)
             yield Proposal(
-                module=pattern(modules),
-                source=entry.site.source,
+                place=context.place(indices),
                 message=f"{heads} heads of {head_dim} suit the attention kernels less than {best} of {size}",
                 fix=f"Train with {best} heads of {size} (the same width of {heads * head_dim}).",
                 safety=UNSAFE,
@@ -99,7 +102,6 @@ class AttentionSizes(Rule):
                     f"{entry.phase} {entry.op.shape}: {seconds(context.estimate.ops[indices[0]].time_s)} -> "
                     f"{seconds(after.time_s)} with {best} heads",
                 ),
-                sites=len(set(modules)),
             )
 
     def _written_out(self, context: Context) -> Iterable[Proposal]:
@@ -124,13 +126,11 @@ class AttentionSizes(Rule):
             lambda to: {index: (_resized(step.ops[index], size, to[size]),) for index in indices},
         )
         new = sizes[size]
-        modules = [step.ops[index].site.module for index in indices]
         return Proposal(
-            module=pattern(modules),
-            source=step.ops[indices[0]].site.source,
+            place=context.place(indices),
             message=(
-                f"attention is written out over {size} positions or features, no multiple of "
-                f"{elements_per_access(dtype)} ({dtype}, 16 bytes): {run_on(context, indices)}"
+                f"attention is written out over {size} positions or features, {misfit(dtype)}: "
+                f"{run_on(context, indices)}"
             ),
             fix=(
                 f"Use F.scaled_dot_product_attention; or pad {size} to {new} inside the attention and "
@@ -139,7 +139,6 @@ class AttentionSizes(Rule):
             safety=SAFE,
             change=Change({**resize_streams(step, sizes), **resized}),
             arithmetic=arithmetic(context, resized, indices),
-            sites=len(set(modules)),
         )
 
 

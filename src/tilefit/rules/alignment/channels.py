@@ -8,11 +8,10 @@ from dataclasses import replace
 from tilefit.cost import estimate
 from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import Replacement, best_padding, is_misaligned
+from tilefit.rules.alignment.padding import Replacement, best_padding, counted_lines, is_misaligned, misfit
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.resize import CHANNEL, resize_streams
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds
 
 
@@ -57,23 +56,18 @@ class ConvChannels(Rule):
         step = context.step
         new, resized = padded(context, channels, dtype, indices)
         sizes = {channels: new}
-        modules = [step.ops[index].site.module for index in indices]
-        lines: dict[str, int] = {}
+        place = context.place(indices)
+        lines = []
         for index in indices:
             entry, (after,) = step.ops[index], resized[index]
             old, faster = context.estimate.ops[index], estimate(after.op, context.gpu)
-            line = (
+            lines.append(
                 f"{entry.phase} {entry.op.shape} {dtype}: {old.kernel_family} {seconds(old.time_s)} -> "
                 f"{faster.kernel_family} {seconds(faster.time_s)}"
             )
-            lines[line] = lines.get(line, 0) + 1
         return Proposal(
-            module=pattern(modules),
-            source=step.ops[indices[0]].site.source,
-            message=(
-                f"{channels} channels are no multiple of {elements_per_access(dtype)} ({dtype}, 16 bytes) "
-                f"in {len(set(modules))} convolutions"
-            ),
+            place=place,
+            message=f"{channels} channels are {misfit(dtype)} in {place.sites} convolutions",
             fix=f"Use {new} channels instead of {channels} (pad trained weights with zeros).",
             safety=SAFE,
             change=Change(
@@ -83,8 +77,7 @@ class ConvChannels(Rule):
                     **resized,
                 }
             ),
-            arithmetic=tuple(f"{line}, {n} times" if n > 1 else line for line, n in lines.items()),
-            sites=len(set(modules)),
+            arithmetic=tuple(counted_lines(lines)),
         )
 
 

@@ -53,18 +53,18 @@ def groups(step: Step) -> list[Group]:
     """All misaligned feature sizes of linear and recurrent layers, each in one group."""
     layers = linears(step)
     scores = _vocabularies(step, layers)
-    found: list[Group] = []
+    groups: list[Group] = []
 
     def join(sizes: set[int], dtype: str) -> Group:
         """The group of these sizes, made of all groups that have one of them."""
         joined = Group(dtype)
-        for group in [g for g in found if g.dtype == dtype and sizes & set(g.sizes)]:
-            found.remove(group)
+        for group in [g for g in groups if g.dtype == dtype and sizes & set(g.sizes)]:
+            groups.remove(group)
             joined.sizes += group.sizes
             joined.layers += group.layers
             joined.recurrent += group.recurrent
         joined.sizes += sorted(sizes - set(joined.sizes))
-        found.append(joined)
+        groups.append(joined)
         return joined
 
     for layer in layers:
@@ -77,9 +77,9 @@ def groups(step: Step) -> list[Group]:
             sizes = {s for s in (op.input_size, op.hidden_size, op.proj_size) if is_misaligned(s, op.dtype)}
             if sizes:
                 join(sizes, op.dtype).recurrent.append(index)
-    for group in found:
+    for group in groups:
         group.vocabularies = [size for size in group.sizes if size in scores]
-    return found
+    return groups
 
 
 def _vocabularies(step: Step, layers: list[Linear]) -> set[int]:
@@ -109,15 +109,15 @@ def _vocabularies(step: Step, layers: list[Linear]) -> set[int]:
 
 def _tensors_of_loss(step: Step) -> set[int]:
     """Ids of the tensors a loss is computed from, through casts and softmaxes."""
-    found: set[int] = set()
+    tensors: set[int] = set()
     for entry in reversed(step.ops):
         op = entry.op
         if entry.phase != FORWARD or not isinstance(op, Streaming):
             continue
-        passes_on = op.role in ("softmax", "copy") and any(ref.id in found for ref in entry.outputs)
+        passes_on = op.role in ("softmax", "copy") and any(ref.id in tensors for ref in entry.outputs)
         if op.role == "loss" or passes_on:
-            found.update(ref.id for ref in entry.inputs if not ref.parameter)
-    return found
+            tensors.update(ref.id for ref in entry.inputs if not ref.parameter)
+    return tensors
 
 
 def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:

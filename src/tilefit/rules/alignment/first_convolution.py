@@ -75,8 +75,7 @@ class FirstConvolution(Rule):
                 f"{seconds(estimate(after, context.gpu).time_s)} on {new} channels"
             )
         yield Proposal(
-            module=module,
-            source=step.ops[indices[0]].site.source,
+            place=context.place(indices),
             message=f"the first convolution reads {first.in_channels} channels; {new} would be faster",
             fix=(
                 f"Give it {new} input channels and pad the images with {new - first.in_channels} zero "

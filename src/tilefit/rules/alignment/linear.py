@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import arithmetic, gemm_command, run_on
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, run_on
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
 
@@ -66,16 +65,14 @@ class LinearFeatures(Rule):
                     of = f" of {pattern(modules)}" if any(modules) else ""  # the model itself has no path
                     changes.append(f"{name}{of} {old} -> {new}")
         return Proposal(
-            module=pattern(layer.module for layer in group.layers),
-            source=group.layers[0].source,
+            place=Place.of(group.layers, sites=len(group.layers)),
             message=(
-                f"{' and '.join(map(str, sizes))} features are no multiple of "
-                f"{elements_per_access(group.dtype)} ({group.dtype}, 16 bytes): {run_on(context, products)}"
+                f"{' and '.join(map(str, sizes))} features are {misfit(group.dtype)}: "
+                f"{run_on(context, products)}"
             ),
             fix=f"Change {', '.join(changes)} (pad trained weights with zeros).",
             safety=SAFE,
             change=Change({**streams, **resized}),
             arithmetic=arithmetic(context, resized, products),
-            sites=len(group.layers),
             next_command=gemm_command(context, products[0]),
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from tilefit.cost import estimate
 from tilefit.ops import Gemm, StepOp
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 from tilefit.rules.base import Context
+from tilefit.rules.layers import gemm
 from tilefit.rules.resize import pad
 from tilefit.units import seconds, share
 
@@ -23,6 +25,16 @@ Replacement = Mapping[int, tuple[StepOp, ...]]
 def is_misaligned(size: int, dtype: str) -> bool:
     """Whether rows of this many elements do not all start at a multiple of 16 bytes."""
     return dtype in TENSOR_CORE_DTYPES and size % elements_per_access(dtype) != 0
+
+
+def misfit(dtype: str) -> str:
+    """What is wrong with a size, in words."""
+    return f"no multiple of {elements_per_access(dtype)} ({dtype}, 16 bytes)"
+
+
+def counted_lines(lines: Iterable[str]) -> list[str]:
+    """Each line once, with how often it came."""
+    return [f"{line}, {count} times" if count > 1 else line for line, count in Counter(lines).items()]
 
 
 def best_padding(
@@ -57,7 +69,7 @@ def misaligned_operands(op: Gemm) -> str:
 
 def arithmetic(context: Context, replaced: Replacement, indices: Iterable[int]) -> tuple[str, ...]:
     """A line per distinct product: what is misaligned in it, the kernels it gets, the time it would take."""
-    lines: dict[str, int] = {}
+    lines = []
     flop_before = flop_after = 0
     for index in indices:
         entry, (after,) = context.step.ops[index], replaced[index]
@@ -67,13 +79,12 @@ def arithmetic(context: Context, replaced: Replacement, indices: Iterable[int]) 
         flop_before, flop_after = flop_before + op.flop, flop_after + padded.flop
         old, new = context.estimate.ops[index], estimate(padded, context.gpu)
         reason = misaligned_operands(op)
-        line = (
+        lines.append(
             f"{entry.phase} {op.layout} {op.shape} {op.dtype}"
             + (f": {reason} not a multiple of {elements_per_access(op.dtype)}" if reason else ": aligned")
             + f"; {old.kernel_family} {seconds(old.time_s)} -> {new.kernel_family} {seconds(new.time_s)}"
         )
-        lines[line] = lines.get(line, 0) + 1
-    text = [f"{line}, {count} times" if count > 1 else line for line, count in lines.items()]
+    text = counted_lines(lines)
     if flop_before:
         text.append(f"padding adds {share(flop_after / flop_before - 1)} to their FLOP")
     return tuple(text)
@@ -81,13 +92,13 @@ def arithmetic(context: Context, replaced: Replacement, indices: Iterable[int]) 
 
 def run_on(context: Context, indices: Iterable[int]) -> str:
     """How many of these products are misaligned and what they run on, for messages."""
-    found = [
+    families = [
         context.estimate.ops[index].kernel_family
         for index in indices
         if isinstance(op := context.step.ops[index].op, Gemm) and misaligned_operands(op)
     ]
-    run = "product runs" if len(found) == 1 else "products run"
-    return f"{len(found)} {run} on {', '.join(sorted(set(found)))} kernels with narrow loads"
+    run = "product runs" if len(families) == 1 else "products run"
+    return f"{len(families)} {run} on {', '.join(sorted(set(families)))} kernels with narrow loads"
 
 
 def pairs(sizes: Mapping[int, int]) -> str:
@@ -97,7 +108,6 @@ def pairs(sizes: Mapping[int, int]) -> str:
 
 def gemm_command(context: Context, index: int) -> str:
     """The command that explains one product."""
-    op = context.step.ops[index].op
-    assert isinstance(op, Gemm)
+    op = gemm(context.step, index)
     sizes = f"{op.m} {op.n} {op.k}"
     return f"tilefit gemm {sizes} --dtype {op.dtype} --layout {op.layout} --gpu {context.gpu.name}"

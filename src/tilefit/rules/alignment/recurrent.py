@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import pairs, replaced_s
+from tilefit.rules.alignment.padding import misfit, pairs, replaced_s
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds
 
 
@@ -46,16 +44,11 @@ class RecurrentSizes(Rule):
     def _proposal(self, context: Context, group: Group) -> Proposal:
         step = context.step
         sizes, resized, streams = group.padded(context)
-        modules = [step.ops[index].site.module for index in group.recurrent]
         first = step.ops[group.recurrent[0]]
         before_s = sum(context.estimate.ops[index].time_s for index in resized)
         return Proposal(
-            module=pattern(modules),
-            source=first.site.source,
-            message=(
-                f"recurrent sizes of {' and '.join(map(str, sizes))} are no multiple of "
-                f"{elements_per_access(group.dtype)} ({group.dtype}, 16 bytes)"
-            ),
+            place=context.place(group.recurrent),
+            message=f"recurrent sizes of {' and '.join(map(str, sizes))} are {misfit(group.dtype)}",
             fix=(
                 f"Change {pairs(sizes)}, also in the embedding or layer before and after it (pad trained "
                 "weights with zeros)."
@@ -66,5 +59,4 @@ class RecurrentSizes(Rule):
                 f"{first.op.shape} {group.dtype}, all passes and the linear layers beside it: "
                 f"{seconds(before_s)} -> {seconds(replaced_s(context, resized))}",
             ),
-            sites=len(set(modules)),
         )

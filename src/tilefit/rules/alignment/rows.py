@@ -6,12 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
-from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import arithmetic, best_padding, gemm_command, is_misaligned, run_on
+from tilefit.rules.alignment.padding import (
+    arithmetic,
+    best_padding,
+    gemm_command,
+    is_misaligned,
+    misfit,
+    run_on,
+)
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.resize import resize_streams
-from tilefit.rules.sites import pattern
 
 
 class Rows(Rule):
@@ -55,9 +60,9 @@ class Rows(Rule):
     def check(self, context: Context) -> Iterable[Proposal]:
         groups: dict[tuple[int, str], list[tuple[int, str]]] = {}
         for index, entry in enumerate(context.step.ops):
-            found = contiguous_rows(entry)
-            if found and is_misaligned(getattr(entry.op, found), entry.op.dtype):
-                groups.setdefault((getattr(entry.op, found), entry.op.dtype), []).append((index, found))
+            rows = contiguous_rows(entry)
+            if rows and is_misaligned(size := getattr(entry.op, rows), entry.op.dtype):
+                groups.setdefault((size, entry.op.dtype), []).append((index, rows))
         for (size, dtype), members in groups.items():
             yield self._proposal(context, size, dtype, members)
 
@@ -69,14 +74,9 @@ class Rows(Rule):
 
         sizes, products = best_padding(context, [size], dtype, resized)
         indices = [index for index, _ in members]
-        modules = [step.ops[index].site.module for index in indices]
         return Proposal(
-            module=pattern(modules),
-            source=step.ops[indices[0]].site.source,
-            message=(
-                f"{size} rows are contiguous in memory and no multiple of {elements_per_access(dtype)} "
-                f"({dtype}, 16 bytes): {run_on(context, indices)}"
-            ),
+            place=context.place(indices),
+            message=f"{size} rows are contiguous in memory and {misfit(dtype)}: {run_on(context, indices)}",
             fix=(
                 f"Multiply from the other side, F.linear(x.transpose(-1, -2), weight), "
                 f"or pad the {size} positions to {sizes[size]}."
@@ -84,7 +84,6 @@ class Rows(Rule):
             safety=ADVICE,
             change=Change({**resize_streams(step, sizes), **products}),
             arithmetic=arithmetic(context, products, indices),
-            sites=len(set(modules)),
             next_command=gemm_command(context, indices[0]),
         )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import arithmetic, gemm_command, pairs, run_on
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, pairs, run_on
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.sites import pattern
 from tilefit.units import size as bytes_text
 
 
@@ -89,12 +87,8 @@ class Vocabulary(Rule):
             entry.op.moved_bytes - step.ops[index].op.moved_bytes for index, (entry,) in streams.items()
         )
         return Proposal(
-            module=pattern(layer.module for layer in heads),
-            source=heads[0].source,
-            message=(
-                f"{shard} no multiple of {elements_per_access(group.dtype)} "
-                f"({group.dtype}, 16 bytes): {run_on(context, products)}"
-            ),
+            place=Place.of(heads, sites=len(heads)),
+            message=f"{shard} {misfit(group.dtype)}: {run_on(context, products)}",
             fix=(
                 f"Pad the vocabulary to {new * ranks}: vocab_size={new * ranks} in the configuration, or "
                 f"model.resize_token_embeddings({new * ranks}); mask the {new * ranks - whole} added logits "
@@ -108,6 +102,5 @@ class Vocabulary(Rule):
                 f"{', '.join([*names, *tied])}: {new - old} more rows; embedding, softmax, loss and "
                 f"optimizer move {bytes_text(grown)} more",
             ),
-            sites=len(heads),
             next_command=gemm_command(context, heads[0].indices[0]),
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tilefit.cost import curve, estimate_step
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, seconds, size
@@ -67,8 +67,7 @@ class BatchBelowKnee(Rule):
             return
         needed = scaled[knee].memory.peak_bytes
         yield Proposal(
-            module="",
-            source="",
+            place=Place(),
             message=(
                 f"a batch of {step.batch} does not fill the GPU: with {knee * step.batch} it would do "
                 f"{number(rates[knee] / rates[1])} times as many samples per second"

@@ -7,7 +7,7 @@ from math import ceil
 
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
-from tilefit.rules.base import Case, Context, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 from tilefit.units import share, size
 
@@ -73,9 +73,8 @@ class OutOfMemory(Rule):
         else:
             fix = f"Use a batch of at most {fits}."
         yield Proposal(
-            module="",
-            source="",
-            message=(f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}"),
+            place=Place(),
+            message=f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}",
             fix=fix,
             safety=UNSAFE,
             change=None,

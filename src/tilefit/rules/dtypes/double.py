@@ -8,7 +8,6 @@ from dataclasses import replace
 from tilefit.ops import Op, StepOp, Streaming, TensorRef
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
-from tilefit.rules.sites import pattern
 from tilefit.units import number, size
 
 _NARROWER = {"fp64": "fp32", "complex128": "complex64"}
@@ -49,11 +48,9 @@ class Double(Rule):
         if not replaced:
             return
         entries = [step.ops[index] for index in replaced]
-        modules = list(dict.fromkeys(entry.site.module for entry in entries))
         ratio = gpu.peak_flop_per_s("fp32") / gpu.peak_flop_per_s("fp64")
         yield Proposal(
-            module=pattern(modules),
-            source=entries[0].site.source,
+            place=context.place(replaced),
             message=f"{len(entries):,} operation{' runs' if len(entries) == 1 else 's run'} in float64",
             fix="Make the tensors float32 where they are created (dtype=torch.float32, or .float()).",
             safety=UNSAFE,
@@ -62,7 +59,6 @@ class Double(Rule):
                 f"{size(sum(e.op.moved_bytes for e in entries))} in 8-byte elements: half in fp32",
                 f"this GPU's fp32 peak is {number(ratio)} times its fp64 peak",
             ),
-            sites=len(modules),
         )
 
 

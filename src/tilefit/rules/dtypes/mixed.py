@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilefit.ops import Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.dtypes.autocast import under_autocast
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, share
@@ -59,8 +59,7 @@ class MixedPrecision(Rule):
         scaler = " and a torch.amp.GradScaler" if half == "fp16" and step.settings.training else ""
         name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
         yield Proposal(
-            module="",
-            source="",
+            place=Place(),
             message=f"products run in {dtype}; in {half} this GPU's peak is {number(ratio)} times as high",
             fix=f'Run forward and loss under torch.autocast("cuda", dtype={name}){scaler}.',
             safety=UNSAFE,

@@ -9,7 +9,6 @@ from tilefit import units
 from tilefit.ops import Conv, Gemm, Recurrent, StepOp
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
-from tilefit.rules.sites import pattern
 
 
 class Tf32(Rule):
@@ -50,12 +49,10 @@ class Tf32(Rule):
         if not replaced:
             return
         products = [step.ops[index] for index in replaced]
-        modules = list(dict.fromkeys(entry.site.module for entry in products))
         ratio = gpu.peak_flop_per_s("tf32") / gpu.peak_flop_per_s("fp32")
         flop = sum(entry.op.flop for entry in products)
         yield Proposal(
-            module=pattern(modules),
-            source=products[0].site.source,
+            place=context.place(replaced),
             message=f"{len(products):,} product{'s run' if len(products) > 1 else ' runs'} in fp32 on CUDA "
             "cores, not in TF32 on Tensor Cores",
             fix='Call torch.set_float32_matmul_precision("high"), and leave '
@@ -67,5 +64,4 @@ class Tf32(Rule):
                 f"TF32's peak on this GPU is {units.number(ratio)} times fp32's",
                 "factors are rounded to 10 bits of mantissa: at most 4.9e-4 of their value",
             ),
-            sites=len(modules),
         )

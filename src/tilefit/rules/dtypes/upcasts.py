@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import HALVES, Flow, elements, is_cast, tensor_bytes
 from tilefit.rules.outside.attention_by_hand import attention_chains
-from tilefit.rules.sites import pattern
 from tilefit.units import counted, share, size
 
 # A detour through fp32 shorter than this is a kernel launch, not memory traffic.
@@ -68,7 +67,7 @@ class Upcasts(Rule):
 
 def _detours(flow: Flow) -> Iterator[Proposal]:
     step = flow.step
-    found: dict[str, list[tuple[list[int], StepOp]]] = defaultdict(list)
+    by_owner: dict[str, list[tuple[list[int], StepOp]]] = defaultdict(list)
     # Attention written out by hand, or by PyTorch, is replaced as a whole (NTC002, NTC005).
     taken = {i for chain in attention_chains(flow) for i in (*chain.forward, *chain.backward)}
     taken.update(i for i, entry in enumerate(step.ops) if entry.site.fallback is not None)
@@ -81,21 +80,19 @@ def _detours(flow: Flow) -> Iterator[Proposal]:
         taken.update(region)
         fused = _fused(flow, region)
         # The gradient of a detour belongs to the same finding.
-        found[step.modules.get(fused.site.module, "") or fused.site.module].append((region, fused))
-    for regions in found.values():
+        by_owner[step.modules.get(fused.site.module, "") or fused.site.module].append((region, fused))
+    for regions in by_owner.values():
         replaced: dict[int, tuple[StepOp, ...]] = {}
         saved = 0
         for region, fused in regions:
             replaced.update((i, ()) for i in region)
             replaced[region[-1]] = (fused,)
             saved += sum(step.ops[i].op.moved_bytes for i in region) - fused.op.moved_bytes
-        modules = list(dict.fromkeys(fused.site.module for _, fused in regions))
         first, fused = regions[0]
         half = step.ops[first[0]].inputs[0].dtype
         names = ", ".join(dict.fromkeys(step.ops[i].name.rpartition(".")[2].strip("_") for i in first))
         yield Proposal(
-            module=pattern(modules),
-            source=fused.site.source,
+            place=Place.of(fused.site for _, fused in regions),
             message=f"{half} activations are cast to fp32 and back around {len(first)} kernels ({names})",
             fix="Use a kernel that computes in fp32 inside: F.rms_norm, F.layer_norm, "
             "F.softmax(dtype=torch.float32), or torch.compile."
@@ -108,7 +105,6 @@ def _detours(flow: Flow) -> Iterator[Proposal]:
                 f"{len(regions)} detours through fp32 move {size(saved)} more than one kernel each "
                 f"that reads and writes {half}",
             ),
-            sites=len(modules),
         )
 
 
@@ -194,24 +190,21 @@ def _wide_products(context: Context) -> Iterator[Proposal]:
     if not wide or sum(op.flop for op in halves) < sum(op.flop for _, op in wide):
         return
     half = halves[0].dtype
-    found: dict[str, list[tuple[int, Gemm]]] = defaultdict(list)
+    by_owner: dict[str, list[tuple[int, Gemm]]] = defaultdict(list)
     for index, op in wide:
         site = step.ops[index].site
-        found[step.modules.get(site.module, "") or site.module].append((index, op))
-    for group in found.values():
+        by_owner[step.modules.get(site.module, "") or site.module].append((index, op))
+    for group in by_owner.values():
         replaced = {i: (replace(step.ops[i], op=replace(op, dtype=half, out_dtype="")),) for i, op in group}
         entries = [step.ops[i] for i, _ in group]
-        modules = list(dict.fromkeys(entry.site.module for entry in entries))
         site = next((e.site for e in entries if e.phase == FORWARD), entries[0].site)
         part = sum(op.flop for _, op in group) / step.flop
         yield Proposal(
-            module=pattern(modules),
-            source=site.source,
+            place=Place.of((entry.site for entry in entries), site.source),
             message=f"{counted(len(group), 'product')} in {group[0][1].dtype} inside a {half} step",
             fix=f"Remove the cast to fp32 (or the autocast(enabled=False) region) in front of them, so that "
             f"they run in {half}.",
             safety=UNSAFE,
             change=Change(replaced),
             arithmetic=(f"{group[0][1].shape} and alike: {share(part)} of the step's FLOPs",),
-            sites=len(modules),
         )

@@ -8,7 +8,6 @@ from tilefit.ops import StepOp
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.flow import HALVES, is_cast
-from tilefit.rules.sites import pattern
 from tilefit.units import size
 
 
@@ -55,14 +54,12 @@ class WeightCasts(Rule):
         if not extra:
             return
         entries = [step.ops[index] for index in extra]
-        modules = list(dict.fromkeys(entry.site.module for entry in entries))
         moved = sum(entry.op.moved_bytes for entry in entries)
         half = entries[0].outputs[0].dtype
         training = step.settings.training
         name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
         yield Proposal(
-            module=pattern(modules),
-            source=entries[0].site.source,
+            place=context.place(extra),
             message=f"{len(entries):,} casts of weights to {half} repeat one that was already made in this "
             "step"
             if training
@@ -73,7 +70,6 @@ class WeightCasts(Rule):
             safety=SAFE if training else UNSAFE,
             change=Change(dict.fromkeys(extra, ())),
             arithmetic=(f"{size(moved)} moved by these casts",),
-            sites=len(modules),
         )
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import Flow, activation
-from tilefit.rules.sites import pattern
 from tilefit.units import number
 
 #: A place is proposed if it saves this share of its GPU time: the model is another one afterwards.
@@ -84,8 +83,7 @@ class Depthwise(Rule):
         sites = [step.ops[block.index].site for block in blocks]
         merged = _merged(best.expand, best.depthwise)
         yield Proposal(
-            module=pattern(site.module for site in sites),
-            source=step.ops[best.index].site.source,
+            place=Place.of(sites, step.ops[best.index].site.source, len(blocks)),
             message=f"{len(blocks)} depthwise convolutions after a 1x1 expansion do about "
             f"{number(best.depthwise.intensity)} FLOP per byte; this GPU needs "
             f"{number(context.gpu.ops_per_byte(best.depthwise.dtype))}",
@@ -99,7 +97,6 @@ class Depthwise(Rule):
                 f"{number(merged.flop / 1e9)} G",
                 f"at: {', '.join(site.module for site in sites)}",
             ),
-            sites=len(blocks),
         )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, LinearCall, activation, is_add, linear_calls
-from tilefit.rules.sites import pattern
+from tilefit.rules.layers import gemm
 
 #: A product narrower than this does not fill the columns of one efficient tile.
 _NARROW = 128
@@ -60,16 +60,14 @@ class NarrowPair(Rule):
             return
         flow = Flow(step)
         calls = {call.forward: call for call in linear_calls(step)}
-        found: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, dict[int, tuple[StepOp, ...]]]]]
-        found = defaultdict(list)
+        pairs: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, dict[int, tuple[StepOp, ...]]]]]
+        pairs = defaultdict(list)
         for index, call in calls.items():
             pair = _second(flow, calls, index)
             if pair is None:
                 continue
             between, second = pair
-            narrow, wide = step.ops[index].op, step.ops[second].op
-            assert isinstance(narrow, Gemm)
-            assert isinstance(wide, Gemm)
+            narrow, wide = gemm(step, index), gemm(step, second)
             replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys((index, *between, second), ())
             after = _added_to_full(flow, calls, index, second)
             if after is None:
@@ -77,12 +75,10 @@ class NarrowPair(Rule):
                 replaced[second] = (replace(step.ops[second], op=folded),)
             else:
                 replaced.update((i, ()) for i in after)
-            found[narrow, wide, after is not None].append((call, replaced))
-        for (narrow, wide, merges), places in found.items():
-            modules = list(dict.fromkeys(call.layer.module for call, _ in places))
+            pairs[narrow, wide, after is not None].append((call, replaced))
+        for (narrow, wide, merges), places in pairs.items():
             yield Proposal(
-                module=pattern(modules),
-                source=places[0][0].layer.source,
+                place=Place.of(call.layer for call, _ in places),
                 message=f"linear layers {narrow.k} -> {narrow.n} -> {wide.n} run as two narrow products",
                 fix=(
                     "Merge the pair into the weight of the layer it is added to (LoRA: merge_and_unload)."
@@ -95,15 +91,13 @@ class NarrowPair(Rule):
                     f"{narrow.shape} and {wide.shape} -> "
                     + ("no product" if merges else f"{narrow.m}x{wide.n}x{narrow.k}"),
                 ),
-                sites=len(modules),
             )
 
 
 def _second(flow: Flow, calls: dict[int, LinearCall], index: int) -> tuple[list[int], int] | None:
     """The scalings after a narrow product and the product they lead to, if that is all they lead to."""
     step = flow.step
-    op = step.ops[index].op
-    assert isinstance(op, Gemm)
+    op = gemm(step, index)
     if op.n >= _NARROW or op.bias:
         return None
     between: list[int] = []

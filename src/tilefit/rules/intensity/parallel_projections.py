@@ -9,7 +9,7 @@ from typing import Any
 
 from tilefit.ops import BACKWARD_DATA, Gemm, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
     Flow,
@@ -22,6 +22,7 @@ from tilefit.rules.flow import (
     parent,
     together,
 )
+from tilefit.rules.layers import gemm
 from tilefit.rules.sites import pattern
 
 
@@ -74,12 +75,12 @@ class ParallelProjections(Rule):
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step
         flow = Flow(step)
-        found: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)
+        by_form: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)
         for group in groups(flow):
             names = tuple(call.layer.module.rpartition(".")[2] for call in group)
-            sizes = tuple(_product(step, call.forward) for call in group)
-            found[(names, sizes)].append(group)
-        for alike in found.values():
+            sizes = tuple(gemm(step, call.forward) for call in group)
+            by_form[(names, sizes)].append(group)
+        for alike in by_form.values():
             yield self._proposal(flow, alike)
 
     def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
@@ -88,7 +89,7 @@ class ParallelProjections(Rule):
         for group in groups:
             replaced.update(_merged(flow, group))
         first = groups[0]
-        products = [_product(step, call.forward) for call in first]
+        products = [gemm(step, call.forward) for call in first]
         names = [call.layer.module.rpartition(".")[2] for call in first]
         outputs = [product.n for product in products]
         m, k = products[0].m, products[0].k
@@ -103,22 +104,14 @@ class ParallelProjections(Rule):
                 f"a concatenation of {m}x{sum(outputs)} is new and counted"
             )
         return Proposal(
-            module=pattern(parents),
-            source=first[0].layer.source,
+            place=Place(pattern(parents), first[0].layer.source, len(parents)),
             message=f"{', '.join(names)} multiply the same input in {len(names)} separate products",
             fix=f"Merge them into one linear layer of {sum(outputs)} outputs (stack the weights) and split "
             "its result.",
             safety=SAFE,
             change=Change(replaced),
             arithmetic=tuple(lines),
-            sites=len(parents),
         )
-
-
-def _product(step: Step, index: int) -> Gemm:
-    op = step.ops[index].op
-    assert isinstance(op, Gemm)
-    return op
 
 
 def groups(flow: Flow) -> Iterator[list[LinearCall]]:
@@ -127,7 +120,7 @@ def groups(flow: Flow) -> Iterator[list[LinearCall]]:
     groups: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
     for call in linear_calls(step):
         entry = step.ops[call.forward]
-        op = _product(step, call.forward)
+        op = gemm(step, call.forward)
         operand = activation(entry)
         if operand is None or op.batch != 1:
             continue
@@ -146,16 +139,16 @@ def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]
     """The operations of one group of parallel products, merged."""
     step = flow.step
     replaced: dict[int, tuple[StepOp, ...]] = {}
-    outputs = sum(_product(step, call.forward).n for call in group)
+    outputs = sum(gemm(step, call.forward).n for call in group)
 
     def merge(indices: list[int], at: int, size: str) -> None:
         entries = [step.ops[index] for index in indices]
         replaced.update((index, ()) for index in indices)
         sizes: dict[str, Any] = {size: outputs}
-        bias = any(_product(step, index).bias for index in indices)
+        bias = any(gemm(step, index).bias for index in indices)
         merged = replace(
             entries[0],
-            op=replace(_product(step, indices[0]), bias=bias, ld_a=0, ld_b=0, **sizes),
+            op=replace(gemm(step, indices[0]), bias=bias, ld_a=0, ld_b=0, **sizes),
             inputs=_distinct(ref for entry in entries for ref in entry.inputs),
             outputs=_distinct(ref for entry in entries for ref in entry.outputs),
         )
@@ -170,8 +163,8 @@ def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]
 
     weight = [call.backward_weight for call in group if call.backward_weight is not None]
     if len(weight) == len(group):
-        features = _product(step, forward[0]).k
-        op = _product(step, weight[0])
+        features = gemm(step, forward[0]).k
+        op = gemm(step, weight[0])
         merge(weight, max(weight), "m" if op.n == features else "n")
         biases = [index for call in group if (index := bias_gradient(flow, call)) is not None]
         _join(step, replaced, biases)
@@ -182,29 +175,29 @@ def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]
     data = [call.backward_data for call in group if call.backward_data is not None]
     if len(data) == len(group):
         merge(data, max(data), "k")
-        sums = set(data)
-        adds: list[int] = []
-        casts: list[int] = []
-        for index in range(min(data) + 1, len(step.ops)):
-            entry = step.ops[index]
-            if entry.phase != BACKWARD_DATA or not sums & set(flow.writers[index].values()):
-                continue
-            if is_cast(entry):
-                casts.append(index)
-                sums.add(index)
-            elif is_add(entry):
-                adds.append(index)
-                sums.add(index)
-            if len(adds) == len(group) - 1:
-                break
-        replaced.update((index, ()) for index in adds)
-        replaced.update((index, ()) for index in casts[1:])
+        replaced.update((index, ()) for index in _sums(flow, data))
     ends = [max(rows) for rows in (data, weight) if len(rows) == len(group)]
     if ends:
         # The merged gradients read the parts' output gradients side by side.
         at = min(ends)
-        replaced[at] = (_concatenation(step.ops[at], _product(step, forward[0]), outputs), *replaced[at])
+        replaced[at] = (_concatenation(step.ops[at], gemm(step, forward[0]), outputs), *replaced[at])
     return replaced
+
+
+def _sums(flow: Flow, gradients: list[int]) -> list[int]:
+    """The operations that add up the parts' data gradients: the additions, and all casts but the first."""
+    sums = set(gradients)
+    adds: list[int] = []
+    casts: list[int] = []
+    for index, entry in enumerate(flow.step.ops):
+        if entry.phase != BACKWARD_DATA or not sums & set(flow.writers[index].values()):
+            continue
+        if is_cast(entry) or is_add(entry):
+            (casts if is_cast(entry) else adds).append(index)
+            sums.add(index)
+        if len(adds) == len(gradients) - 1:
+            break
+    return adds + casts[1:]
 
 
 def _join(step: Step, replaced: dict[int, tuple[StepOp, ...]], indices: list[int], at: int = -1) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilefit.cost import MEMORY
-from tilefit.ops import Gemm
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import LinearCall, linear_calls
-from tilefit.rules.sites import pattern
+from tilefit.rules.layers import gemm
 from tilefit.units import counted, number, share
 
 #: Such layers matter from this share of the GPU time on.
@@ -60,8 +59,7 @@ class SmallBatch(Rule):
         if not step.batch or not bound or time_s < _LEAST_SHARE * estimate.gpu_time_s:
             return
         longest = max(bound, key=lambda call: estimate.ops[call.forward].time_s)
-        op = step.ops[longest.forward].op
-        assert isinstance(op, Gemm)
+        op = gemm(step, longest.forward)
         needed = gpu.ops_per_byte(op.dtype)
         fits = largest_batch(step, gpu) if step.memory.peak_bytes else _LARGEST_FACTOR * step.batch
         factor = 1
@@ -71,12 +69,11 @@ class SmallBatch(Rule):
             return
         scaled = scale_batch(step, factor)
         layers = {call.forward for call in bound}
-        modules = list(dict.fromkeys(call.layer.module for call in bound))
+        place = Place.of((call.layer for call in bound), longest.layer.source)
         yield Proposal(
-            module=pattern(modules),
-            source=longest.layer.source,
+            place=place,
             message=f"{share(time_s / estimate.gpu_time_s)} of the GPU time goes to "
-            f"{counted(len(modules), 'linear layer')} on {counted(op.m, 'row')}, most of it to read weights",
+            f"{counted(place.sites, 'linear layer')} on {counted(op.m, 'row')}, most of it to read weights",
             fix=f"Process {factor * step.batch} samples at once instead of {step.batch}: "
             f"{factor * op.m} rows use each weight {factor} times as often.",
             safety=ADVICE,
@@ -92,11 +89,9 @@ class SmallBatch(Rule):
                 f"{longest.layer.module} {op.shape}: {number(op.intensity)} FLOP per byte; "
                 f"this GPU needs {number(needed)} in {op.dtype}",
             ),
-            sites=len(modules),
         )
 
 
 def _reads_weights(context: Context, call: LinearCall) -> bool:
-    op = context.step.ops[call.forward].op
-    assert isinstance(op, Gemm)
+    op = gemm(context.step, call.forward)
     return op.k * op.n > op.m * (op.k + op.n) and op.intensity < context.gpu.ops_per_byte(op.dtype)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, bias_gradient, is_add, together
+from tilefit.rules.layers import gemm
 from tilefit.rules.recurrent.loops import Repeated, cell_loops, repeated_weights
-from tilefit.rules.sites import pattern
 
 
 class TimeSteps(Rule):
@@ -59,32 +59,24 @@ class TimeSteps(Rule):
         if not repeated:
             return
         in_cells = {loop.inputs.calls[0].forward for loop in cell_loops(flow)}
-        found: dict[tuple[int, Gemm], list[Repeated]] = defaultdict(list)
+        by_product: dict[tuple[int, Gemm], list[Repeated]] = defaultdict(list)
         for group in repeated:
             if group.calls[0].forward not in in_cells:
-                found[len(group.calls), _product(flow, group.calls[0].forward)].append(group)
-        for (count, op), groups in found.items():
+                by_product[len(group.calls), gemm(flow.step, group.calls[0].forward)].append(group)
+        for (count, op), groups in by_product.items():
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for group in groups:
                 replaced.update(_at_once(flow, group))
-            layer = groups[0].calls[0].layer
+            layers = [group.calls[0].layer for group in groups]
             yield Proposal(
-                module=pattern(group.calls[0].layer.module for group in groups),
-                source=layer.source,
-                message=f"{layer.parameter} is multiplied {count} times, {op.m} rows at a time, "
+                place=Place.of(layers, sites=len(layers)),
+                message=f"{layers[0].parameter} is multiplied {count} times, {op.m} rows at a time, "
                 "although no input waits for an earlier result",
                 fix=f"Apply the layer once to all {count} inputs stacked, outside the loop.",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(f"{count} products {op.shape} -> one {count * op.m}x{op.n}x{op.k}",),
-                sites=len(groups),
             )
-
-
-def _product(flow: Flow, index: int) -> Gemm:
-    op = flow.step.ops[index].op
-    assert isinstance(op, Gemm)
-    return op
 
 
 def _at_once(flow: Flow, group: Repeated) -> dict[int, tuple[StepOp, ...]]:
@@ -92,8 +84,8 @@ def _at_once(flow: Flow, group: Repeated) -> dict[int, tuple[StepOp, ...]]:
     replaced: dict[int, tuple[StepOp, ...]] = {}
 
     def merge(indices: list[int], at: int, size: str) -> None:
-        op = _product(flow, indices[0])
-        total = sum(getattr(_product(flow, index), size) for index in indices)
+        op = gemm(flow.step, indices[0])
+        total = sum(getattr(gemm(flow.step, index), size) for index in indices)
         replaced.update((index, ()) for index in indices)
         replaced[at] = (replace(step.ops[at], op=replace(op, ld_a=0, ld_b=0, **{size: total})),)
 

@@ -9,7 +9,6 @@ from tilefit.ops import Conv, Step, StepOp, Streaming
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds
 
 
@@ -52,18 +51,16 @@ class ChannelsLast(Rule):
         turned = channels_last(step)
         if not turned:
             return
-        modules = list(dict.fromkeys(step.ops[index].site.module for index in turned))
-        first = step.ops[next(iter(turned))]
+        place = context.place(turned)
         volume = any(len(op.input_size) == 3 for i in turned if isinstance(op := step.ops[i].op, Conv))
         memory_format = "torch.channels_last_3d" if volume else "torch.channels_last"
         before_s = sum(context.estimate.ops[index].time_s for index in turned)
         conversions = _conversions(step.ops)
         followers = _followers(step.ops)
         follows_s = sum(context.estimate.ops[index].time_s for index in followers)
-        many = f"{len(modules)} convolutions run" if len(modules) > 1 else "1 convolution runs"
+        many = f"{place.sites} convolutions run" if place.sites > 1 else "1 convolution runs"
         yield Proposal(
-            module=pattern(modules),
-            source=first.site.source,
+            place=place,
             message=f"{many} in NCHW; the Tensor Cores' kernels read NHWC",
             fix=f"Call .to(memory_format={memory_format}) on the model and on its images.",
             safety=SAFE,
@@ -79,7 +76,6 @@ class ChannelsLast(Rule):
                 ),
                 *([f"{len(conversions):,} copies between the two formats fall away"] if conversions else []),
             ),
-            sites=len(modules),
         )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from tilefit.ops import Conv, Streaming
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds, size
 
 
@@ -67,15 +66,13 @@ class LayoutCopies(Rule):
         for (_, source), indices in groups.items():
             if any(ref.id in images for i in indices for ref in (*ops[i].inputs, *ops[i].outputs)):
                 continue
-            modules = list(dict.fromkeys(ops[index].site.module for index in indices))
             moved = sum(ops[index].op.moved_bytes for index in indices)
             time_s = sum(context.estimate.ops[index].time_s for index in indices)
             if not time_s:
                 continue  # a profiled run did without them
             names = ", ".join(dict.fromkeys(ops[index].name for index in indices if ops[index].name))
             yield Proposal(
-                module=pattern(modules),
-                source=source,
+                place=context.place(indices, source),
                 message=f"{len(indices):,} copies only change the layout of tensors ({names})",
                 fix="Keep one layout: write the tensor in the order it is read in, without contiguous().",
                 safety=ADVICE,
@@ -90,5 +87,4 @@ class LayoutCopies(Rule):
                         if refs
                     ),
                 ),
-                sites=len(modules),
             )

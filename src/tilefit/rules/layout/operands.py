@@ -8,10 +8,9 @@ from dataclasses import replace
 from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.rules.alignment.padding import gemm_command
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.layers import Linear, linears
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds
 
 _TWINS = {"TN": "NN", "NN": "TN"}
@@ -76,8 +75,7 @@ class OperandLayout(Rule):
                 ("[out, in]", "[in, out]") if _is_linear(step.ops[indices[0]]) else ("[in, out]", "[out, in]")
             )
             yield Proposal(
-                module=pattern(layer.module for layer in members),
-                source=members[0].source,
+                place=Place.of(members, sites=len(members)),
                 message=(
                     f"{in_features} -> {out_features} features are slower with the weight stored {stored} "
                     f"({layout}) than {other} ({_TWINS[layout]})"
@@ -89,7 +87,6 @@ class OperandLayout(Rule):
                     f"{len(indices)} products: {seconds(before_s)} -> {seconds(after_s)}",
                     *(_line(context, index, turned[index][0]) for index in members[0].indices),
                 ),
-                sites=len(members),
                 next_command=gemm_command(context, indices[0]),
             )
 

@@ -10,7 +10,6 @@ from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, Ste
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, activation, elements, tensor_bytes
-from tilefit.rules.sites import pattern
 from tilefit.units import size
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
@@ -61,21 +60,18 @@ class AttentionByHand(Rule):
 
     def check(self, context: Context) -> Iterator[Proposal]:
         flow = Flow(context.step)
-        found: dict[tuple[Attention, str], list[AttentionChain]] = defaultdict(list)
+        by_kernel: dict[tuple[Attention, str], list[AttentionChain]] = defaultdict(list)
         for chain in attention_chains(flow):
             site = context.step.ops[chain.softmax].site
-            found[chain.fused, context.step.modules.get(site.module, "")].append(chain)
-        for (fused, _), chains in found.items():
+            by_kernel[chain.fused, context.step.modules.get(site.module, "")].append(chain)
+        for (fused, _), chains in by_kernel.items():
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for chain in chains:
                 replaced.update(_fused(flow, chain))
-            sites = [context.step.ops[chain.softmax].site for chain in chains]
-            modules = list(dict.fromkeys(site.module for site in sites))
             scores = context.step.ops[chains[0].softmax].inputs[0]
             kernels = len(chains[0].forward) + len(chains[0].backward)
             yield Proposal(
-                module=pattern(modules),
-                source=sites[0].source,
+                place=context.place(chain.softmax for chain in chains),
                 message=f"attention runs as {kernels:,} kernels that pass the scores "
                 f"{'x'.join(map(str, scores.shape))} through memory",
                 fix="Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
@@ -85,7 +81,6 @@ class AttentionByHand(Rule):
                     f"scores: {size(tensor_bytes([scores]))} for each pass of each kernel; "
                     f"fused, Q, K, V and the output: {size(fused.moved_bytes)} in all",
                 ),
-                sites=len(modules),
             )
 
 

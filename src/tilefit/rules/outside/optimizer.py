@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from tilefit.ops import OPTIMIZER, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import count, size
 
@@ -69,8 +69,7 @@ class UnfusedOptimizer(Rule):
         replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys(unfused, ())
         replaced[unfused[0]] = (StepOp(fused, OPTIMIZER, entries[0].site, name),)
         yield Proposal(
-            module="",
-            source=entries[0].site.source,
+            place=Place(source=entries[0].site.source),
             message=f"{settings.optimizer} runs as {len(entries):,} multi-tensor operations, not as one",
             fix="Pass fused=True to the optimizer.",
             safety=SAFE,

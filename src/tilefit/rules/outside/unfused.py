@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import PAD, fuse
 from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
 
@@ -101,8 +101,7 @@ class Unfused(Rule):
         )
         left = f"{_count(fused):,} {'is' if _count(fused) == 1 else 'are'} left"
         yield Proposal(
-            module="",
-            source="",
+            place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
             fix="Compile the model: model = torch.compile(model).",

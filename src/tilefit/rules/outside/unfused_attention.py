@@ -11,7 +11,6 @@ from tilefit.ops.entries import DIMENSIONS, MASK
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.attention_by_hand import in_one_kernel
-from tilefit.rules.sites import pattern
 from tilefit.units import size
 
 
@@ -67,19 +66,17 @@ class UnfusedAttention(Rule):
         for index, entry in enumerate(step.ops):
             if entry.site.fallback is not None:
                 calls[entry.site.fallback].append(index)
-        found: dict[tuple[Attention, str, str], list[list[int]]] = defaultdict(list)
+        by_reason: dict[tuple[Attention, str, str], list[list[int]]] = defaultdict(list)
         for call, indices in calls.items():
             owner = step.modules.get(step.ops[indices[0]].site.module, "")
-            found[call.fused, call.reason, owner].append(indices)
-        for (fused, reason, _), groups in found.items():
+            by_reason[call.fused, call.reason, owner].append(indices)
+        for (fused, reason, _), groups in by_reason.items():
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for indices in groups:
                 site = replace(step.ops[indices[0]].site, fallback=None)
                 for direction in (FORWARD, BACKWARD_DATA):
                     own = [i for i in indices if (step.ops[i].phase == FORWARD) == (direction == FORWARD)]
                     replaced |= in_one_kernel(step, own, replace(fused, direction=direction), site)
-            sites = [step.ops[indices[0]].site for indices in groups]
-            modules = list(dict.fromkeys(site.module for site in sites))
             scores = 4 * fused.batch * fused.num_heads * fused.seq_len * fused.kv_len
             why = (
                 "its operands do not have 4 dimensions"
@@ -87,8 +84,7 @@ class UnfusedAttention(Rule):
                 else f"the last dimension of its {reason} is not contiguous"
             )
             yield Proposal(
-                module=pattern(modules),
-                source=sites[0].source,
+                place=context.place(indices[0] for indices in groups),
                 message=f"scaled_dot_product_attention runs as {len(groups[0])} kernels in fp32, not as a "
                 f"fused one: {why}",
                 fix=_advice(reason),
@@ -98,7 +94,6 @@ class UnfusedAttention(Rule):
                     f"scores: {size(scores)} for each pass of each kernel; "
                     f"fused, Q, K, V, the mask and the output: {size(fused.moved_bytes)} in all",
                 ),
-                sites=len(modules),
             )
 
 

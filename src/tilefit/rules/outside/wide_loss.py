@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
+from tilefit.ops import FORWARD, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import HALVES, Flow, elements, linear_calls, tensor_bytes
+from tilefit.rules.layers import gemm
 from tilefit.units import size
 
 _LARGE_VOCABULARY = 8192
@@ -63,8 +64,7 @@ class WideLoss(Rule):
         flow = Flow(step)
         for call in linear_calls(step):
             entry = step.ops[call.forward]
-            op = entry.op
-            assert isinstance(op, Gemm)
+            op = gemm(step, call.forward)
             if op.n < _LARGE_VOCABULARY or op.dtype not in HALVES or entry.recomputed:
                 continue
             gradients = [i for i in (call.backward_data, call.backward_weight) if i is not None]
@@ -88,8 +88,7 @@ class WideLoss(Rule):
             replaced[chain[0]] = (StepOp(fused, FORWARD, site, "fused cross entropy"),)
             moved = sum(step.ops[i].op.moved_bytes for i in chain)
             yield Proposal(
-                module=call.layer.module,
-                source=call.layer.source,
+                place=Place.of([call.layer]),
                 message=f"{op.m} x {op.n} logits pass through {len(chain)} kernels, in fp32",
                 fix="Use a fused cross-entropy that reads the logits in half precision and writes their "
                 "gradient over them, such as Liger Kernel's (chunked over rows it also saves their memory).",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.rules.base import Case, Context, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 
 
@@ -59,8 +59,7 @@ class UnevenShards(Rule):
             dividing = [n for n in range(2, ranks) if shard.size % n == 0]
             fewer = f"Take {dividing[-1]} ranks, or " if dividing else ""
             yield Proposal(
-                module="",
-                source="",
+                place=Place(),
                 message=f"{shard.size} {shard.what} do not divide over {ranks} tensor-parallel ranks",
                 fix=f"{fewer}{'c' if fewer else 'C'}hoose a number of {shard.what} that {ranks} divides.",
                 safety=UNSAFE,

@@ -14,11 +14,10 @@ from tilefit.rules.alignment.padding import (
     is_misaligned,
     replaced_s,
 )
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import inner_sizes, linears
 from tilefit.rules.resize import pad, resize_features, resize_streams
-from tilefit.rules.sites import pattern
 
 #: Beyond it, one partly empty tile no longer matters.
 _SMALL = 256
@@ -73,8 +72,7 @@ class SmallDimension(Rule):
             }
             new = min(options, key=lambda n: replaced_s(context, options[n]))
             yield Proposal(
-                module=pattern(layer.module for layer in members),
-                source=members[0].source,
+                place=Place.of(members, sites=len(members)),
                 message=(
                     f"{size} = {size & -size} x {size // (size & -size)} features fill their tiles badly; "
                     f"{new} would be faster"
@@ -83,6 +81,5 @@ class SmallDimension(Rule):
                 safety=ADVICE,
                 change=Change({**resize_streams(step, {size: new}), **options[new]}),
                 arithmetic=arithmetic(context, options[new], products),
-                sites=len(members),
                 next_command=gemm_command(context, products[0]),
             )

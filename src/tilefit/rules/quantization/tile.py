@@ -9,11 +9,10 @@ from tilefit.cost.tiles import tile_efficiency
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command, is_misaligned, replaced_s
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.layers import Linear, inner_sizes, linears
+from tilefit.rules.layers import Linear, gemm, inner_sizes, linears
 from tilefit.rules.resize import resize_features, resize_streams
-from tilefit.rules.sites import pattern
 from tilefit.units import seconds, share
 
 #: The most of a size that advice may take away.
@@ -92,14 +91,12 @@ class TileQuantization(Rule):
         if beyond[new] < _BEYOND_CUT:
             return None
         worst = min(products, key=lambda index: _filled(context, index))
-        op, change = step.ops[worst].op, options[new]
+        op, change = gemm(step, worst), options[new]
         after = change[worst][0].op
-        assert isinstance(op, Gemm)
         assert isinstance(after, Gemm)
         old_estimate, new_estimate = context.estimate.ops[worst], estimate(after, context.gpu)
         return Proposal(
-            module=pattern(layer.module for layer in members),
-            source=members[0].source,
+            place=Place.of(members, sites=len(members)),
             message=f"{size} features leave tiles partly empty; {new} would not",
             fix=f"Use {new} features instead of {size} ({share(1 - new / size)} fewer).",
             safety=ADVICE,
@@ -110,14 +107,12 @@ class TileQuantization(Rule):
                 f"{after.layout} {after.shape}: tile {_tile(new_estimate.tile)}, "
                 f"{seconds(new_estimate.time_s)}",
             ),
-            sites=len(members),
             next_command=gemm_command(context, worst),
         )
 
 
 def _filled(context: Context, index: int) -> float:
-    op, tile = context.step.ops[index].op, context.estimate.ops[index].tile
-    assert isinstance(op, Gemm)
+    op, tile = gemm(context.step, index), context.estimate.ops[index].tile
     return tile_efficiency(op.m, op.n, tile) if tile else 1.0
 
 

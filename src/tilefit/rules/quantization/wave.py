@@ -10,10 +10,9 @@ from tilefit.cost import MATH, estimate
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import UNSAFE
-from tilefit.rules.layers import linears
-from tilefit.rules.sites import pattern
+from tilefit.rules.layers import gemm, linears
 from tilefit.units import share
 
 #: Idle slots of last waves must cost this share of the step before the rule looks for another batch.
@@ -61,8 +60,7 @@ class WaveTail(Rule):
         idle_s = 0.0
         for layer in linears(step):
             for index in layer.indices:
-                predicted, op = context.estimate.ops[index], step.ops[index].op
-                assert isinstance(op, Gemm)
+                predicted, op = context.estimate.ops[index], gemm(step, index)
                 if predicted.bound == MATH and predicted.waves and op.dtype in TENSOR_CORE_DTYPES:
                     products[first.setdefault((op, step.ops[index].phase), index)] += 1
                     idle_s += predicted.time_s * (1 - predicted.waves / ceil(predicted.waves))
@@ -81,8 +79,9 @@ class WaveTail(Rule):
         waves = context.estimate.ops[worst].waves
         assert waves is not None
         yield Proposal(
-            module=pattern(step.ops[index].site.module for index in products),
-            source=step.ops[worst].site.source,
+            place=Place.of(
+                (step.ops[index].site for index in products), step.ops[worst].site.source, len(products)
+            ),
             message=(
                 f"a batch of {batch} starts waves that stay partly empty on {context.gpu.sms} "
                 f"multiprocessors; {best} does not"
@@ -95,7 +94,6 @@ class WaveTail(Rule):
                 f"{share(waves / ceil(waves))} of the slots used",
                 f"linear layers: {share(gain)} faster per sample",
             ),
-            sites=len(products),
             next_command=gemm_command(context, worst),
         )
 

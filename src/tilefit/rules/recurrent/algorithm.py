@@ -13,7 +13,6 @@ from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.recurrent.layers import recurrent_layers
 from tilefit.rules.resize import pad
-from tilefit.rules.sites import pattern
 
 _HIDDEN_MULTIPLE = 128
 _BATCH_MULTIPLE = 8
@@ -113,10 +112,8 @@ class PersistentAlgorithm(Rule):
                     replaced[index] = tuple(replace(entry, op=new) for new in _applied(entry.op, changes))
             after = _applied(op, changes)[-1]
             advice = _advice(op, changes)
-            first = step.ops[places[0][1][0]].site
             yield Proposal(
-                module=pattern(module for module, _ in places),
-                source=first.source,
+                place=context.place(rows[0] for _, rows in places),
                 message=f"cuDNN runs its {algorithm} algorithm: {reason}",
                 fix=advice[0].upper() + advice[1:] + ".",
                 safety=UNSAFE if any(change.safety == UNSAFE for change in changes) else SAFE,
@@ -125,7 +122,6 @@ class PersistentAlgorithm(Rule):
                     f"{op.shape}, {op.dtype}: {algorithm}, a product and a pointwise kernel per time step",
                     f"{after.shape}, {after.dtype}: {cudnn_algorithm(after, gpu)[0]}, one kernel",
                 ),
-                sites=len(places),
             )
 
 

@@ -18,18 +18,18 @@ def recurrent_layers(step: Step) -> Layers:
     for index, entry in enumerate(step.ops):
         if isinstance(entry.op, Recurrent):
             layers[entry.site.module, replace(entry.op, direction=FORWARD)].append(index)
-    found: Layers = defaultdict(list)
+    by_layer: Layers = defaultdict(list)
     for (module, op), indices in layers.items():
-        found[op].append((module, indices))
-    return found
+        by_layer[op].append((module, indices))
+    return by_layer
 
 
 def layers_of_torch(step: Step) -> Layers:
     """Those of ``torch.nn``, by what they would be as layers of ``tilefit.nn``."""
-    found: Layers = defaultdict(list)
+    by_layer: Layers = defaultdict(list)
     for op, places in recurrent_layers(step).items():
         for module, indices in [] if op.persistent else places:
             trained = any(step.ops[index].phase == BACKWARD_DATA for index in indices)
             ours = replace(op, persistent=TRAINING if trained else INFERENCE)
-            found[ours].append((module, indices))
-    return found
+            by_layer[ours].append((module, indices))
+    return by_layer

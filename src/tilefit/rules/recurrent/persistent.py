@@ -11,7 +11,6 @@ from tilefit.ops import Recurrent, StepOp
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.recurrent.layers import layers_of_torch
-from tilefit.rules.sites import pattern
 
 
 class PersistentKernels(Rule):
@@ -67,13 +66,11 @@ class PersistentKernels(Rule):
             if step.settings.amp == "bf16" and op.dtype == "fp16":
                 lines.append("in bf16, as the autocast region says; torch.nn computes in fp16 there")
             yield Proposal(
-                module=pattern(module for module, _ in places),
-                source=step.ops[places[0][1][0]].site.source,
+                place=context.place(indices[0] for _, indices in places),
                 message=f"cuDNN's {algorithm} algorithm takes longer than persistent kernels, which keep the "
                 "recurrent weights on chip for the whole sequence",
                 fix="Run it by persistent kernels: model = tilefit.nn.convert(model).",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=tuple(lines),
-                sites=len(places),
             )

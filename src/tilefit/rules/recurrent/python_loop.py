@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, is_add, is_cast, together
 from tilefit.rules.recurrent.loops import CellLoop, cell_loops
-from tilefit.rules.sites import pattern
 
 _WIDENING = ("aten.select_backward", "aten.slice_backward")
 
@@ -63,26 +62,24 @@ class PythonLoop(Rule):
 
     def check(self, context: Context) -> Iterator[Proposal]:
         flow = Flow(context.step)
-        found: dict[Recurrent, list[CellLoop]] = defaultdict(list)
+        by_layer: dict[Recurrent, list[CellLoop]] = defaultdict(list)
         for loop in cell_loops(flow):
-            found[_layer(flow, loop)].append(loop)
-        for layer, loops in found.items():
+            by_layer[_layer(flow, loop)].append(loop)
+        for layer, loops in by_layer.items():
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for loop in loops:
                 replaced.update(_replaced(flow, loop, layer))
             kernels = len(_absorbed(flow, loops[0]))
-            recurrent = loops[0].recurrent.calls[0].layer
+            cells = [loop.recurrent.calls[0].layer for loop in loops]
             name = {"RNN_TANH": "RNN", "RNN_RELU": 'RNN(nonlinearity="relu")'}.get(layer.mode, layer.mode)
             yield Proposal(
-                module=pattern(loop.recurrent.calls[0].layer.module for loop in loops),
-                source=recurrent.source,
+                place=Place.of(cells, sites=len(loops)),
                 message=f"a {layer.mode} cell runs {layer.seq_len} time steps in a Python loop, "
                 f"{kernels:,} kernels in all",
                 fix=f"Use nn.{name} over the whole sequence; the cell's weights fit it.",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(f"{layer.seq_len} steps of {layer.batch} rows -> one layer {layer.shape}",),
-                sites=len(loops),
             )
 
 
