@@ -121,7 +121,7 @@ def checked(rule: Rule, case: Case) -> Report:
     out = io.StringIO()
     # A process for each capture would take minutes; what is reported is the same.
     here = patch.object(
-        child, "capture_in_child", lambda target, options, _: child.capture_target(target, options)
+        child, "capture_in_child", lambda target, options, *_, **__: child.capture_target(target, options)
     )
     # Nor is the profile of who runs this used, but the one that ships.
     alone = patch.dict(os.environ, {"XDG_DATA_HOME": os.devnull})
