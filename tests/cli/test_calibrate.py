@@ -1,4 +1,4 @@
-"""``tilefit calibrate`` on a made-up GPU, and ``--profile`` with what it writes."""
+"""``tilefit calibrate`` on a made-up GPU, and ``--calibration`` with what it writes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _a100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_a100")
-def test_it_writes_the_profile_that_other_commands_then_use(tilefit, tmp_path: Path) -> None:
+def test_it_writes_the_calibration_that_other_commands_then_use(tilefit, tmp_path: Path) -> None:
     before = tilefit("gemm", "4096", "4096", "4096", "--gpu", "a100").out
     assert "calibrated" not in before
     ran = tilefit("calibrate")
     assert ran.code == 0, ran.err
     path = tmp_path / "data" / "tilefit" / "calibrations" / f"{A100.name}.npz"
-    assert f"Profile written to {path}" in ran.err
+    assert f"Calibration written to {path}" in ran.err
     assert "gemm" in ran.out
     facts = read(path).about["networks"]["gemm"]
     assert facts["errors"]["calibrated"] < facts["errors"]["datasheet"]
@@ -60,7 +60,7 @@ def test_it_writes_the_profile_that_other_commands_then_use(tilefit, tmp_path: P
 
 
 @pytest.mark.usefixtures("_a100")
-def test_a_damaged_profile_is_never_overwritten(
+def test_a_damaged_calibration_is_never_overwritten(
     tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "calibrate", lambda gpu, measure, **how: made(gpu))
@@ -89,7 +89,7 @@ def file(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "command", [("gemm", "4096", "4096", "4096"), ("curve", "gemm", "64:512:64", "4096", "4096")]
 )
-def test_a_named_profile_is_used_and_named_and_says_the_gpu(tilefit, file: str, command) -> None:
+def test_a_named_calibration_is_used_and_named_and_says_the_gpu(tilefit, file: str, command) -> None:
     ran = tilefit(*command, "--calibration", file)
     assert ran.code == 0, ran.err
     assert "A100" in ran.out
@@ -106,13 +106,13 @@ def test_check_takes_it(tilefit, file: str, tmp_path: Path) -> None:
     assert "calibrated on 2026-01-02" in " ".join(ran.out.split())
 
 
-def test_a_profile_of_another_gpu_is_an_error(tilefit, file: str) -> None:
+def test_a_calibration_of_another_gpu_is_an_error(tilefit, file: str) -> None:
     ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--calibration", file)
     assert ran.code == 2
     assert f"of the GPU {A100.name}, not of h100-sxm" in ran.err
 
 
-def test_a_profile_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None:
+def test_a_calibration_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for name in ("notes.txt", "missing.npz"):
         ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--calibration", str(tmp_path / name))

@@ -378,14 +378,14 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The CPU passes for an H200."""
     import torch
 
-    from tilefit.cli import curve, local_gpu
+    from tilefit.cli import local_gpu
     from tilefit.measure import timer
     from tilefit.measure.environment import Environment
 
     here = local_gpu.LocalGpu(
         timer.HostDevice(Clock()), torch.device("cpu"), Environment("NVIDIA H200", "1", "2", "13", "9")
     )
-    monkeypatch.setattr(curve, "local_gpu", lambda: here)
+    monkeypatch.setattr(local_gpu, "local_gpu", lambda: here)
     monkeypatch.setenv("TILEFIT_STORE", str(tmp_path / "store.db"))
 
 

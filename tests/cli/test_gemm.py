@@ -37,12 +37,11 @@ def test_it_fits_the_terminal(tilefit, monkeypatch: pytest.MonkeyPatch, columns:
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU passes for an H200."""
-    from tilefit.cli import gemm
 
     here = local_gpu.LocalGpu(
         timer.HostDevice(), torch.device("cpu"), Environment("NVIDIA H200", "1", "2", "13", "9")
     )
-    monkeypatch.setattr(gemm, "local_gpu", lambda: here)
+    monkeypatch.setattr(local_gpu, "local_gpu", lambda: here)
 
 
 @pytest.mark.usefixtures("measuring")
