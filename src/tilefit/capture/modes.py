@@ -137,8 +137,7 @@ class Modes:
         """Refuse a step whose tensors were somewhere else all along."""
         if not self.recorder.ops:
             raise CaptureError(
-                f"the step did nothing on the {self.device} device, where it is watched",
-                hint=ELSEWHERE,
+                f"the step did nothing on the {self.device} device, where it is watched", hint=ELSEWHERE
             )
 
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:

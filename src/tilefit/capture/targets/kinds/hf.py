@@ -14,10 +14,10 @@ from tilefit.capture.targets.base import (
     Kind,
     Target,
     build,
-    constructor_arguments,
     guarded,
     inputs_hint,
     library,
+    named_sizes,
     unknown,
 )
 from tilefit.capture.targets.modalities import HEADS, TokenLimit, inputs_of
@@ -32,7 +32,7 @@ def _load(name: str, options: TargetOptions) -> Target:
     config = _config(transformers, name, {})
     if options.arguments:
         known = {*vars(config), *getattr(config, "attribute_map", ())}
-        config = _config(transformers, name, constructor_arguments(options.arguments, known, target))
+        config = _config(transformers, name, named_sizes(options.arguments, known, target))
     model_class, head = _model_class(transformers, config)
     notes = _without_values(config, options)
     model = build(lambda: model_class(config), target, options.device)
