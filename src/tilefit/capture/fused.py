@@ -88,18 +88,11 @@ def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        calls: FusedCalls,
-        op: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, calls: FusedCalls, op: Attention, *operands: Any) -> torch.Tensor:
+        query, key, value, mask = operands
         out = _empty_like_heads(query, op.value_dim)
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-        reads = [t for t in (query, key, value, mask) if t is not None]
+        reads = [t for t in operands if t is not None]
         calls.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
         calls.leave_empty()
         ctx.calls, ctx.op = calls, op

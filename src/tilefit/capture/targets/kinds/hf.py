@@ -62,10 +62,8 @@ def _without_values(config: Any, options: TargetOptions) -> list[str]:
     if hasattr(config, "num_experts_per_tok"):
         config._experts_implementation = "grouped_mm"
     # Some sequence-to-sequence configurations leave it to the checkpoint, and shifting the labels needs it.
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        and getattr(config, "decoder_start_token_id", None) is None
-    ):
+    encodes = getattr(config, "is_encoder_decoder", False)
+    if encodes and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     if getattr(config, "apply_spec_augment", False) and options.device == "meta":
         config.apply_spec_augment = False
