@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
@@ -55,14 +55,9 @@ class Call:
         """An argument by its name in the schema; None if the operation has none of that name."""
         for index, argument in enumerate(self.func._schema.arguments):
             if argument.name == name:
-                return self.argument(
-                    index, name, argument.default_value if argument.has_default_value() else None
-                )
+                default = argument.default_value if argument.has_default_value() else None
+                return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
         return None
-
-    def argument(self, index: int, name: str, default: Any = None) -> Any:
-        """An argument that may have been given by position or by name."""
-        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
 
 # Operations that launch no kernel although their schema does not call them views.
@@ -154,14 +149,11 @@ def gemm_of(
     """The product of two matrices (or batches of them) as they lie in memory."""
     letter_a, ld_a = _orientation(a)
     letter_b, ld_b = _orientation(b)
-    dtype = DTYPES[a.dtype]
-    if dtype == "fp32" and recorder.tf32_matmul:
-        dtype = "tf32"
     return Gemm(
         m=max(1, a.shape[-2]),
         n=max(1, b.shape[-1]),
         k=max(1, a.shape[-1]),
-        dtype=dtype,
+        dtype=product_dtype(a.dtype, recorder.tf32_matmul),
         layout=letter_b + letter_a,
         batch=max(1, prod(a.shape[:-2])),
         out_dtype=out,
@@ -229,7 +221,7 @@ def _grouped_mm(call: Call, recorder: Recording) -> list[Described]:
         groups = b.shape[0]
         a = a.new_empty((groups, max(1, a.shape[0] // groups), a.shape[1]))
     elif a.dim() == 2 and b.dim() == 2:
-        offsets = call.argument(2, "offs")
+        offsets = call.named("offs")
         groups = offsets.shape[0]
         rows = max(1, a.shape[1] // groups)
         a = a.new_empty((groups, rows, a.shape[0])).transpose(1, 2)
@@ -256,11 +248,8 @@ def _conv(
         # A transposed convolution is the data gradient of the convolution from its output to its input.
         swap = {FORWARD: BACKWARD_DATA, BACKWARD_DATA: FORWARD, BACKWARD_WEIGHT: BACKWARD_WEIGHT}
         x, y, pass_ = y, x, swap[pass_]
-    dtype = DTYPES[weight.dtype]
-    if dtype == "fp32" and recorder.tf32_conv:
-        dtype = "tf32"
 
-    def each(value: Sequence[int]) -> tuple[int, ...]:
+    def of_each(value: Sequence[int]) -> tuple[int, ...]:
         return tuple(value) * dims if len(value) == 1 else tuple(value)
 
     return Conv(
@@ -269,11 +258,11 @@ def _conv(
         out_channels=y.shape[-dims - 1],
         input_size=tuple(x.shape[-dims:]),
         kernel_size=tuple(weight.shape[2:]),
-        stride=each(stride),
-        padding=each(padding),
-        dilation=each(dilation),
+        stride=of_each(stride),
+        padding=of_each(padding),
+        dilation=of_each(dilation),
         groups=groups,
-        dtype=dtype,
+        dtype=product_dtype(weight.dtype, recorder.tf32_conv),
         channels_last=is_channels_last(x) or is_channels_last(weight),
         direction=pass_,
     )

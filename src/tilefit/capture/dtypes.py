@@ -23,3 +23,8 @@ DTYPES: dict[torch.dtype, str] = {
 
 #: What autocast may cast to.
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def product_dtype(dtype: torch.dtype, tf32: bool) -> str:
+    """The type that products of these elements multiply in, where fp32 may be rounded to ``tf32``."""
+    return "tf32" if tf32 and dtype == torch.float32 else DTYPES[dtype]

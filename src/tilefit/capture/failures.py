@@ -103,9 +103,6 @@ def explained(error: Exception, *, on_shapes: bool) -> CaptureError:
         and (on_shapes or not row.on_shapes)
     )
     what = meaning.what.format(
-        type=type(error).__name__,
-        line=line,
-        sentence=line.partition(". ")[0],
-        before=line.partition(": ")[0],
+        type=type(error).__name__, line=line, sentence=line.partition(". ")[0], before=line.partition(": ")[0]
     )
     return CaptureError(what, where=user_line(error), hint=meaning.hint)

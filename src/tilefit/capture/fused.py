@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.capture.aten import check_alike
 from tilefit.capture.autocast import AutocastState
-from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
 from tilefit.ops import (
@@ -87,18 +88,11 @@ def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        calls: FusedCalls,
-        op: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, calls: FusedCalls, op: Attention, *operands: Any) -> torch.Tensor:
+        query, key, value, mask = operands
         out = _empty_like_heads(query, op.value_dim)
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-        reads = [t for t in (query, key, value, mask) if t is not None]
+        reads = [t for t in operands if t is not None]
         calls.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
         calls.leave_empty()
         ctx.calls, ctx.op = calls, op
@@ -215,11 +209,7 @@ def scaled_dot_product_attention(
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        calls: FusedCalls,
-        op: Recurrent,
-        output_shape: Sequence[int],
-        *tensors: torch.Tensor,
+        ctx: Any, calls: FusedCalls, op: Recurrent, output_shape: Sequence[int], *tensors: torch.Tensor
     ) -> Any:
         x = tensors[0]
         output = x.new_empty(output_shape)
@@ -255,49 +245,45 @@ class _Recurrence(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-def _recurrent(mode_name: str) -> Callable[..., Any]:
-    """The replacement of ``torch.lstm`` and its like, which cuDNN runs as one call."""
-
-    def replacement(calls: FusedCalls, *args: Any) -> Any:
-        # (input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first), or with a
-        # PackedSequence (data, batch_sizes, hx, weights, biases, layers, dropout, train, bidirectional).
-        packed = isinstance(args[3], (list, tuple))
-        if packed:
-            x, batch_sizes, hx, weights, _, layers, _, _, bidirectional = args
-            steps, batch = len(batch_sizes), int(batch_sizes[0])
-            batch_first = False
-        else:
-            x, hx, weights, _, layers, _, _, bidirectional, batch_first = args
-            batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
-        states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-        persistent = calls.recorder.sites.is_running(Persistent)
-        if calls.autocast.enabled:
-            # cuDNN's always in fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on
-            # 2.11).
-            to = calls.autocast.dtype if persistent else torch.float16
-            x, states, weights = calls.autocast.cast((x, states, list(weights)), to)
-        dtype = DTYPES[x.dtype]
-        if calls.autocast.enabled and dtype == "bf16":
-            dtype = "fp16"  # what cuDNN would take decides who runs it, and both kernels take as long
-        hidden = weights[1].shape[0] // GATES[mode_name]
-        projected = weights[1].shape[1]
-        op = Recurrent(
-            mode=mode_name,
-            input_size=x.shape[-1],
-            hidden_size=hidden,
-            seq_len=steps,
-            batch=batch,
-            num_layers=layers,
-            bidirectional=bidirectional,
-            proj_size=projected if projected != hidden else 0,
-            packed=packed,
-            dtype="tf32" if dtype == "fp32" and calls.recorder.tf32_conv else dtype,
-            persistent=_purpose(x, *states, *weights) if persistent else "",
-        )
-        shape = (*x.shape[:-1], op.directions * op.output_size)
-        return _Recurrence.apply(calls, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
-
-    return replacement
+def _recurrent(mode_name: str, calls: FusedCalls, *args: Any) -> Any:
+    """``torch.lstm`` and its like, which cuDNN runs as one call."""
+    # (input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first), or with a
+    # PackedSequence (data, batch_sizes, hx, weights, biases, layers, dropout, train, bidirectional).
+    packed = isinstance(args[3], (list, tuple))
+    if packed:
+        x, batch_sizes, hx, weights, _, layers, _, _, bidirectional = args
+        steps, batch = len(batch_sizes), int(batch_sizes[0])
+        batch_first = False
+    else:
+        x, hx, weights, _, layers, _, _, bidirectional, batch_first = args
+        batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    persistent = calls.recorder.sites.is_running(Persistent)
+    if calls.autocast.enabled:
+        # cuDNN's always in fp16, whatever the region's type (PyTorch, ATen/cudnn/AutocastRNN.cpp; seen on
+        # 2.11).
+        to = calls.autocast.dtype if persistent else torch.float16
+        x, states, weights = calls.autocast.cast((x, states, list(weights)), to)
+    dtype = product_dtype(x.dtype, calls.recorder.tf32_conv)
+    if calls.autocast.enabled and dtype == "bf16":
+        dtype = "fp16"  # what cuDNN would take decides who runs it, and both kernels take as long
+    hidden = weights[1].shape[0] // GATES[mode_name]
+    projected = weights[1].shape[1]
+    op = Recurrent(
+        mode=mode_name,
+        input_size=x.shape[-1],
+        hidden_size=hidden,
+        seq_len=steps,
+        batch=batch,
+        num_layers=layers,
+        bidirectional=bidirectional,
+        proj_size=projected if projected != hidden else 0,
+        packed=packed,
+        dtype=dtype,
+        persistent=_purpose(x, *states, *weights) if persistent else "",
+    )
+    shape = (*x.shape[:-1], op.directions * op.output_size)
+    return _Recurrence.apply(calls, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
 
 
 def _purpose(*tensors: torch.Tensor) -> str:
@@ -311,7 +297,6 @@ def recurrent_layer(calls: FusedCalls, *args: Any) -> Any:
     x, _, w_hh, *_, lengths, _reset, cell = args[:10]
     steps, batch, inputs = x.shape
     directions, _, hidden = w_hh.shape
-    dtype = DTYPES[x.dtype]
     tensors = [t for t in args[:7] if t is not None]
     op = Recurrent(
         mode=cell.upper(),
@@ -321,7 +306,7 @@ def recurrent_layer(calls: FusedCalls, *args: Any) -> Any:
         batch=batch,
         bidirectional=directions == 2,
         packed=lengths is not None,
-        dtype="tf32" if dtype == "fp32" and calls.recorder.tf32_conv else dtype,
+        dtype=product_dtype(x.dtype, calls.recorder.tf32_conv),
         persistent=_purpose(*tensors),
     )
     shape = (steps, batch, directions, hidden)
@@ -374,24 +359,22 @@ def _record_streaming(
     calls.recorder.record(op, name, reads, writes)
 
 
-def _cell(states: int) -> Callable[..., Any]:
-    def replacement(
-        calls: FusedCalls,
-        x: torch.Tensor,
-        hx: Any,
-        w_ih: torch.Tensor,
-        w_hh: torch.Tensor,
-        b_ih: torch.Tensor | None = None,
-        b_hh: torch.Tensor | None = None,
-    ) -> Any:
-        hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-        of_input = torch.nn.functional.linear(x, w_ih)
-        of_state = torch.nn.functional.linear(hidden[0], w_hh)
-        biases = [b for b in (b_ih, b_hh) if b is not None]
-        outputs = _CellPointwise.apply(calls, states, of_input, of_state, *biases, *hidden)  # type: ignore[no-untyped-call]
-        return outputs if states > 1 else outputs[0]
-
-    return replacement
+def _cell(
+    states: int,
+    calls: FusedCalls,
+    x: torch.Tensor,
+    hx: Any,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> Any:
+    hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    of_input = torch.nn.functional.linear(x, w_ih)
+    of_state = torch.nn.functional.linear(hidden[0], w_hh)
+    biases = [b for b in (b_ih, b_hh) if b is not None]
+    outputs = _CellPointwise.apply(calls, states, of_input, of_state, *biases, *hidden)  # type: ignore[no-untyped-call]
+    return outputs if states > 1 else outputs[0]
 
 
 _RMS_NORM = "aten._fused_rms_norm"
@@ -439,8 +422,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, calls: FusedCalls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         experts, k, n = b.shape
         rows = max(1, a.shape[0] // experts)
-        dtype = DTYPES[a.dtype]
-        dtype = "tf32" if dtype == "fp32" and calls.recorder.tf32_matmul else dtype
+        dtype = product_dtype(a.dtype, calls.recorder.tf32_matmul)
         out = a.new_empty((a.shape[0], n))
         layout = "NN" if b.stride(-1) == 1 else "TN"
         product = Gemm(rows, n, k, dtype, layout, batch=experts)
@@ -491,13 +473,10 @@ def padding_is_last(calls: FusedCalls, *args: Any) -> bool:
 #: Replacements by the name of the function PyTorch calls; each may return ``NotImplemented``.
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
-    "lstm": _recurrent("LSTM"),
-    "gru": _recurrent("GRU"),
-    "rnn_tanh": _recurrent("RNN_TANH"),
-    "rnn_relu": _recurrent("RNN_RELU"),
+    **{mode.lower(): partial(_recurrent, mode) for mode in GATES},
     "recurrent.default": recurrent_layer,
-    "lstm_cell": _cell(2),
-    "gru_cell": _cell(1),
+    "lstm_cell": partial(_cell, 2),
+    "gru_cell": partial(_cell, 1),
     "dropout": dropout,
     "_nested_tensor_from_mask_left_aligned": padding_is_last,
     "rms_norm": rms_norm,

@@ -13,6 +13,13 @@ from tilefit.capture.trees import tensors
 from tilefit.errors import UsageError
 from tilefit.ops import Recurrent, StepOp
 
+#: Sizes of synthesised inputs where the user gives none.
+DEFAULT_TEXT_BATCH = 16
+DEFAULT_IMAGE_BATCH = 64
+DEFAULT_IMAGE_SIZE = 224
+#: Clips, as in torchvision's own training of a 3D ResNet.
+DEFAULT_CLIP_BATCH = 8
+
 _SPEC = re.compile(r"^\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*$")
 _BY_NAME: dict[str, torch.dtype] = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in DTYPES},

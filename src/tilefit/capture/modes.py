@@ -53,16 +53,19 @@ class Modes:
 
     @property
     def amp_seen(self) -> str:
+        """The type that autocast cast to; empty where it was off."""
         dtype = self.autocast.seen
         return DTYPES[dtype] if dtype is not None else ""
 
     @property
     def channels_last_seen(self) -> bool:
+        """Whether all convolutions, if there are any, ran in NHWC."""
         convs = [entry.op for entry in self.recorder.ops if entry.op.kind == "conv"]
         return bool(convs) and all(getattr(op, "channels_last", False) for op in convs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Within the block, what runs is the step; what it raises is told in the user's words."""
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -137,11 +140,11 @@ class Modes:
         """Refuse a step whose tensors were somewhere else all along."""
         if not self.recorder.ops:
             raise CaptureError(
-                f"the step did nothing on the {self.device} device, where it is watched",
-                hint=ELSEWHERE,
+                f"the step did nothing on the {self.device} device, where it is watched", hint=ELSEWHERE
             )
 
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
+        """The step that ran."""
         names: dict[nn.Parameter, list[str]] = {}
         buffers: set[torch.Tensor] = set()
         for prefix, model in self.sites.roots:

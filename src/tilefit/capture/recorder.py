@@ -148,10 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reference(self, tensor: torch.Tensor) -> TensorRef:
         number = self.identify(tensor)
         return TensorRef(
-            number,
-            tuple(tensor.shape),
-            DTYPES.get(tensor.dtype, "fp32"),
-            self._parameter_of.get(number, ""),
+            number, tuple(tensor.shape), DTYPES.get(tensor.dtype, "fp32"), self._parameter_of.get(number, "")
         )
 
     @property

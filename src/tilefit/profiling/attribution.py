@@ -118,6 +118,12 @@ class _Context:
     graph: str = ""
     graph_module: str = ""
 
+    @property
+    def phase(self) -> str:
+        if self.optimizing:
+            return OPTIMIZER
+        return BACKWARD if self.node and not self.recomputing else FORWARD
+
 
 _OUTSIDE = _Context()
 
@@ -138,15 +144,8 @@ def attribute(trace: Trace) -> list[AttributedStep]:
         if launch.waits and step is not None:
             context = contexts[id(launch.parent)] if launch.parent is not None else _OUTSIDE
             operation = context.operation.name if context.operation is not None else ""
-            step.waits.append(
-                Wait(
-                    launch.name,
-                    operation,
-                    context.module or "",
-                    context.source,
-                    launch.end_ns - launch.start_ns,
-                )
-            )
+            waited_ns = launch.end_ns - launch.start_ns
+            step.waits.append(Wait(launch.name, operation, context.module or "", context.source, waited_ns))
     calls: dict[int, Call] = {}
     for kernel in sorted(trace.kernels, key=_launched_ns):
         launched_ns = _launched_ns(kernel)
@@ -161,11 +160,7 @@ def attribute(trace: Trace) -> list[AttributedStep]:
         if call is None:
             call = Call(
                 launcher.name if launcher is not None else _kernel_label(kernel),
-                OPTIMIZER
-                if context.optimizing
-                else BACKWARD
-                if context.node and not context.recomputing
-                else FORWARD,
+                context.phase,
                 context.module,
                 context.source,
                 launcher.start_ns if launcher is not None else launched_ns,

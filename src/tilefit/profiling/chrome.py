@@ -151,7 +151,13 @@ class _Reader:
             if self._ended:
                 if may_end:
                     return ""
-                raise self._cut_off() if self._before + at else self._not_a_trace()
+                if not self._before + at:
+                    raise self._not_a_trace()
+                raise TilefitError(
+                    "the trace is cut off",
+                    where=str(self._path),
+                    hint="Export it again; the program may have ended while writing it.",
+                )
             self._more()
 
     def _more(self) -> None:
@@ -160,13 +166,6 @@ class _Reader:
         self._before += self._at
         self._text = self._text[self._at :] + block
         self._at = 0
-
-    def _cut_off(self) -> TilefitError:
-        return TilefitError(
-            "the trace is cut off",
-            where=str(self._path),
-            hint="Export it again; the program may have ended while writing it.",
-        )
 
     def _not_a_trace(self) -> TilefitError:
         return TilefitError(

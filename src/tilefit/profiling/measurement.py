@@ -235,14 +235,11 @@ def _fit_launches(run: MeasuredRun, step: Step, gpu: Gpu, wall_s: float) -> None
 
     low, high = _LAUNCH_SCALES
     if time_s(low) >= wall_s:
-        run.launch_scale = low
-        return
-    if time_s(high) <= wall_s:
-        run.launch_scale = high
-        return
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if time_s(middle) < wall_s else (low, middle)
+        high = low
+    elif time_s(high) > wall_s:
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (middle, high) if time_s(middle) < wall_s else (low, middle)
     run.launch_scale = high
 
 

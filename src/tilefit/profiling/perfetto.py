@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,14 @@ def _tracks(steps: list[AttributedStep], report: Report) -> Iterator[Event]:
             yield _slice(_MODULES, " ".join(last_module), module_start, module_end, {})
         for finding in report.findings:
             if not finding.module:
+                end = max(kernel.end_ns for call in step.calls for kernel in call.kernels)
                 yield _slice(
-                    _FINDINGS,
-                    f"{finding.code} {finding.message}",
-                    step.start_ns,
-                    max(k.end_ns for call in step.calls for k in call.kernels),
-                    _facts(finding),
+                    _FINDINGS, f"{finding.code} {finding.message}", step.start_ns, end, _facts(finding)
                 )
 
 
 def _by_module(report: Report) -> dict[str, list[Finding]]:
     """Findings by the path of each module they are about."""
-    from fnmatch import fnmatchcase
-
     modules = {row.module for row in report.ops}
     found: dict[str, list[Finding]] = {}
     for finding in report.findings:

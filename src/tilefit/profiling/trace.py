@@ -100,7 +100,7 @@ class Kernel:
         kind: :data:`KERNEL`, :data:`COPY` or :data:`FILL`.
         name: The kernel's demangled name.
         start_ns, end_ns: When.
-        device, stream: Where.
+        device: Where.
         correlation: Number it shares with the call that launched it.
         external: Number of the host's event that launched it; 0 where the trace does not tell.
         moved_bytes: Of a copy or a fill; else 0.
@@ -112,7 +112,6 @@ class Kernel:
     start_ns: int
     end_ns: int
     device: int
-    stream: int
     correlation: int
     external: int = 0
     moved_bytes: int = 0
@@ -133,8 +132,6 @@ class Trace:
         events: What the host did, each event after the one it lies in.
         steps: Start and end of every step, where the trace marks them; else of everything.
         gpu: The product's name of the GPU, where the trace tells; else empty.
-        devices: Numbers of the GPUs that ran something.
-        marked: The steps are marked in the trace.
         has_shapes: Operations have their arguments.
     """
 
@@ -143,8 +140,6 @@ class Trace:
     events: list[HostEvent]
     steps: list[tuple[int, int]] = field(default_factory=list)
     gpu: str = ""
-    devices: tuple[int, ...] = ()
-    marked: bool = False
     has_shapes: bool = False
 
 
@@ -235,8 +230,6 @@ def collect(events: Iterable[Event], header: dict[str, Any]) -> Trace:
         host,
         steps or _whole(kernels, kept),
         _gpu_name(header, kernels),
-        tuple(sorted({kernel.device for kernel in kernels})),
-        bool(marks),
         bool(known_shapes),
     )
 
@@ -248,7 +241,6 @@ def _kernel(kind: str, name: str, start_ns: int, end_ns: int, event: Event, args
         start_ns,
         end_ns,
         int(args["device"] if "device" in args else event["pid"]),
-        int(args["stream"] if "stream" in args else event["tid"]),
         args.get("correlation", 0),
         args.get("External id", 0),
         int(args.get("bytes", 0)),

@@ -20,13 +20,6 @@ from tilefit.capture.torchvision_import import import_transformers
 from tilefit.errors import TargetError, TilefitError
 from tilefit.options import TargetOptions
 
-#: Sizes of synthesised inputs where the user gives none.
-DEFAULT_TEXT_BATCH = 16
-DEFAULT_IMAGE_BATCH = 64
-DEFAULT_IMAGE_SIZE = 224
-#: Clips, as in torchvision's own training of a 3D ResNet.
-DEFAULT_CLIP_BATCH = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -164,9 +157,7 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:12]) + (", …" if len(names) > 12 else "")
 
 
-def constructor_arguments(
-    arguments: Mapping[str, int], known: Collection[str] | None, target: str
-) -> dict[str, int]:
+def named_sizes(arguments: Mapping[str, int], known: Collection[str] | None, target: str) -> dict[str, int]:
     """The arguments under the names a target knows; where it takes any, under those given.
 
     Raises:

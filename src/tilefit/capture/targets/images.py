@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilefit.capture.inputs import make, parse_inputs
-from tilefit.capture.targets.base import (
-    DEFAULT_CLIP_BATCH,
-    DEFAULT_IMAGE_BATCH,
-    Target,
-    inputs_hint,
-)
+from tilefit.capture.inputs import DEFAULT_CLIP_BATCH, DEFAULT_IMAGE_BATCH, make, parse_inputs
+from tilefit.capture.targets.base import Target, inputs_hint
 from tilefit.capture.trees import tensors
 from tilefit.options import TargetOptions
 

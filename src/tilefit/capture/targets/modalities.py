@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from tilefit.capture import detection
-from tilefit.capture.inputs import make
-from tilefit.capture.targets.base import (
+from tilefit.capture.inputs import (
     DEFAULT_CLIP_BATCH,
     DEFAULT_IMAGE_BATCH,
     DEFAULT_IMAGE_SIZE,
     DEFAULT_TEXT_BATCH,
+    make,
 )
 from tilefit.errors import TargetError, UsageError
 from tilefit.options import TargetOptions
@@ -223,12 +223,8 @@ def _class(sample: _Sample, inputs: dict[str, Any]) -> dict[str, Any]:
     return {"labels": sample.tensor(())}
 
 
-def _nothing(sample: _Sample, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 #: Which head a configuration is checked with, most specific first, and what it takes to be trained.
-HEADS: dict[str, Callable[[_Sample, dict[str, Any]], dict[str, Any]]] = {
+HEADS: dict[str, Callable[[_Sample, dict[str, Any]], dict[str, Any]] | None] = {
     "AutoModelForSpeechSeq2Seq": _tokens,
     "AutoModelForSeq2SeqLM": _tokens,
     "AutoModelForMaskedLM": _tokens,
@@ -242,8 +238,8 @@ HEADS: dict[str, Callable[[_Sample, dict[str, Any]], dict[str, Any]]] = {
     "AutoModelForSequenceClassification": _class,
     "AutoModelForSemanticSegmentation": _pixels,
     "AutoModelForObjectDetection": _objects,
-    "AutoModelForDepthEstimation": _nothing,
-    "AutoModel": _nothing,
+    "AutoModelForDepthEstimation": None,
+    "AutoModel": None,
 }
 
 
@@ -277,4 +273,5 @@ def inputs_of(
     inputs: dict[str, Any] = {
         name: sample.tensor(known.sizes(sample), known.dtype) for name, known in taken.items()
     }
-    return inputs | (HEADS[head](sample, inputs) if options.train else {})
+    wanted = HEADS[head] if options.train else None
+    return inputs | wanted(sample, inputs) if wanted else inputs

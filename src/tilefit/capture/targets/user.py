@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilefit.capture.inputs import make, parse_inputs
+from tilefit.capture.inputs import DEFAULT_IMAGE_BATCH, DEFAULT_TEXT_BATCH, make, parse_inputs
 from tilefit.capture.packages import package_of
 from tilefit.capture.targets.base import (
-    DEFAULT_IMAGE_BATCH,
-    DEFAULT_TEXT_BATCH,
     Target,
     build,
-    constructor_arguments,
     guarded,
     inputs_hint,
     listed,
+    named_sizes,
 )
 from tilefit.errors import TargetError, UsageError
 from tilefit.options import TargetOptions
@@ -37,7 +35,7 @@ def load_factory(path: str, name: str, options: TargetOptions) -> Target:
         TargetError: there is none, or it makes no model.
     """
     factory = _factory(path, name)
-    arguments = constructor_arguments(options.arguments, _parameters(factory), f"{path}:{name}")
+    arguments = named_sizes(options.arguments, _parameters(factory), f"{path}:{name}")
     made: Any = factory
     if not callable(factory):
         raise TargetError(f"{name!r} is a {type(factory).__name__}, not a callable", where=path)

@@ -14,10 +14,10 @@ from tilefit.capture.targets.base import (
     Kind,
     Target,
     build,
-    constructor_arguments,
     guarded,
     inputs_hint,
     library,
+    named_sizes,
     unknown,
 )
 from tilefit.capture.targets.modalities import HEADS, TokenLimit, inputs_of
@@ -32,7 +32,7 @@ def _load(name: str, options: TargetOptions) -> Target:
     config = _config(transformers, name, {})
     if options.arguments:
         known = {*vars(config), *getattr(config, "attribute_map", ())}
-        config = _config(transformers, name, constructor_arguments(options.arguments, known, target))
+        config = _config(transformers, name, named_sizes(options.arguments, known, target))
     model_class, head = _model_class(transformers, config)
     notes = _without_values(config, options)
     model = build(lambda: model_class(config), target, options.device)
@@ -62,10 +62,8 @@ def _without_values(config: Any, options: TargetOptions) -> list[str]:
     if hasattr(config, "num_experts_per_tok"):
         config._experts_implementation = "grouped_mm"
     # Some sequence-to-sequence configurations leave it to the checkpoint, and shifting the labels needs it.
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        and getattr(config, "decoder_start_token_id", None) is None
-    ):
+    encodes = getattr(config, "is_encoder_decoder", False)
+    if encodes and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     if getattr(config, "apply_spec_augment", False) and options.device == "meta":
         config.apply_spec_augment = False

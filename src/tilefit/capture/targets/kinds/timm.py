@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from tilefit.capture.targets.base import (
-    DEFAULT_IMAGE_SIZE,
-    Kind,
-    Target,
-    build,
-    library,
-    unknown,
-)
+from tilefit.capture.inputs import DEFAULT_IMAGE_SIZE
+from tilefit.capture.targets.base import Kind, Target, build, library, unknown
 from tilefit.capture.targets.images import image_target
 from tilefit.options import TargetOptions
 

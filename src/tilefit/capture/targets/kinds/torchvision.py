@@ -8,14 +8,8 @@ from torch import nn
 
 from tilefit.capture import detection
 from tilefit.capture.failures import ON_CPU
-from tilefit.capture.targets.base import (
-    DEFAULT_IMAGE_SIZE,
-    Kind,
-    Target,
-    build,
-    library,
-    unknown,
-)
+from tilefit.capture.inputs import DEFAULT_IMAGE_SIZE
+from tilefit.capture.targets.base import Kind, Target, build, library, unknown
 from tilefit.capture.targets.images import image_target
 from tilefit.errors import CaptureError, UsageError
 from tilefit.options import TargetOptions
