@@ -13,7 +13,8 @@ from tilefit import gpus
 from tilefit.cost import estimate, estimate_step, fuse
 from tilefit.errors import UsageError
 from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, Streaming
-from tilefit.parallel import Split, estimate_plan, plan, rank_step
+from tilefit.options import Split
+from tilefit.parallel import estimate_split, rank_step, split_step
 from tilefit.rules import run
 
 ROWS = 8 * 128
@@ -41,7 +42,7 @@ def collectives(step: Step, module: str) -> list[tuple[str, str, int, int]]:
 
 
 def rank(step: Step, tensor: int) -> Step:
-    (stage,) = plan(step, Split(tensor=tensor)).stages
+    (stage,) = split_step(step, Split(tensor=tensor)).stages
     return stage
 
 
@@ -176,7 +177,7 @@ def test_memory_and_optimizer_go_with_the_parameters(llama: Step) -> None:
 
 def test_a_convolution_has_nothing_to_split() -> None:
     whole = resnet(batch=8)
-    planned = plan(whole, Split(tensor=2))
+    planned = split_step(whole, Split(tensor=2))
     assert planned.stages[0].ops == whole.ops
     assert "Inferred from the step: nothing." in planned.notes[0]
     assert any("ranks share nothing" in each for each in planned.problems)
@@ -205,7 +206,7 @@ def test_uneven_heads_are_an_error_with_the_ranks_that_would_do(gpt2_of_25_heads
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_even_shards_and_repeated_key_heads_are_no_error(llama: Step, ranks: int) -> None:
     assert run(rank(llama, ranks), gpus.get("h200"), select=["PAR"]) == []
-    problems = plan(llama, Split(tensor=ranks)).problems
+    problems = split_step(llama, Split(tensor=ranks)).problems
     assert problems == (("4 key/value heads for 8 ranks: each is held 2 times",) if ranks == 8 else ())
 
 
@@ -214,7 +215,7 @@ def test_a_whole_step_has_no_shards(gpt2: Step) -> None:
 
 
 def test_the_vocabulary_is_filled_up_as_megatron_does() -> None:
-    planned = plan(hand_made(vocabulary=50257), Split(tensor=4))
+    planned = split_step(hand_made(vocabulary=50257), Split(tensor=4))
     assert any("50257 does not divide over 4 ranks: fill it up to 50688" in each for each in planned.problems)
     (finding,) = run(planned.stages[0], gpus.get("h200"), select=["ALN002"])
     assert "a rank's 12565 tokens of the vocabulary are no multiple of 8" in finding.message
@@ -223,18 +224,18 @@ def test_the_vocabulary_is_filled_up_as_megatron_does() -> None:
 
 def test_batches_and_layers_that_do_not_divide_are_refused(llama: Step) -> None:
     with pytest.raises(UsageError, match="a batch of 8 does not split into 3 replicas of 1"):
-        plan(llama, Split(data=3))
+        split_step(llama, Split(data=3))
     with pytest.raises(UsageError, match="3 layers do not fill 4 pipeline stages"):
-        plan(llama, Split(pipeline=4, micro_batches=1))
+        split_step(llama, Split(pipeline=4, micro_batches=1))
     with pytest.raises(UsageError, match="unknown"):
-        plan(replace(llama, batch=0), Split(data=2))
+        split_step(replace(llama, batch=0), Split(data=2))
 
 
 # --- pipeline and data parallelism -----------------------------------------------------------------
 
 
 def test_stages_are_the_whole_step(llama: Step) -> None:
-    parts = plan(llama, Split(pipeline=3, micro_batches=1)).stages
+    parts = split_step(llama, Split(pipeline=3, micro_batches=1)).stages
     ops = [e for part in parts for e in part.ops if e.phase != OPTIMIZER and not isinstance(e.op, Collective)]
     assert sorted(map(repr, ops)) == sorted(repr(e) for e in llama.ops if e.phase != OPTIMIZER)
     modules = [
@@ -247,7 +248,7 @@ def test_stages_are_the_whole_step(llama: Step) -> None:
 
 
 def test_stages_send_activations_and_gradients(llama: Step) -> None:
-    first, middle, last = plan(llama, Split(pipeline=3, micro_batches=1)).stages
+    first, middle, last = split_step(llama, Split(pipeline=3, micro_batches=1)).stages
     sent = [
         [(e.phase, e.op.elements) for e in s.ops if isinstance(e.op, Collective)]
         for s in (first, middle, last)
@@ -266,27 +267,29 @@ def most_activations(stage: Step) -> int:
 
 
 def test_a_stage_holds_the_micro_batches_in_flight(llama: Step) -> None:
-    four = plan(llama, Split(pipeline=2, micro_batches=4)).stages
-    eight = plan(llama, Split(pipeline=2, micro_batches=8)).stages
+    four = split_step(llama, Split(pipeline=2, micro_batches=4)).stages
+    eight = split_step(llama, Split(pipeline=2, micro_batches=8)).stages
     # Twice the micro-batches of half the size: two of them on the first stage, one on the last.
     for before, after in zip(four, eight, strict=True):
         assert most_activations(after) == pytest.approx(most_activations(before) / 2, rel=0.01)
 
 
 def test_the_head_makes_the_last_stage_the_slowest(llama: Step) -> None:
-    planned = plan(llama, Split(pipeline=3, micro_batches=2))
+    planned = split_step(llama, Split(pipeline=3, micro_batches=2))
     assert any(text.startswith("stage 3 of 3 does") for text in planned.problems)
-    assert estimate_plan(planned, gpus.get("h200")).slowest == 2
+    assert estimate_split(planned, gpus.get("h200")).slowest == 2
 
 
 def test_the_bubble(llama: Step) -> None:
     gpu = gpus.get("h200")
-    priced = {m: estimate_plan(plan(llama, Split(pipeline=2, micro_batches=m)), gpu) for m in (1, 2, 8)}
+    priced = {
+        m: estimate_split(split_step(llama, Split(pipeline=2, micro_batches=m)), gpu) for m in (1, 2, 8)
+    }
     assert [priced[m].bubble for m in (1, 2, 8)] == pytest.approx([1 / 2, 1 / 3, 1 / 9])
 
 
 def test_replicas_share_the_batch_and_sum_up_gradients(gpt2: Step) -> None:
-    planned = plan(gpt2, Split(data=4))
+    planned = split_step(gpt2, Split(data=4))
     (part,) = planned.stages
     assert part.batch == 2
     assert planned.tensor_flop * 4 == gpt2.tensor_flop
@@ -300,7 +303,7 @@ def test_replicas_share_the_batch_and_sum_up_gradients(gpt2: Step) -> None:
 
 def test_all_ways_at_once_add_up(llama: Step) -> None:
     split = Split(tensor=2, pipeline=3, data=2, micro_batches=2)
-    planned = plan(llama, split)
+    planned = split_step(llama, split)
     assert split.gpus == 12
     assert planned.tensor_flop * 12 == pytest.approx(llama.tensor_flop, rel=1e-6)
 
@@ -323,15 +326,15 @@ def test_an_all_reduce_by_hand() -> None:
 
 def test_more_ranks_than_a_machine_holds_are_not_priced_and_the_plan_says_so() -> None:
     step = hand_made(batch=16)
-    planned = plan(step, Split(data=16))
-    priced = estimate_plan(planned, gpus.get("h200"))
+    planned = split_step(step, Split(data=16))
+    priced = estimate_split(planned, gpus.get("h200"))
     assert (priced.unpriced, priced.communication_s) == (1, 0.0)
     assert any("not priced" in note for note in rank_step(planned, [gpus.get("h200")]).notes)
 
 
 def test_one_gpu_is_the_step_itself(gpt2: Step) -> None:
     gpu = gpus.get("h200")
-    priced = estimate_plan(plan(gpt2, Split()), gpu)
+    priced = estimate_split(split_step(gpt2, Split()), gpu)
     assert priced.time_s == estimate_step(gpt2, gpu).time_s
     assert priced.memory_bytes == gpt2.memory.peak_bytes
 
@@ -339,14 +342,14 @@ def test_one_gpu_is_the_step_itself(gpt2: Step) -> None:
 def test_splitting_pays_where_the_gpu_is_busy_and_the_link_is_fast() -> None:
     step = hand_made(layers=4)
     whole = estimate_step(step, "h200").time_s
-    fast = estimate_plan(plan(step, Split(tensor=4)), gpus.get("h200"))
-    slow = estimate_plan(plan(step, Split(tensor=4)), gpus.get("h200-nvl"))
+    fast = estimate_split(split_step(step, Split(tensor=4)), gpus.get("h200"))
+    slow = estimate_split(split_step(step, Split(tensor=4)), gpus.get("h200-nvl"))
     assert whole / 4 < fast.time_s < whole
     assert slow.communication_s > 5 * fast.communication_s
 
 
 def test_the_step_of_one_rank_is_checked_like_any_other(llama: Step) -> None:
-    step = rank_step(plan(llama, Split(tensor=2, pipeline=3, micro_batches=4)), [gpus.get("h200")])
+    step = rank_step(split_step(llama, Split(tensor=2, pipeline=3, micro_batches=4)), [gpus.get("h200")])
     notes = " ".join(step.notes)
     assert "tensor 2, pipeline 3, 4 micro-batches; 6 GPUs" in notes
     assert "stage 3 of 3" in notes

@@ -14,7 +14,9 @@ from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.step import estimate_step
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
-from tilefit.ops import Gemm, Op, Step
+from tilefit.ops import FORWARD, Gemm, Op, Step
+from tilefit.ops.base import DIRECTIONS
+from tilefit.ops.gemm import linear_pass
 from tilefit.units import capacity
 
 #: The knee: the smallest size that reaches this share of the best rate.
@@ -180,14 +182,8 @@ def sizes_between(
 
 def linear(rows: int, in_features: int, out_features: int, dtype: str, *, train: bool) -> tuple[Gemm, ...]:
     """The products of ``F.linear`` on rows of features: forward, data gradient, weight gradient."""
-    forward = Gemm(rows, out_features, in_features, dtype, "TN")
-    if not train:
-        return (forward,)
-    return (
-        forward,
-        Gemm(rows, in_features, out_features, dtype, "NN"),
-        Gemm(out_features, in_features, rows, dtype, "NT"),
-    )
+    passes = DIRECTIONS if train else (FORWARD,)
+    return tuple(linear_pass(each, rows, out_features, in_features, dtype) for each in passes)
 
 
 #: Times of operations on a GPU, as :func:`~tilefit.cost.model.estimate_all` gives them.

@@ -131,6 +131,19 @@ class _Chain:
     sums: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Lives:
+    """Values by the operation that makes them; the last that reads each; their bytes."""
+
+    made: dict[int, list[_Value]] = field(default_factory=dict)
+    last: dict[_Value, int] = field(default_factory=dict)
+    sizes: dict[_Value, int] = field(default_factory=dict)
+
+    def make(self, value: _Value, position: int, size: int) -> None:
+        self.made.setdefault(position, []).append(value)
+        self.sizes[value] = size
+
+
 class _Fusion:
     """The chains of a step."""
 
@@ -195,45 +208,21 @@ class _Fusion:
         Args:
             stay: Numbers of the tensors that have their size whatever the batch.
         """
-        last: dict[_Value, int] = {}
-        sizes: dict[_Value, int] = {}
-        pads: dict[tuple[_Value | int, int, bool], _Value] = {}
-        made: dict[int, list[_Value]] = {}
-        end = len(self.ops)
-        for index, entry in enumerate(self.ops):
-            chain = self.chains.get(index)
-            reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
-            last.update((value, chain.position if chain else index) for value in reads)
-            if entry.phase == OPTIMIZER:
-                continue
-            for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
-                if value in self.refs and (chain is None or value in self.written):
-                    made.setdefault(chain.position if chain else index, []).append(value)
-                    sizes[value] = _bytes(self.refs[value])
-            for pad in _padding(entry, self.sources[index])[1]:
-                # Each of the two graphs makes its own, where it can in the kernel that makes the operand.
-                graph = entry.phase == FORWARD
-                key = pad.operand or index, pad.after, graph
-                if key not in pads:
-                    pads[key] = index, -1 - end - len(pads)
-                    source = self.chains.get(pad.operand[0]) if pad.operand else None
-                    position = source.position if source and source.graph[0] == graph else index
-                    made.setdefault(position, []).append(pads[key])
-                    sizes[pads[key]] = pad.after * size_bytes(pad.dtype)
-                last[pads[key]] = index
+        lives = self._lives()
         freed: dict[int, list[_Value]] = {}
-        for values in made.values():
+        for values in lives.made.values():
             for value in values:
-                freed.setdefault(last.get(value, end), []).append(value)
+                freed.setdefault(lives.last.get(value, len(self.ops)), []).append(value)
         live: dict[int, int] = {}
         held = eager.fixed_bytes - eager.gradient_bytes
         now = {True: held, False: 0}  # does it stay whatever the batch?
         moments = []
         saved = 0
         for index, entry in enumerate(self.ops):
-            for value in made.get(index, ()):
-                now[value[1] in stay] += sizes[value] - live.get(value[1], 0)  # in place: the same memory
-                live[value[1]] = sizes[value]
+            for value in lives.made.get(index, ()):
+                size = lives.sizes[value]
+                now[value[1] in stay] += size - live.get(value[1], 0)  # in place: the same memory
+                live[value[1]] = size
             moments.append((now[True], now[False]))
             for value in freed.get(index, ()):
                 now[value[1] in stay] -= live.pop(value[1], 0)
@@ -241,6 +230,32 @@ class _Fusion:
                 saved = sum(now.values()) - held
         peak_bytes = max((stays + grows for stays, grows in moments), default=held)
         return replace(eager, saved_bytes=saved, peak_bytes=peak_bytes, moments=fullest(moments))
+
+    def _lives(self) -> _Lives:
+        """When each result and each copy that pads a product is made, and read for the last time."""
+        lives = _Lives()
+        pads: dict[tuple[_Value | int, int, bool], _Value] = {}
+        for index, entry in enumerate(self.ops):
+            chain = self.chains.get(index)
+            position = chain.position if chain else index
+            reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
+            lives.last.update(dict.fromkeys(reads, position))
+            if entry.phase == OPTIMIZER:
+                continue
+            for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
+                if value in self.refs and (chain is None or value in self.written):
+                    lives.make(value, position, _bytes(self.refs[value]))
+            for pad in _padding(entry, self.sources[index])[1]:
+                # Each of the two graphs makes its own, where it can in the kernel that makes the operand.
+                graph = entry.phase == FORWARD
+                key = pad.operand or index, pad.after, graph
+                if key not in pads:
+                    pads[key] = index, -1 - len(self.ops) - len(pads)
+                    source = self.chains.get(pad.operand[0]) if pad.operand else None
+                    place = source.position if source and source.graph[0] == graph else index
+                    lives.make(pads[key], place, pad.after * size_bytes(pad.dtype))
+                lives.last[pads[key]] = index
+        return lives
 
     def _escapes(self, value: _Value, reader: int) -> None:
         source = self.chains.get(value[0])

@@ -12,7 +12,9 @@ from random import Random
 from tilefit.errors import UsageError
 from tilefit.measure.streaming import RECIPES
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv, Conv2d, Gemm, Op, Recurrent
+from tilefit.ops.base import DIRECTIONS
 from tilefit.ops.dtypes import elements_per_access
+from tilefit.ops.gemm import linear_pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +233,8 @@ def linears(model: str) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
 
 def linear_passes(rows: int, outputs: int, inputs: int, dtype: str) -> tuple[Gemm, Gemm, Gemm]:
     """Forward, data gradient and weight gradient of ``F.linear``."""
-    return (
-        Gemm(rows, outputs, inputs, dtype, "TN"),
-        Gemm(rows, inputs, outputs, dtype, "NN"),
-        Gemm(outputs, inputs, rows, dtype, "NT"),
-    )
+    forward, data, weight = (linear_pass(each, rows, outputs, inputs, dtype) for each in DIRECTIONS)
+    return forward, data, weight
 
 
 def model_gemm(rng: Random, max_rows: int = 65536) -> Entry:

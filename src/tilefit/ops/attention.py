@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import BACKWARD_DATA, FORWARD, Growth, Op
-from tilefit.ops.dtypes import canonical, size_bytes
+from tilefit.ops.dtypes import size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Attention(Op):
     """
 
     kind: ClassVar[str] = "attention"
+    passes: ClassVar[tuple[str, ...]] = (FORWARD, BACKWARD_DATA)
 
     batch: int
     num_heads: int
@@ -48,11 +49,9 @@ class Attention(Op):
         object.__setattr__(self, "kv_len", self.kv_len or self.seq_len)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
-        object.__setattr__(self, "dtype", canonical(self.dtype))
         if self.num_heads % self.num_kv_heads:
             raise UsageError(f"{self.num_heads} query heads do not share {self.num_kv_heads} key heads")
-        if self.direction not in (FORWARD, BACKWARD_DATA):
-            raise UsageError(f"unknown direction {self.direction!r}")
+        Op.__post_init__(self)
 
     @property
     def scores(self) -> int:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Self
 
+from tilefit.errors import UsageError
+from tilefit.ops.dtypes import canonical
+
 FORWARD = "forward"
 BACKWARD_DATA = "backward-data"
 BACKWARD_WEIGHT = "backward-weight"
 OPTIMIZER = "optimizer"
-#: The phases of a training step, in the order in which they run.
-PHASES = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT, OPTIMIZER)
+#: Passes of an operation, and the phases of a training step, in the order in which they run.
+DIRECTIONS = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
+PHASES = (*DIRECTIONS, OPTIMIZER)
 
 
 class Growth(NamedTuple):
@@ -58,6 +62,14 @@ class Op(ABC):
     #: Element type of the operands (see :mod:`tilefit.ops.dtypes`).
     dtype: str
 
+    #: Passes that it has; empty where it has none of its own.
+    passes: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+        if self.passes and self.direction not in self.passes:  # type: ignore[attr-defined]
+            raise UsageError(f"unknown direction {self.direction!r}")  # type: ignore[attr-defined]
+
     def __init_subclass__(cls) -> None:
         # A dataclass with slots is made twice: the second one stays.
         cls.KINDS[cls.kind] = cls
@@ -85,6 +97,10 @@ class Op(ABC):
     @abstractmethod
     def on_batch(self, growth: Growth) -> Self:
         """The operation with other samples."""
+
+    def shared(self, share: float, kernels: float = 1.0) -> Self:
+        """A share of its elements, in a share of its kernels; all of it where it cannot be divided so."""
+        return self
 
     @property
     def category(self) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import OPTIMIZER, Growth, Op
-from tilefit.ops.dtypes import canonical, size_bytes
+from tilefit.ops.dtypes import size_bytes
 
 ALL_REDUCE, ALL_GATHER, SEND = "all-reduce", "all-gather", "send"
 
@@ -37,7 +37,7 @@ class Collective(Op):
             raise UsageError(f"unknown collective {self.function!r}")
         if self.ranks < 2:
             raise UsageError(f"a collective needs at least two ranks, not {self.ranks}")
-        object.__setattr__(self, "dtype", canonical(self.dtype))
+        Op.__post_init__(self)
 
     @property
     def flop(self) -> int:

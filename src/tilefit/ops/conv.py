@@ -8,8 +8,8 @@ from math import prod
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Growth, Op
-from tilefit.ops.dtypes import canonical, size_bytes
+from tilefit.ops.base import BACKWARD_DATA, DIRECTIONS, FORWARD, Growth, Op
+from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.gemm import Gemm
 
 
@@ -31,6 +31,7 @@ class Conv(Op):
     """
 
     kind: ClassVar[str] = "conv"
+    passes: ClassVar[tuple[str, ...]] = DIRECTIONS
 
     batch: int
     in_channels: int
@@ -52,9 +53,7 @@ class Conv(Op):
             )
         if min(self.output_size) < 1:
             raise UsageError(f"the kernel {self.kernel_size} does not fit the input {self.input_size}")
-        if self.direction not in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT):
-            raise UsageError(f"unknown direction {self.direction!r}")
-        object.__setattr__(self, "dtype", canonical(self.dtype))
+        Op.__post_init__(self)
 
     @property
     def output_size(self) -> tuple[int, ...]:
@@ -113,21 +112,17 @@ class Conv(Op):
 
     @property
     def read_bytes(self) -> int:
-        size = size_bytes(self.dtype)
-        if self.direction == FORWARD:
-            return size * (self.input_elements + self.weight_elements)
-        if self.direction == BACKWARD_DATA:
-            return size * (self.output_elements + self.weight_elements)
-        return size * (self.input_elements + self.output_elements)
+        # Of the image, the result and the weight, each pass reads two and writes the third.
+        elements = self.input_elements + self.output_elements + self.weight_elements
+        return size_bytes(self.dtype) * elements - self.write_bytes
 
     @property
     def write_bytes(self) -> int:
-        size = size_bytes(self.dtype)
         if self.direction == FORWARD:
-            return size * self.output_elements
-        if self.direction == BACKWARD_DATA:
-            return size * self.input_elements
-        return size * self.weight_elements
+            written = self.output_elements
+        else:
+            written = self.input_elements if self.direction == BACKWARD_DATA else self.weight_elements
+        return size_bytes(self.dtype) * written
 
     def on_batch(self, growth: Growth) -> Conv:
         return replace(self, batch=growth.of(self.batch))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import BACKWARD_WEIGHT, Growth, Op
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Growth, Op
 from tilefit.ops.dtypes import canonical, size_bytes
 
 LAYOUTS = ("NN", "TN", "NT", "TT")
@@ -61,7 +61,7 @@ class Gemm(Op):
                 f"unknown layout {self.layout!r}",
                 hint=f"Use the BLAS letters: one of {', '.join(LAYOUTS)}.",
             )
-        object.__setattr__(self, "dtype", canonical(self.dtype))
+        Op.__post_init__(self)
         object.__setattr__(self, "out_dtype", canonical(self.out_dtype) if self.out_dtype else "")
 
     @property
@@ -108,3 +108,12 @@ class Gemm(Op):
             if {*weight} == {self.m, self.k}:
                 return "n"
         return "batch"
+
+
+def linear_pass(direction: str, rows: int, out_features: int, in_features: int, dtype: str) -> Gemm:
+    """The product of a pass of ``F.linear`` on rows of features."""
+    if direction == FORWARD:
+        return Gemm(rows, out_features, in_features, dtype, "TN")
+    if direction == BACKWARD_DATA:
+        return Gemm(rows, in_features, out_features, dtype, "NN")
+    return Gemm(out_features, in_features, rows, dtype, "NT")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tilefit.errors import UsageError
-from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Growth, Op
-from tilefit.ops.dtypes import canonical, size_bytes
-from tilefit.ops.gemm import Gemm
+from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Growth, Op
+from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.gemm import Gemm, linear_pass
 
 #: Gates per cell: how many matrices of hidden x hidden one time step multiplies.
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
@@ -35,6 +35,7 @@ class Recurrent(Op):
     """
 
     kind: ClassVar[str] = "recurrent"
+    passes: ClassVar[tuple[str, ...]] = DIRECTIONS
 
     mode: str
     input_size: int
@@ -52,13 +53,11 @@ class Recurrent(Op):
     def __post_init__(self) -> None:
         if self.mode not in GATES:
             raise UsageError(f"unknown recurrent mode {self.mode!r}", hint=f"Use one of: {', '.join(GATES)}.")
-        if self.direction not in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT):
-            raise UsageError(f"unknown direction {self.direction!r}")
         if self.persistent not in ("", INFERENCE, TRAINING):
             raise UsageError(
                 f"unknown purpose {self.persistent!r}", hint=f"Use {INFERENCE}, {TRAINING} or nothing."
             )
-        object.__setattr__(self, "dtype", canonical(self.dtype))
+        Op.__post_init__(self)
 
     @property
     def directions(self) -> int:
@@ -85,24 +84,13 @@ class Recurrent(Op):
         products: list[tuple[Gemm, int]] = []
         for layer in range(self.num_layers):
             inputs = self.input_size if layer == 0 else out * self.directions
-            count = self.directions
-            if self.direction == FORWARD:
-                products.append((Gemm(rows, wide, inputs, self.dtype, "TN"), count))
-                products.append((Gemm(self.batch, wide, out, self.dtype, "TN"), count * self.seq_len))
-            elif self.direction == BACKWARD_DATA:
-                products.append((Gemm(rows, inputs, wide, self.dtype, "NN"), count))
-                products.append((Gemm(self.batch, out, wide, self.dtype, "NN"), count * self.seq_len))
-            else:
-                products.append((Gemm(wide, inputs, rows, self.dtype, "NT"), count))
-                products.append((Gemm(wide, out, rows, self.dtype, "NT"), count))
-            if self.proj_size:
-                size, hidden = self.proj_size, self.hidden_size
-                if self.direction == FORWARD:
-                    products.append((Gemm(self.batch, size, hidden, self.dtype, "TN"), count * self.seq_len))
-                elif self.direction == BACKWARD_DATA:
-                    products.append((Gemm(self.batch, hidden, size, self.dtype, "NN"), count * self.seq_len))
-                else:
-                    products.append((Gemm(size, hidden, rows, self.dtype, "NT"), count))
+            matrices = [(wide, inputs, False), (wide, out, True)]
+            matrices += [(self.proj_size, self.hidden_size, True)] if self.proj_size else []
+            for outputs, features, each_step in matrices:
+                stepwise = each_step and self.direction != BACKWARD_WEIGHT
+                size = self.batch if stepwise else rows
+                gemm = linear_pass(self.direction, size, outputs, features, self.dtype)
+                products.append((gemm, self.directions * (self.seq_len if stepwise else 1)))
         return tuple(products)
 
     @property

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import OPTIMIZER, Growth, Op
-from tilefit.ops.dtypes import canonical
 
 #: What a streaming operation is, in the words of the reports. ``other`` is an operation the model
 #: has no knowledge of beyond its bytes; coverage counts it.
@@ -65,7 +64,7 @@ class Streaming(Op):
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise UsageError(f"unknown role {self.role!r}", hint=f"Use one of: {', '.join(ROLES)}.")
-        object.__setattr__(self, "dtype", canonical(self.dtype))
+        Op.__post_init__(self)
 
     @property
     def flop(self) -> int:
@@ -88,6 +87,15 @@ class Streaming(Op):
             inner=growth.of(self.inner) if growth.grows and over_batch and self.inner else self.inner,
             read_bytes=round(self.read_bytes * read),
             write_bytes=round(self.write_bytes * write),
+        )
+
+    def shared(self, share: float, kernels: float = 1.0) -> Streaming:
+        return replace(
+            self,
+            elements=max(1, round(self.elements * share)),
+            read_bytes=round(self.read_bytes * share),
+            write_bytes=round(self.write_bytes * share),
+            kernels=max(1, round(self.kernels * kernels)) if kernels != 1.0 else self.kernels,
         )
 
     @property

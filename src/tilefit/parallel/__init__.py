@@ -4,7 +4,7 @@ The way a step is split is inferred from what it executes, not read from a frame
 :mod:`tilefit.parallel.roles`.
 """
 
-from tilefit.parallel.pricing import SplitEstimate, estimate_plan, rank_step
-from tilefit.parallel.split import Plan, plan
+from tilefit.parallel.pricing import SplitEstimate, estimate_split, rank_step
+from tilefit.parallel.split import SplitStep, split_step
 
-__all__ = ["Plan", "SplitEstimate", "estimate_plan", "plan", "rank_step"]
+__all__ = ["SplitEstimate", "SplitStep", "estimate_split", "rank_step", "split_step"]

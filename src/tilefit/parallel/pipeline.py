@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 
 from tilefit.errors import UsageError
-from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step, StepOp
 from tilefit.ops.collective import SEND
 from tilefit.ops.dtypes import size_bytes
 
@@ -56,7 +56,7 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
         ops: list[StepOp] = []
         for index, entry in enumerate(step.ops):
             if entry.phase == OPTIMIZER:
-                ops.append(_shared(entry, share))
+                ops.append(replace(entry, op=entry.op.shared(share, share)))
             elif places[index] == stage:
                 ops.append(entry)
                 if index in crossings:
@@ -117,20 +117,6 @@ def _crossings(step: Step, places: list[int]) -> dict[int, StepOp]:
             op = Collective(SEND, max(1, prod(largest.shape)), 2, largest.dtype)
             found[here] = StepOp(op, entry.phase, entry.site, SEND, (largest,), ())
     return found
-
-
-def _shared(entry: StepOp, share: float) -> StepOp:
-    op = entry.op
-    if not isinstance(op, Streaming):
-        return entry
-    small = replace(
-        op,
-        elements=max(1, round(op.elements * share)),
-        read_bytes=round(op.read_bytes * share),
-        write_bytes=round(op.write_bytes * share),
-        kernels=max(1, round(op.kernels * share)),
-    )
-    return replace(entry, op=small)
 
 
 def _written(step: Step, places: list[int], count: int) -> list[float]:

@@ -9,7 +9,7 @@ from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.collective import is_priced
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Collective, Step
-from tilefit.parallel.split import Plan
+from tilefit.parallel.split import SplitStep
 from tilefit.units import seconds, share
 
 
@@ -38,7 +38,7 @@ class SplitEstimate:
     provenance: str
 
 
-def estimate_plan(plan: Plan, gpu: Gpu) -> SplitEstimate:
+def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
     """Predicted time of a step as it is split.
 
     With p stages and m micro-batches the slowest stage works ``m`` times and waits ``p - 1`` times as long:
@@ -46,16 +46,16 @@ def estimate_plan(plan: Plan, gpu: Gpu) -> SplitEstimate:
     Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019). Collectives take the least
     time that the link allows (:mod:`tilefit.cost.collective`) and do not overlap with anything.
     """
-    parts, count = plan.split.parts, len(plan.stages)
+    parts, count = divided.split.parts, len(divided.stages)
     repeats = parts + count - 1
     # Without repeats the step is one piece: what the host is ahead in the backward pass serves the optimizer.
-    whole = [estimate_step(stage, gpu) for stage in plan.stages]
+    whole = [estimate_step(stage, gpu) for stage in divided.stages]
     if repeats == 1:
         slowest = 0
         time_s, low_s, high_s = whole[0].time_s, whole[0].low_s, whole[0].high_s
     else:
-        work = [estimate_step(_part(stage, optimizer=False), gpu) for stage in plan.stages]
-        rest = [estimate_step(_part(stage, optimizer=True), gpu) for stage in plan.stages]
+        work = [estimate_step(_part(stage, optimizer=False), gpu) for stage in divided.stages]
+        rest = [estimate_step(_part(stage, optimizer=True), gpu) for stage in divided.stages]
         slowest = max(range(count), key=lambda index: work[index].time_s)
         once, last = work[slowest], max(rest, key=lambda each: each.time_s)
         time_s = repeats * once.time_s + last.time_s
@@ -65,29 +65,29 @@ def estimate_plan(plan: Plan, gpu: Gpu) -> SplitEstimate:
         time_s,
         low_s,
         high_s,
-        communication_s=_communication_s(plan.stages[slowest], whole[slowest], parts),
+        communication_s=_communication_s(divided.stages[slowest], whole[slowest], parts),
         bubble=(count - 1) / repeats,
-        memory_bytes=max(stage.memory.peak_bytes for stage in plan.stages),
+        memory_bytes=max(stage.memory.peak_bytes for stage in divided.stages),
         slowest=slowest,
         unpriced=sum(
             isinstance(entry.op, Collective) and not is_priced(entry.op, gpu)
-            for stage in plan.stages
+            for stage in divided.stages
             for entry in stage.ops
         ),
         provenance=whole[slowest].provenance,
     )
 
 
-def rank_step(plan: Plan, gpus: Sequence[Gpu]) -> Step:
+def rank_step(divided: SplitStep, gpus: Sequence[Gpu]) -> Step:
     """The step of one GPU, to be checked: of the stage that the others wait for, with notes on the whole.
 
     Args:
-        plan: The step as it is split.
+        divided: The step as it is split.
         gpus: Which GPUs; the first decides which stage takes longest, the notes tell the time on each.
     """
-    priced = [(gpu, estimate_plan(plan, gpu)) for gpu in gpus]
-    stage = plan.stages[priced[0][1].slowest]
-    split = plan.split
+    priced = [(gpu, estimate_split(divided, gpu)) for gpu in gpus]
+    stage = divided.stages[priced[0][1].slowest]
+    split = divided.split
     notes = [f"Split: {split}; {split.gpus} GPUs, of which this is one."]
     if split.pipeline > 1 or split.parts > 1:
         notes.append(f"This is one micro-batch on stage {priced[0][1].slowest + 1} of {split.pipeline}.")
@@ -100,7 +100,7 @@ def rank_step(plan: Plan, gpus: Sequence[Gpu]) -> Step:
         if each.unpriced:
             said += "; communication over a link that is unknown is not priced"
         notes.append(f"{said}.")
-    notes += [*plan.notes, *(f"{problem[0].upper()}{problem[1:]}." for problem in plan.problems)]
+    notes += [*divided.notes, *(f"{problem[0].upper()}{problem[1:]}." for problem in divided.problems)]
     return replace(stage, notes=(*stage.notes, *notes))
 
 

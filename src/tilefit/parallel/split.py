@@ -25,7 +25,7 @@ _NOTHING_SPLIT = "tensor-parallel ranks share nothing that was recognised in thi
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SplitStep:
     """A step as it is split.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
         return of_all_stages * self.split.parts // self.split.pipeline
 
 
-def plan(step: Step, split: Split) -> Plan:
+def split_step(step: Step, split: Split) -> SplitStep:
     """Split a step.
 
     Args:
@@ -58,7 +58,7 @@ def plan(step: Step, split: Split) -> Plan:
         UsageError: the batch is unknown or does not divide, or there are fewer layers than stages.
     """
     if split.is_trivial:
-        return Plan(split, (step,))
+        return SplitStep(split, (step,))
     ways = split.data * split.parts
     notes: list[str] = []
     problems: list[str] = []
@@ -88,7 +88,7 @@ def plan(step: Step, split: Split) -> Plan:
         notes.append(
             f"Stages are taken to be linked like the GPUs of one machine, which are {MOST_LINKED} at most."
         )
-    return Plan(split, parts, tuple(problems), tuple(notes))
+    return SplitStep(split, parts, tuple(problems), tuple(notes))
 
 
 def _uneven(shards: tuple[Shard, ...], ranks: int) -> list[str]:

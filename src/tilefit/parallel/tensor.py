@@ -24,7 +24,7 @@ from tilefit.ops import (
 )
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE
 from tilefit.ops.dtypes import size_bytes
-from tilefit.parallel.roles import AttentionBlock, Roles, roles
+from tilefit.parallel.roles import AttentionBlock, MlpBlock, Roles, roles
 from tilefit.rules.layers import Linear
 
 _WHOLE = Fraction(1)
@@ -59,6 +59,7 @@ class _Parts:
     """What one rank holds.
 
     Attributes:
+        step, ranks: What is split, over how many GPUs.
         layers: Split linear layers, by the index of each of their products.
         parameters: Share of each split parameter.
         weights: Shapes of the split layers' weights.
@@ -68,6 +69,8 @@ class _Parts:
         shards: How the sizes are divided.
     """
 
+    step: Step
+    ranks: int
     layers: dict[int, _Layer] = field(default_factory=dict)
     parameters: dict[str, Fraction] = field(default_factory=dict)
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -75,6 +78,58 @@ class _Parts:
     last_gradients: set[int] = field(default_factory=set)
     scoring: set[int] = field(default_factory=set)
     shards: dict[Shard, None] = field(default_factory=dict)
+
+    def share(self, what: str, size: int) -> int:
+        """Divide a size of the model over the ranks."""
+        part = -(-size // self.ranks)
+        self.shards[Shard(what, size, part, self.ranks)] = None
+        return part
+
+    def add(self, layer: Linear, in_features: int, out_features: int) -> None:
+        """Split a layer."""
+        split = _Layer(layer, in_features, out_features)
+        self.layers.update(dict.fromkeys(layer.indices, split))
+        self.parameters[layer.parameter] = split.kept
+        product = self.step.ops[layer.forward[0]].op if layer.forward else None
+        if isinstance(product, Gemm):
+            stored = (out_features, in_features)  # as nn.Linear does: a transposed operand
+            self.weights[layer.parameter] = stored if product.layout[0] == "T" else stored[::-1]
+        bias = f"{layer.parameter.removesuffix('weight')}bias"
+        if split.by_columns and bias in self.step.parameters:
+            self.parameters[bias] = split.kept
+        for whole, part in ((layer.in_features, in_features), (layer.out_features, out_features)):
+            if part != whole:
+                self.sizes[whole] = part
+
+    def summed_behind(self, columns: list[Linear]) -> None:
+        """The gradients of these layers' common input are summed up over the ranks."""
+        gradients = [index for layer in columns for index in layer.backward_data]
+        if gradients:
+            self.last_gradients.add(max(gradients))
+
+    def divide_attention(self, block: AttentionBlock) -> None:
+        """By heads; of fewer key and value heads than ranks each is held by several."""
+        heads = kv_heads = self.share("query heads", block.heads)
+        if block.kv_heads != block.heads:
+            kv_heads = max(1, -(-block.kv_heads // self.ranks))
+            sharing = min(self.ranks, block.kv_heads)
+            self.shards[Shard("key/value heads", block.kv_heads, kv_heads, sharing)] = None
+        for layer in block.columns:
+            columns = _columns(layer.out_features, block, heads, kv_heads, self.ranks)
+            self.add(layer, layer.in_features, columns)
+        if block.row:
+            self.add(block.row, heads * block.value_dim, block.row.out_features)
+        self.sizes[block.heads] = heads
+        self.sizes.setdefault(block.kv_heads, kv_heads)
+        self.summed_behind(block.columns)
+
+    def divide_mlp(self, mlp: MlpBlock) -> None:
+        """By features of the wide space."""
+        features = self.share("MLP features", mlp.row.in_features)
+        for layer in mlp.columns:
+            self.add(layer, layer.in_features, features * (layer.out_features // mlp.row.in_features))
+        self.add(mlp.row, features, mlp.row.out_features)
+        self.summed_behind(mlp.columns)
 
 
 def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
@@ -131,7 +186,10 @@ def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
     return (
         replace(
             step,
-            ops=tuple(_optimizer(entry, owned) for entry in ops),
+            ops=tuple(
+                replace(entry, op=entry.op.shared(owned)) if entry.phase == OPTIMIZER else entry
+                for entry in ops
+            ),
             parameters=parameters,
             memory=step.memory.part(owned, float(after / before) if before else 1.0),
             shards=tuple(parts.shards),
@@ -141,67 +199,19 @@ def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
 
 
 def _parts(step: Step, found: Roles, ranks: int) -> _Parts:
-    parts = _Parts()
-
-    def share(what: str, size: int) -> int:
-        part = -(-size // ranks)
-        parts.shards[Shard(what, size, part, ranks)] = None
-        return part
-
-    def add(layer: Linear, in_features: int, out_features: int) -> None:
-        split = _Layer(layer, in_features, out_features)
-        parts.layers.update(dict.fromkeys(layer.indices, split))
-        parts.parameters[layer.parameter] = split.kept
-        product = step.ops[layer.forward[0]].op if layer.forward else None
-        if isinstance(product, Gemm):
-            stored = (out_features, in_features)  # as nn.Linear does: a transposed operand
-            parts.weights[layer.parameter] = stored if product.layout[0] == "T" else stored[::-1]
-        if split.by_columns:
-            bias = f"{layer.parameter.removesuffix('weight')}bias"
-            if bias in step.parameters:
-                parts.parameters[bias] = split.kept
-        for whole, part in ((layer.in_features, in_features), (layer.out_features, out_features)):
-            if part != whole:
-                parts.sizes[whole] = part
-
-    def summed_behind(columns: list[Linear]) -> None:
-        gradients = [index for layer in columns for index in layer.backward_data]
-        if gradients:
-            parts.last_gradients.add(max(gradients))
-
+    parts = _Parts(step, ranks)
     for block in found.attention:
-        heads = share("query heads", block.heads)
-        kv_heads = _kv_heads(block, ranks, parts)
-        for layer in block.columns:
-            add(layer, layer.in_features, _columns(layer.out_features, block, heads, kv_heads, ranks))
-        if block.row:
-            add(block.row, heads * block.value_dim, block.row.out_features)
-        parts.sizes[block.heads] = heads
-        parts.sizes.setdefault(block.kv_heads, kv_heads)
-        summed_behind(block.columns)
+        parts.divide_attention(block)
     for mlp in found.mlp:
-        features = share("MLP features", mlp.row.in_features)
-        for layer in mlp.columns:
-            add(layer, layer.in_features, features * (layer.out_features // mlp.row.in_features))
-        add(mlp.row, features, mlp.row.out_features)
-        summed_behind(mlp.columns)
+        parts.divide_mlp(mlp)
     for layer in found.heads:
-        add(layer, layer.in_features, share("vocabulary", layer.out_features))
-        summed_behind([layer])
+        parts.add(layer, layer.in_features, parts.share("vocabulary", layer.out_features))
+        parts.summed_behind([layer])
         parts.scoring.update(layer.forward)
     for table, rows in found.tables.items():
-        parts.parameters[table] = Fraction(share("vocabulary", rows), rows)
+        parts.parameters[table] = Fraction(parts.share("vocabulary", rows), rows)
         parts.sizes[rows] = -(-rows // ranks)
     return parts
-
-
-def _kv_heads(block: AttentionBlock, ranks: int, parts: _Parts) -> int:
-    if block.kv_heads == block.heads:
-        return -(-block.heads // ranks)
-    part = max(1, -(-block.kv_heads // ranks))
-    sharing = min(ranks, block.kv_heads)
-    parts.shards[Shard("key/value heads", block.kv_heads, part, sharing)] = None
-    return part
 
 
 def _columns(features: int, block: AttentionBlock, heads: int, kv_heads: int, ranks: int) -> int:
@@ -383,16 +393,3 @@ def _held(parameters: Mapping[str, Parameter], shares: Mapping[str, Fraction]) -
         total += size
         part += size * shares.get(name, _WHOLE)
     return float(part / total) if total else 1.0
-
-
-def _optimizer(entry: StepOp, held: float) -> StepOp:
-    op = entry.op
-    if entry.phase != OPTIMIZER or not isinstance(op, Streaming):
-        return entry
-    small = replace(
-        op,
-        elements=max(1, round(op.elements * held)),
-        read_bytes=round(op.read_bytes * held),
-        write_bytes=round(op.write_bytes * held),
-    )
-    return replace(entry, op=small)

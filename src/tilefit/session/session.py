@@ -10,7 +10,7 @@ from tilefit.cost import fuse
 from tilefit.cost.priced import PricedGpu
 from tilefit.ops import Step
 from tilefit.options import Selection, Split
-from tilefit.parallel import plan, rank_step
+from tilefit.parallel import rank_step, split_step
 from tilefit.report import Comparison, Report
 
 
@@ -45,7 +45,7 @@ class Session:
         """
         step = self._capture()
         if not self.split.is_trivial:
-            step = rank_step(plan(step, self.split), self.gpus)
+            step = rank_step(split_step(step, self.split), self.gpus)
         return fuse(step) if step.settings.compiled else step
 
     @cached_property

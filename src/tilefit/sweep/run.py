@@ -16,7 +16,7 @@ from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError, UsageError
 from tilefit.ops import Step
 from tilefit.options import INPUT_SIZES, Split, TargetOptions
-from tilefit.parallel import Plan, estimate_plan, plan
+from tilefit.parallel import SplitStep, estimate_split, split_step
 from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.sweep.axes import SETTINGS, SPLITS, Axis, Value
 from tilefit.sweep.feed import Feed
@@ -205,8 +205,8 @@ class _Case:
             UsageError: the step cannot be split this way.
         """
         step = replace(step, settings=replace(step.settings, compiled=self.compiled))
-        planned = plan(step, self.split)
-        time = estimate_plan(_fused(planned) if self.compiled else planned, self.gpu)
+        parts = split_step(step, self.split)
+        time = estimate_split(_fused(parts) if self.compiled else parts, self.gpu)
         return Point(
             at=at,
             gpu=self.gpu.name,
@@ -215,17 +215,17 @@ class _Case:
             high_s=time.high_s,
             samples=step.batch,
             items=step.batch * (seq if unit == "tokens" else 1),
-            flop=planned.tensor_flop,
+            flop=parts.tensor_flop,
             gpus=self.split.gpus,
             memory_bytes=time.memory_bytes,
             fits=time.memory_bytes <= USABLE_SHARE * self.gpu.memory_bytes,
             provenance=time.provenance,
-            notes=(*planned.problems, *((_UNPRICED,) if time.unpriced else ())),
+            notes=(*parts.problems, *((_UNPRICED,) if time.unpriced else ())),
         )
 
 
-def _fused(planned: Plan) -> Plan:
-    return replace(planned, stages=tuple(map(fuse, planned.stages)))
+def _fused(parts: SplitStep) -> SplitStep:
+    return replace(parts, stages=tuple(map(fuse, parts.stages)))
 
 
 def _cases(grid: Grid) -> Iterator[_Case]:
