@@ -13,8 +13,8 @@ _SOURCE = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")]))
 # Nor do they find the profiles of whoever runs them.
 os.environ["XDG_DATA_HOME"] = str(Path(__file__).parent / "no-such-folder")
-# As many processes test as there are cores; threads of theirs would only wait for one another.
-os.environ["OMP_NUM_THREADS"] = "1"
+# As many processes test as there are cores: more threads would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A job in the background ignores interrupts from its start, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
