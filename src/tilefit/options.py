@@ -83,6 +83,13 @@ class StepOptions:
         object.__setattr__(self, "optimizer", optimizer)
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """What cannot be seen from a model's name, for headings."""
+        training = "training step" if self.train else "inference"
+        autocast = [f"{self.amp} autocast"] if self.autocast else []
+        return training, *autocast, *(["compiled"] if self.compile else [])
+
+    @property
     def device(self) -> str:
         """Where it is captured."""
         return "cpu" if self.on_cpu else "meta"

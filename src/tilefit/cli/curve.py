@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
-from tilefit.cli.curve_sizes import Sizes, read_sizes
+from tilefit.cli.curve_sizes import read_sizes
 from tilefit.cli.destination import Destination, OutputFile, OutputFormat, Plot, destination
 from tilefit.cli.groups import TargetGroup
 from tilefit.cli.local_gpu import LocalGpu, devices
@@ -22,10 +22,9 @@ from tilefit.errors import UsageError
 from tilefit.options import INPUT_SIZES, TargetOptions, spelled
 
 if TYPE_CHECKING:
-    from tilefit.cost.curve import Curve, Prices
-    from tilefit.cost.priced import PricedGpu
     from tilefit.measure.curve import Measured
     from tilefit.ops import Gemm, Op
+    from tilefit.session.curves import Drawn, Measuring
 
 app = typer.Typer(
     name="curve",
@@ -77,6 +76,7 @@ def gemm(
 ) -> None:
     """A product C[m,n] = A[m,k] @ B[k,n]: tilefit curve gemm 1:512 4096 4096 --gpu h200."""
     from tilefit.ops import Gemm
+    from tilefit.session.curves import product_curves
 
     where = destination(output_format, output_file, plot)
     device, local = devices(gpu, measure, calibration)
@@ -87,7 +87,8 @@ def gemm(
 
     title = f"gemm {sizes.text(('m', 'n', 'k', 'batch'))} {dtype}"
     names = dict.fromkeys(layout or ["TN"])
-    _products(title, sizes, {name: products(name) for name in names}, device, local, store, where)
+    by_name = {name: products(name) for name in names}
+    _show(product_curves(title, sizes, by_name, device, _measuring(local, store)), where)
 
 
 @app.command()
@@ -117,6 +118,7 @@ def linear(
 ) -> None:
     """A linear layer: tilefit curve linear --rows 16384 --in 768 --out 50200:50400 --gpu h200."""
     from tilefit.cost import curve
+    from tilefit.session.curves import product_curves
 
     where = destination(output_format, output_file, plot)
     over = {"rows": "batch", "hidden": "in", "vocab": "out"}.get(over or "", over)  # type: ignore[assignment]
@@ -128,7 +130,8 @@ def linear(
         return curve.linear(at["batch"] * at["seq"], at["in"], at["out"], dtype, train=train)
 
     title = f"linear {sizes.text(('in', 'out', 'batch', 'seq'))} {dtype}"
-    _products(title, sizes, {"layer" if train else "forward": products}, device, local, store, where)
+    by_name = {"layer" if train else "forward": products}
+    _show(product_curves(title, sizes, by_name, device, _measuring(local, store)), where)
 
 
 @app.command()
@@ -184,10 +187,7 @@ def target(
     over = over.replace("-", "_") if over else None
     sizes = read_sizes(_given(named, settings, over), over, of_step=True)
 
-    from tilefit.capture.child import captures_in_child
-    from tilefit.capture.sweep import sweep as capture_sweep
-    from tilefit.cost.curve import step_curve
-    from tilefit.report.curves import Curves, Family, roundest
+    from tilefit.session.curves import StepCurve
 
     device, local = devices(gpu, measure, calibration)
     options = TargetOptions(
@@ -198,57 +198,11 @@ def target(
         image_size=sizes.fixed.get("image_size"),
         arguments={name: size for name, size in sizes.fixed.items() if name not in INPUT_SIZES},
     )
-    sweep = capture_sweep(
-        target,
-        options,
-        sizes.over,
-        sizes.values,
-        timeout,
-        watch=partial(output.watched, "Capturing"),
-        capture=partial(captures_in_child, fresh=fresh),
-    )
-    notes = [*sweep.notes]
-    if sweep.failed:
-        size, error = next(iter(sweep.failed.items()))
-        notes.append(
-            f"{len(sweep.failed)} sizes could not be captured, such as {sizes.over} {size}: "
-            f"{error.what.rstrip('.')}."
-        )
-
-    def priced(name: str, at: Sequence[int], prices: Prices | None = None) -> Curve:
-        return step_curve(
-            name, sweep.at, at, device, over=sizes.over, everywhere=sweep.everywhere, prices=prices
-        )
-
-    with output.progress("Estimating"):
-        predicted = priced("step", sweep.sizes)
-    family = Family(predicted)
-    interrupted = sweep.interrupted
-    if interrupted:
-        print(f"Stopped early: {len(sweep.sizes)} of {len(sizes.values)} sizes.", file=sys.stderr)
-    if local and not interrupted:
-        chosen = roundest([point.size for point in predicted.points])
-        ops_at = {size: [entry.op for entry in sweep.at(size).ops] for size in chosen}
-        measured = _measured((op for ops in ops_at.values() for op in ops), local, store, f"curve {target}")
-        interrupted = measured.interrupted
-        if reached := [size for size, ops in ops_at.items() if measured.reached(ops)]:
-            family = Family(predicted, priced("step measured", reached, measured.prices))
-        notes.append("Measured: each operation alone, cold in L2; launches and their overlap are predicted.")
-        if measured.errors:
-            op, why = next(iter(measured.errors.items()))
-            notes.append(
-                f"{len(measured.errors)} operations could not be measured and are predicted, such as "
-                f"{op.kind} {op.shape}: {why.splitlines()[0]}."
-            )
-    setup = [
-        "training step" if how.train else "inference",
-        *([f"{how.amp} autocast"] if how.autocast else []),
-        *(["compiled"] if how.compile else []),
-    ]
-    title = f"{target}, {', '.join(setup)}, {sizes.text([sizes.over, *sizes.fixed])}"
-    where.write(Curves(title, sizes.over, sizes.fixed, [family], tuple(notes)))
-    if interrupted:
-        raise KeyboardInterrupt
+    curve = StepCurve(target=target, options=options, sizes=sizes, gpu=device, timeout_s=timeout, fresh=fresh)
+    drawn = curve.drawn(output.watched, _measuring(local, store))
+    if drawn.captured < len(sizes.values) and drawn.interrupted:
+        print(f"Stopped early: {drawn.captured} of {len(sizes.values)} sizes.", file=sys.stderr)
+    _show(drawn, where)
 
 
 def _given(named: Mapping[str, str | None], settings: list[str] | None, over: str | None) -> dict[str, str]:
@@ -275,64 +229,33 @@ def _given(named: Mapping[str, str | None], settings: list[str] | None, over: st
     return given
 
 
-def _products(
-    title: str,
-    sizes: Sizes,
-    products: Mapping[str, Callable[[int], Sequence[Gemm]]],
-    device: PricedGpu,
-    local: LocalGpu | None,
-    store: Path | None,
-    where: Destination,
-) -> None:
-    """Curves of products: predicted and, if wanted, measured."""
-    from tilefit.cost.curve import curve
-    from tilefit.report.curves import Curves, Family
-
-    predicted = {name: curve(name, at, sizes.values, device) for name, at in products.items()}
-    notes: list[str] = []
-    families = [Family(each) for each in predicted.values()]
-    interrupted = False
-    if local:
-        every = (op for size in sizes.values for at in products.values() for op in at(size))
-        measured = _measured(every, local, store, "curve")
-        interrupted = measured.interrupted
-        families = []
-        for name, at in products.items():
-            done = [size for size in sizes.values if measured.knows(at(size))]
-            families.append(
-                Family(
-                    predicted[name],
-                    curve(f"{name} measured", at, done, device, measured.prices) if done else None,
-                )
-            )
-        notes.append("Measured: cold in L2, random data, median of replays.")
-        if measured.errors:
-            op, why = next(iter(measured.errors.items()))
-            notes.append(
-                f"{len(measured.errors)} products could not be measured, such as {op.shape}: "
-                f"{why.splitlines()[0]}."
-            )
-    where.write(Curves(title, sizes.over, sizes.fixed, families, tuple(notes)))
-    if interrupted:
-        raise KeyboardInterrupt
-
-
-def _measured(ops: Iterable[Op], local: LocalGpu, store: Path | None, source: str) -> Measured:
-    """The operations' times on this machine's GPU, from the store or measured now."""
+def _measuring(local: LocalGpu | None, store: Path | None) -> Measuring | None:
+    """Measures operations on this machine's GPU, into the store; None where nothing is to be measured."""
+    if local is None:
+        return None
     from tilefit.cli.bench import open_store
     from tilefit.measure.curve import measure_ops
     from tilefit.measure.run import pool_for
 
-    with open_store(store) as opened:
-        measured = measure_ops(
-            ops,
-            opened,
-            pool_for(local.place),
-            local.device,
-            local.environment,
-            source,
-            watch=partial(output.watched, "Measuring"),
-        )
-    if measured.interrupted:
-        print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
-    return measured
+    def measure(ops: Iterable[Op], source: str) -> Measured:
+        with open_store(store) as opened:
+            measured = measure_ops(
+                ops,
+                opened,
+                pool_for(local.place),
+                local.device,
+                local.environment,
+                source,
+                watch=partial(output.watched, "Measuring"),
+            )
+        if measured.interrupted:
+            print("Stopped early. Nothing measured is lost: the same command continues.", file=sys.stderr)
+        return measured
+
+    return measure
+
+
+def _show(drawn: Drawn, where: Destination) -> None:
+    where.write(drawn.curves)
+    if drawn.interrupted:
+        raise KeyboardInterrupt

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from tilefit.errors import UsageError
 
-
-class Sizes(NamedTuple):
-    """Which size varies, through what, and the others."""
-
-    over: str
-    values: tuple[int, ...]
-    fixed: Mapping[str, int]
-
-    def at(self, size: int) -> dict[str, int]:
-        """All sizes, by name."""
-        return {**self.fixed, self.over: size}
-
-    def text(self, names: Sequence[str]) -> str:
-        """``m=1:512 n=4096 k=4096``."""
-        values = {name: str(size) for name, size in self.fixed.items()}
-        values[self.over] = f"{self.values[0]}:{self.values[-1]}"
-        return " ".join(f"{name}={values[name]}" for name in names)
+if TYPE_CHECKING:
+    from tilefit.cost.curve import Sizes
 
 
 def read_sizes(given: Mapping[str, str], over: str | None, *, of_step: bool = False) -> Sizes:
@@ -32,7 +17,7 @@ def read_sizes(given: Mapping[str, str], over: str | None, *, of_step: bool = Fa
     Raises:
         UsageError: a size is no size or range, or not exactly one varies.
     """
-    from tilefit.cost.curve import DENSITY, STEP_DENSITY, sizes_between
+    from tilefit.cost.curve import DENSITY, STEP_DENSITY, Sizes, sizes_between
 
     read = {name: _range(name, text) for name, text in given.items()}
     varying = {name for name, numbers in read.items() if len(numbers) > 1} or {over} - {None}

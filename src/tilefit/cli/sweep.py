@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
-from tilefit.cli.destination import PANEL, Destination, OutputFile, OutputFormat, Plot, destination
+from tilefit.cli.destination import PANEL, OutputFile, OutputFormat, Plot, destination
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
 from tilefit.cli.option_groups import given, grouped
 from tilefit.errors import UsageError
-from tilefit.options import INPUT_SIZES, spelled
+from tilefit.options import INPUT_SIZES, TargetOptions, spelled
 
 if TYPE_CHECKING:
     from tilefit.cost.priced import PricedGpu
     from tilefit.sweep.axes import Axis
-    from tilefit.sweep.kept import Kept
-    from tilefit.sweep.point import Point
-    from tilefit.sweep.run import Grid
 
 Format = Literal["text", "json", "csv"]
 Against = Literal["size", "latency", "memory"]
@@ -99,129 +97,86 @@ def sweep(
     Step time, throughput, TFLOP/s and memory of every point, the efficient frontier, and the best. Points are
     kept in the store: interrupted, the same command goes on where it stopped.
     """
-    from tilefit.sweep.axes import SPLITS, points, read_axes, read_axis
-
     where = destination(output_format, output_file, plot)
-    splits = (tensor_parallel, pipeline_parallel, data_parallel, micro_batches)
-    axes = read_axes(over or ())
-    _check_settings(context, axes, options.train)
-    for name, text in zip(SPLITS, splits, strict=True):
-        if text is not None:
-            axes.append(read_axis(name, text, spelled(name)))
-    if {"amp", "dtype"} <= {axis.name for axis in axes}:
-        raise UsageError("amp and dtype say the same thing", hint="Vary one of them.")
-    if not axes and not best_batch:
-        raise UsageError("nothing varies", hint="Write --over batch=1..512, or --best-batch.")
-    if any(axis.name in ("batch", "seq", "image_size") for axis in axes) and options.input:
-        raise UsageError("--input fixes the inputs' sizes", hint="Leave it out, or vary something else.")
-    if measure and any(axis.name in SPLITS for axis in axes):
-        raise UsageError("a split over GPUs is predicted, not measured", hint="Leave out --measure.")
-    if measure and any(axis.name == "gpu" for axis in axes):
-        raise UsageError("--measure measures this machine's GPU", hint="Leave out --over gpu=….")
+    splits = {
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+        "data_parallel": data_parallel,
+        "micro_batches": micro_batches,
+    }
+    axes = _axes(context, over or (), splits, options)
+    _check_axes(axes, measure, best_batch)
     if best_batch:
         axes = _batches(axes)
 
     from tilefit.cli.bench import open_store
-    from tilefit.sweep.kept import Kept
+    from tilefit.sweep.axes import points
     from tilefit.sweep.run import Grid
+    from tilefit.sweep.session import SweepSession
 
     local = local_gpu() if measure else None
     devices = _gpus(axes, gpu, local, calibration)
     axes = [axis for axis in axes if axis.name != "gpu"]
     points(axes)
-    grid = Grid(target, options, tuple(axes), devices)
-    sizes = ((name, getattr(options, name)) for name in INPUT_SIZES)
-    # What is fixed and cannot be seen from the axes is told above the results.
-    settings = [
-        "training step" if options.train else "inference",
-        *([f"{options.amp} autocast"] if options.autocast else []),
-        *(["compiled"] if options.compile else []),
-        *(f"{name} {value}" for name, value in sizes if value is not None),
-    ]
     with open_store(store) as opened:
-        _run(
-            grid,
-            Kept(opened, target, fresh=fresh),
-            local and Kept(opened, target, fresh=fresh, measured=astuple(local.environment)),
-            local,
-            timeout,
-            best_batch,
-            _Shown(settings, against, show_all, where),
+        session = SweepSession(
+            Grid(target, options, tuple(axes), devices),
+            opened,
+            timeout_s=timeout,
+            fresh=fresh,
+            best_batch=best_batch,
+            local=local and (local.place, astuple(local.environment)),
+            watch=output.watched,
         )
-
-
-class _Shown(NamedTuple):
-    """How the results are shown."""
-
-    settings: Sequence[str]
-    against: Against
-    show_all: bool
-    where: Destination
-
-
-def _run(
-    grid: Grid,
-    kept: Kept,
-    kept_measured: Kept | None,
-    local: LocalGpu | None,
-    timeout_s: float,
-    best_batch: bool,
-    shown: _Shown,
-) -> None:
-    from tilefit.sweep.results import Results
-    from tilefit.sweep.run import Predictions
-
-    predictions = Predictions(grid, timeout_s, kept)
-    found: list[Point] = []
-    interrupted = False
-    try:
-        for point in output.watched("Predicting", predictions, grid.size):
-            found.append(point)
-    except KeyboardInterrupt:
-        interrupted = True
-    if kept.found:
+        predicted = session.predicted
+        if session.known:
+            print(
+                f"{session.known} of {len(predicted)} points are from the store; --fresh computes them again.",
+                file=sys.stderr,
+            )
+        with output.progress("Measuring") if local and best_batch else nullcontext():
+            results = session.results(against)
+    if results.points:
+        where.write(results, show_all=show_all)
+    if session.interrupted:
         print(
-            f"{kept.found} of {len(found)} points are from the store; --fresh computes them again.",
-            file=sys.stderr,
-        )
-    notes: list[str] = []
-    if best_batch and not interrupted:
-        found = _fitting(found)
-    if local and not interrupted:
-        assert kept_measured is not None
-        from tilefit.sweep.measured import measured, search
-
-        try:
-            if best_batch:
-                with output.progress("Measuring"):
-                    found, said = search(grid, found, local.place, kept_measured)
-                notes.append(said)
-            else:
-                real = measured(grid, found, local.place, kept_measured)
-                found, predicted = [], found
-                for point in output.watched("Measuring", real, len(predicted)):
-                    found.append(point)
-        except KeyboardInterrupt:
-            interrupted = True
-        notes.append("Measured: steps back to back, random weights and inputs, the median of five turns.")
-    if predictions.failure and all(point.error for point in found):
-        raise predictions.failure
-    if found:
-        results = Results(
-            grid,
-            tuple(shown.settings),
-            _sorted(grid, found),
-            tuple(dict.fromkeys(notes)),
-            shown.against,
-            best_batch,
-        )
-        shown.where.write(results, show_all=shown.show_all)
-    if interrupted:
-        print(
-            f"Stopped early: {len(found)} of {grid.size} points. The same command goes on from there.",
+            f"Stopped early: {len(session.points)} of {results.grid.size} points. "
+            "The same command goes on from there.",
             file=sys.stderr,
         )
         raise KeyboardInterrupt
+
+
+def _axes(
+    context: typer.Context, over: Iterable[str], splits: Mapping[str, str | None], options: TargetOptions
+) -> list[Axis]:
+    """What varies, as the options say.
+
+    Raises:
+        UsageError: an axis is not understood, or says what another option says.
+    """
+    from tilefit.sweep.axes import read_axes, read_axis
+
+    axes = read_axes(over)
+    _check_settings(context, axes, options.train)
+    axes += [read_axis(name, text, spelled(name)) for name, text in splits.items() if text is not None]
+    if {"amp", "dtype"} <= {axis.name for axis in axes}:
+        raise UsageError("amp and dtype say the same thing", hint="Vary one of them.")
+    if any(axis.name in INPUT_SIZES for axis in axes) and options.input:
+        raise UsageError("--input fixes the inputs' sizes", hint="Leave it out, or vary something else.")
+    return axes
+
+
+def _check_axes(axes: Sequence[Axis], measure: bool, best_batch: bool) -> None:
+    """Refuse nothing that varies, and what is predicted alone where points are to be measured."""
+    from tilefit.sweep.axes import SPLITS
+
+    if not axes and not best_batch:
+        raise UsageError("nothing varies", hint="Write --over batch=1..512, or --best-batch.")
+    if measure and any(axis.name in SPLITS for axis in axes):
+        raise UsageError("a split over GPUs is predicted, not measured", hint="Leave out --measure.")
+    if measure and any(axis.name == "gpu" for axis in axes):
+        raise UsageError("--measure measures this machine's GPU", hint="Leave out --over gpu=….")
 
 
 def _check_settings(context: typer.Context, axes: Iterable[Axis], train: bool) -> None:
@@ -264,22 +219,3 @@ def _gpus(
     if local:
         return (predicted_gpu(names[0] if names else None, local, calibration),)
     return tuple(resolve([str(name) for name in varied] if varied else names, calibration))
-
-
-def _fitting(points: list[Point]) -> list[Point]:
-    """Without the batches that do not fit, but for the first of them."""
-    fitting = [point for point in points if point.runs]
-    beyond = sorted((p for p in points if not p.fits and not p.error), key=lambda point: point.samples)
-    return [*fitting, *beyond[:1]] if fitting else points
-
-
-def _sorted(grid: Grid, points: Iterable[Point]) -> tuple[Point, ...]:
-    """In the order of the grid: the first axis varies slowest."""
-    order = {axis.name: {value: i for i, value in enumerate(axis.values)} for axis in grid.axes}
-    gpus = [gpu.name for gpu in grid.gpus]
-    return tuple(
-        sorted(
-            points,
-            key=lambda p: (gpus.index(p.gpu), *(order[name].get(p.at[name], 0) for name in order)),
-        )
-    )

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
@@ -31,6 +32,24 @@ DENSITY = (512, 64)
 STEP_DENSITY = (256, 16)
 #: More sizes than this are refused: their prices would take minutes.
 _LARGEST_RANGE = 20_000
+
+
+class Sizes(NamedTuple):
+    """Which size varies, through what, and the others."""
+
+    over: str
+    values: tuple[int, ...]
+    fixed: Mapping[str, int]
+
+    def at(self, size: int) -> dict[str, int]:
+        """All sizes, by name."""
+        return {**self.fixed, self.over: size}
+
+    def text(self, names: Sequence[str]) -> str:
+        """``m=1:512 n=4096 k=4096``."""
+        values = {name: str(size) for name, size in self.fixed.items()}
+        values[self.over] = f"{self.values[0]}:{self.values[-1]}"
+        return " ".join(f"{name}={values[name]}" for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict
 
 from tilefit.capture.child import captures_in_child
-from tilefit.capture.sweep import Capture
+from tilefit.capture.interpolated import Capture
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions

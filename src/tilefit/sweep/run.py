@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from tilefit.capture.child import captures_in_child
-from tilefit.capture.sweep import SMOOTH, Capture, at_size, first_captures, sweep
+from tilefit.capture.interpolated import SMOOTH, Capture, at_size, capture_sizes, first_captures
 from tilefit.cost import fuse
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu
@@ -142,7 +142,7 @@ class Predictions:
             (steps[0],) = feed(self.grid.target, [group.options], self.timeout_s)
         else:
             try:
-                found = sweep(
+                found = capture_sizes(
                     self.grid.target, group.options, group.over, group.sizes, self.timeout_s, capture=feed
                 )
             except UsageError:

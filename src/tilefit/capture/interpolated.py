@@ -32,7 +32,7 @@ Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 @dataclass
-class Sweep:
+class StepsBySize:
     """What is known of a target's steps.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sweep:
     notes: tuple[str, ...] = ()
 
 
-def sweep(
+def capture_sizes(
     target: str,
     options: TargetOptions,
     over: str,
@@ -61,7 +61,7 @@ def sweep(
     *,
     watch: Watch = lambda items, total: items,
     capture: Capture = captures_in_child,
-) -> Sweep:
+) -> StepsBySize:
     """Capture a target at as many sizes as it takes to know all of them.
 
     Four captures tell whether the step can be interpolated: three fix the polynomials, the fourth checks
@@ -105,7 +105,7 @@ def sweep(
             # A dimension of size 1 spares copies that every larger one needs.
             run([size for size in sizes if size == 1])
             known = tuple(size for size in sizes if size not in failed)
-            return Sweep(_compiled(lambda size: found.get(size) or between(size)), known, True, failed)
+            return StepsBySize(_compiled(lambda size: found.get(size) or between(size)), known, True, failed)
     interrupted = False
     wanted = sizes[:: -(-len(sizes) // MOST_CAPTURES)]
     if not _is_constant(found):
@@ -121,7 +121,7 @@ def sweep(
         return _unmoved(target, over, sizes, next(iter(found.values())))
     notes = [f"{len(wanted)} of {len(sizes)} sizes were captured."] if len(wanted) < len(sizes) else []
     at = _compiled(found.__getitem__)
-    return Sweep(at, tuple(sorted(found)), False, failed, interrupted, tuple(notes))
+    return StepsBySize(at, tuple(sorted(found)), False, failed, interrupted, tuple(notes))
 
 
 def _compiled(at: StepAt) -> StepAt:
@@ -140,7 +140,7 @@ def _is_constant(found: dict[int, Step]) -> bool:
 
 
 def first_captures(options: TargetOptions, over: str, sizes: Sequence[int]) -> list[TargetOptions]:
-    """The captures that :func:`sweep` begins with, in its order; mostly they are all it needs."""
+    """The captures that :func:`capture_sizes` begins with, in its order; mostly they are all it needs."""
     many = [size for size in sizes if size > 1]
     if over in SMOOTH and len(many) > CAPTURES + 1:
         wanted = [*_chosen(many), *(size for size in sizes if size == 1)]
@@ -182,14 +182,14 @@ def _moved_bytes(step: Step) -> int:
     return sum(entry.op.moved_bytes for entry in step.ops)
 
 
-def _unmoved(target: str, over: str, sizes: Sequence[int], step: Step) -> Sweep:
+def _unmoved(target: str, over: str, sizes: Sequence[int], step: Step) -> StepsBySize:
     """The target makes its own inputs. Only their batch can be varied from outside."""
     if over == "batch" and step.batch:
         note = (
             f"The inputs of {target} are given: the step was captured with {step.batch} samples and scaled."
         )
         at = _compiled(lambda size: scale_batch(step, size / step.batch))
-        return Sweep(at, tuple(sizes), everywhere=True, notes=(note,))
+        return StepsBySize(at, tuple(sizes), everywhere=True, notes=(note,))
     raise TargetError(
         f"{target} does not depend on {over}: its inputs are {', '.join(step.inputs) or 'its own'}",
         hint="Vary a size it takes: the batch, or a size of the model itself.",

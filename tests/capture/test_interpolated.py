@@ -10,7 +10,7 @@ import pytest
 
 from builders import StepBuilder, gpt2
 from tilefit.capture.child import capture_target
-from tilefit.capture.sweep import MOST_CAPTURES, Sweep, sweep
+from tilefit.capture.interpolated import MOST_CAPTURES, StepsBySize, capture_sizes
 from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
@@ -36,8 +36,8 @@ class Fake:
                 yield error
 
 
-def run(fake: Fake, over: str = "batch", sizes: Sequence[int] = SIZES) -> Sweep:
-    return sweep("model", TargetOptions(), over, sizes, 1.0, capture=fake)
+def run(fake: Fake, over: str = "batch", sizes: Sequence[int] = SIZES) -> StepsBySize:
+    return capture_sizes("model", TargetOptions(), over, sizes, 1.0, capture=fake)
 
 
 def step_without_batch_one(options: TargetOptions) -> Step:
@@ -155,7 +155,7 @@ def test_a_real_model_is_what_a_capture_gives(tmp_path: Path) -> None:
     ) -> Generator[Step | TilefitError]:
         yield from (capture_target(target, each) for each in options)
 
-    found = sweep(target, options, "vocab", range(90, 130), 60.0, capture=here)
+    found = capture_sizes(target, options, "vocab", range(90, 130), 60.0, capture=here)
     assert found.everywhere
     expected = capture_target(target, TargetOptions(batch=4, seq=8, amp="bf16", arguments={"vocab": 101}))
     assert [entry.op for entry in found.at(101).ops] == [entry.op for entry in expected.ops]
