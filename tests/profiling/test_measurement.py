@@ -17,6 +17,7 @@ from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
 from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
 from tilefit.ops import Gemm, Site, Step, StepOp
+from tilefit.options import Selection
 from tilefit.profiling import import_trace
 from tilefit.profiling.attribution import attribute
 from tilefit.profiling.chrome import read_events
@@ -105,7 +106,7 @@ def test_gains_follow_the_measured_times(trace_file: Path) -> None:
             pretend(events, takes_us=lambda name: product_us if name in slow else 2.0, latency_us=0.0), {}
         )
         # The host takes no time, so that the GPU's is the step's.
-        found = measure(trace, H200, Live("x", plain_s=(1e-9,)), large, select=["ALN"]).report
+        found = measure(trace, H200, Live("x", plain_s=(1e-9,)), large, Selection(select=("ALN",))).report
         return max(finding.gain_s for finding in found.findings)
 
     assert gain_s(1e5) == pytest.approx(10 * gain_s(1e4), rel=0.02)
@@ -194,7 +195,7 @@ def test_the_exported_trace_shows_modules_and_findings(
     trace_file: Path, tmp_path: Path, captured: Step
 ) -> None:
     trace = read_trace(trace_file)
-    found = measure(trace, H200, Live("x"), captured, min_gain=0.0)
+    found = measure(trace, H200, Live("x"), captured, Selection(min_gain=0.0))
     assert found.report.findings
     path = tmp_path / "out.json.gz"
     annotate(trace_file, found.steps, found.report, path)

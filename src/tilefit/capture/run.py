@@ -20,6 +20,8 @@ from tilefit.errors import UsageError
 from tilefit.ops import Settings, Step
 from tilefit.options import StepKeywords, StepOptions
 
+_EAGER = "The model was compiled, and is looked at as it runs eagerly: add --compile (compile=True)."
+
 
 def capture(
     model: nn.Module | Callable[..., Any],
@@ -87,10 +89,7 @@ def capture(
             call(model, inputs)
             modes.check_something_ran()
     if not options.compile and (is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)):
-        notes = (
-            *notes,
-            "The model was compiled, and is looked at as it runs eagerly: add --compile (compile=True).",
-        )
+        notes = (*notes, _EAGER)
     trained = options.train if is_module else any(op.phase != "forward" for op in modes.recorder.ops)
     _refuse_settings({"--infer (train=False)": trained and not options.train}, function)
     settings = Settings(
