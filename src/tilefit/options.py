@@ -21,10 +21,9 @@ INPUT_SIZES = ("batch", "seq", "image_size")
 MakeOptimizer = Callable[[list[Any]], Any]
 
 
-def _option(default: Any, help: str, *flags: str, **more: Any) -> Any:
+def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
     """A field that is an option: ``flags`` where they are not its name, ``more`` for ``typer.Option``."""
-    factory = {"default_factory": default} if isinstance(default, type) else {"default": default}
-    return field(**factory, metadata={"flags": flags, "help": help, **more})
+    return field(default=default, metadata={"flags": flags, "help": help, **more})
 
 
 def spelled(name: str) -> str:
@@ -60,16 +59,16 @@ class StepOptions:
         UsageError: a name is not known.
     """
 
-    train: bool = _option(True, "Training step or forward pass alone.", "--train/--infer")
-    amp: Amp = _option("off", "Mixed precision by autocast.")
-    tf32: bool | None = _option(None, "fp32 products in TF32; default as in PyTorch.", "--tf32/--no-tf32")
-    optimizer: OptimizerName | MakeOptimizer = _option(
+    train: bool = option(True, "Training step or forward pass alone.", "--train/--infer")
+    amp: Amp = option("off", "Mixed precision by autocast.")
+    tf32: bool | None = option(None, "fp32 products in TF32; default as in PyTorch.", "--tf32/--no-tf32")
+    optimizer: OptimizerName | MakeOptimizer = option(
         "adamw", "Optimizer of the training step.", annotation=OptimizerName
     )
-    fused_optimizer: bool = _option(False, "As with fused=True.")
-    channels_last: bool = _option(False, "Model and images in NHWC.")
-    compile: bool = _option(False, "Price the fusion of torch.compile.")
-    on_cpu: bool = _option(False, "Capture with real data, for code that depends on values.")
+    fused_optimizer: bool = option(False, "As with fused=True.")
+    channels_last: bool = option(False, "Model and images in NHWC.")
+    compile: bool = option(False, "Price the fusion of torch.compile.")
+    on_cpu: bool = option(False, "Capture with real data, for code that depends on values.")
 
     def __post_init__(self) -> None:
         # What is no word at all means none as well.
@@ -138,12 +137,12 @@ class TargetOptions(StepOptions):
         varied: The size that a sweep varies, which looks itself whether it has an effect.
     """
 
-    input: tuple[str, ...] = _option(
+    input: tuple[str, ...] = option(
         (), 'An input, such as "input_ids: int64[16,1024]"; repeat.', metavar="SPEC"
     )
-    batch: int | None = _option(None, "Samples.", min=1, metavar="N")
-    seq: int | None = _option(None, "Tokens per sample.", min=1, metavar="N")
-    image_size: int | None = _option(None, "Height and width of an image.", min=1, metavar="N")
+    batch: int | None = option(None, "Samples.", min=1, metavar="N")
+    seq: int | None = option(None, "Tokens per sample.", min=1, metavar="N")
+    image_size: int | None = option(None, "Height and width of an image.", min=1, metavar="N")
     arguments: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     varied: str = ""
@@ -172,12 +171,10 @@ class Split:
         UsageError: a number is below 1.
     """
 
-    tensor: int = _option(1, "GPUs that share each layer.", "--tensor-parallel", min=1, metavar="N")
-    pipeline: int = _option(
-        1, "Stages, each a part of the layers.", "--pipeline-parallel", min=1, metavar="N"
-    )
-    data: int = _option(1, "Replicas, each with a part of the batch.", "--data-parallel", min=1, metavar="N")
-    micro_batches: int = _option(
+    tensor: int = option(1, "GPUs that share each layer.", "--tensor-parallel", min=1, metavar="N")
+    pipeline: int = option(1, "Stages, each a part of the layers.", "--pipeline-parallel", min=1, metavar="N")
+    data: int = option(1, "Replicas, each with a part of the batch.", "--data-parallel", min=1, metavar="N")
+    micro_batches: int = option(
         0, "Parts of a replica's batch; default: as many as stages.", min=0, metavar="N", show_default=False
     )
 
@@ -218,14 +215,14 @@ class Selection:
         per_module_ignores: Codes not to report, by pattern of module path (``{"encoder.*": ["QNT"]}``).
     """
 
-    select: tuple[str, ...] = _option(
+    select: tuple[str, ...] = option(
         (),
         "Only these rules, by code or its beginning; repeat or separate by commas.",
         metavar="CODE",
         separator=",",
     )
-    ignore: tuple[str, ...] = _option((), "Not these rules.", metavar="CODE", separator=",")
-    min_gain: float | None = _option(
+    ignore: tuple[str, ...] = option((), "Not these rules.", metavar="CODE", separator=",")
+    min_gain: float | None = option(
         None, "Smallest gain worth a finding, as a share of the step.", min=0, max=1, metavar="SHARE"
     )
     per_module_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

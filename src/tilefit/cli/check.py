@@ -30,13 +30,9 @@ def check(
     calibration: CalibrationFile = None,
     options: step_options.Options,
     split: step_options.SplitOver,
-    timeout: step_options.Timeout = step_options.TIMEOUT_S,
-    fresh: step_options.Fresh = False,
+    capture: step_options.Capture,
     selection: step_options.Rules,
-    show_all: report_output.ShowAll = False,
-    ops: report_output.Operations = False,
-    output_format: report_output.OutputFormat = None,
-    output_file: report_output.OutputFile = None,
+    shown: report_output.Shown,
 ) -> int:
     """Check a model: what a step costs on a GPU, where it wastes it, what to change and what that saves.
 
@@ -54,7 +50,7 @@ def check(
     from tilefit.capture.child import capture_in_child
     from tilefit.session import Session
 
-    captured = partial(capture_in_child, target, options, timeout, fresh=fresh)
+    captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
     session = Session(captured, gpus, selection, split)
     with output.progress(f"Capturing {target}"):
         step = session.step
@@ -65,5 +61,5 @@ def check(
         )
     with output.progress(f"Looking for waste in {len(step.ops):,} operations"):
         document = session.report
-    report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
+    shown.show(document)
     return document.exit_code

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilefit.cli import bench, output, report_output
-from tilefit.cli.report_output import OutputFile
+from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
     from tilefit.measure.store import Measurement
 
-Format = Literal["text", "markdown", "json"]
+_Shown = Annotated[
+    report_output.Destination,
+    Group(
+        report_output.PANEL,
+        without=("show_all", "ops"),
+        help={
+            "output_format": "Of reports: text, markdown or json; default: by the ending of the file, "
+            "else text."
+        },
+    ),
+]
 #: How every SQLite file begins (its file format, section 1.3).
 _SQLITE = b"SQLite format 3\0"
 
 
+@grouped
 def compare(
     first: Annotated[
         Path,
@@ -29,15 +40,9 @@ def compare(
         ),
     ],
     second: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="The other.")],
+    *,
     limit: Annotated[int, typer.Option(min=0, help="Operations shown; 0: all.")] = 30,
-    output_format: Annotated[
-        Format | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Of reports: text, markdown or json; default: by the ending of the file, else text.",
-        ),
-    ] = None,
-    output_file: OutputFile = None,
+    shown: _Shown,
 ) -> None:
     """Compare two reports of a step, or the measurements of two GPUs or versions: B against A.
 
@@ -49,7 +54,7 @@ def compare(
         from tilefit.report.changes import changes
 
         every = changes(load(first, note=output.note), load(second, note=output.note))
-        report_output.show(every, output_format, output_file, limit=limit)
+        shown.show(every, limit=limit)
         return
     if any(reports):
         _check_measurements(second if reports[0] else first)
@@ -58,7 +63,7 @@ def compare(
             where=f"{first}, {second}",
             hint="Name two reports (.json), or two sets of measurements.",
         )
-    if output_format not in (None, "text") or output_file is not None:
+    if shown.output_format not in (None, "text") or shown.output_file is not None:
         raise UsageError("measurements are compared as text", hint="Leave the options of the output out.")
     _measurements(first, second, limit)
 

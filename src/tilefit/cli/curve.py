@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,12 +14,12 @@ import typer
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.curve_sizes import read_sizes
-from tilefit.cli.destination import Destination, OutputFile, OutputFormat, Plot, destination
+from tilefit.cli.destination import Destination, Where
 from tilefit.cli.groups import TargetGroup
 from tilefit.cli.local_gpu import LocalGpu, devices
-from tilefit.cli.option_groups import grouped
+from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
-from tilefit.options import INPUT_SIZES, TargetOptions, spelled
+from tilefit.options import INPUT_SIZES, TargetOptions, option, spelled
 
 if TYPE_CHECKING:
     from tilefit.measure.curve import Measured
@@ -51,10 +51,12 @@ _OVER = "Size that varies, where none is a range: from 1 to the one given."
 
 
 @app.command()
+@grouped
 def gemm(
     m: Annotated[str, typer.Argument(help="Rows of C, or a range.", show_default=False)],
     n: Annotated[str, typer.Argument(help="Columns of C, or a range.", show_default=False)],
     k: Annotated[str, typer.Argument(help="Contraction, or a range.", show_default=False)],
+    *,
     over: Annotated[Literal["m", "n", "k", "batch"] | None, typer.Option(help=_OVER)] = None,
     gpu: GpuName = None,
     calibration: CalibrationFile = None,
@@ -70,15 +72,12 @@ def gemm(
     batch: Annotated[str, typer.Option(metavar="N", help="Independent products, or a range.")] = "1",
     measure: Measure = False,
     store: StoreFile = None,
-    output_format: OutputFormat = None,
-    output_file: OutputFile = None,
-    plot: Plot = None,
+    where: Where,
 ) -> None:
     """A product C[m,n] = A[m,k] @ B[k,n]: tilefit curve gemm 1:512 4096 4096 --gpu h200."""
     from tilefit.ops import Gemm
     from tilefit.session.curves import product_curves
 
-    where = destination(output_format, output_file, plot)
     device, local = devices(gpu, measure, calibration)
     sizes = read_sizes({"m": m, "n": n, "k": k, "batch": batch}, over)
 
@@ -92,7 +91,9 @@ def gemm(
 
 
 @app.command()
+@grouped
 def linear(
+    *,
     in_features: Annotated[
         str, typer.Option("--in", "--hidden", metavar="N", help="Input features, or a range.")
     ],
@@ -112,15 +113,12 @@ def linear(
     dtype: Dtype = "bf16",
     measure: Measure = False,
     store: StoreFile = None,
-    output_format: OutputFormat = None,
-    output_file: OutputFile = None,
-    plot: Plot = None,
+    where: Where,
 ) -> None:
     """A linear layer: tilefit curve linear --rows 16384 --in 768 --out 50200:50400 --gpu h200."""
     from tilefit.cost import curve
     from tilefit.session.curves import product_curves
 
-    where = destination(output_format, output_file, plot)
     over = {"rows": "batch", "hidden": "in", "vocab": "out"}.get(over or "", over)  # type: ignore[assignment]
     device, local = devices(gpu, measure, calibration)
     sizes = read_sizes({"in": in_features, "out": out_features, "batch": batch, "seq": seq}, over)
@@ -134,58 +132,52 @@ def linear(
     _show(product_curves(title, sizes, by_name, device, _measuring(local, store)), where)
 
 
+@dataclass(frozen=True)
+class Ranges:
+    """The sizes of a model and of its inputs: texts, of which one is a range."""
+
+    batch: str | None = option(None, "Samples, or a range.", metavar="N")
+    seq: str | None = option(None, "Tokens per sample, or a range.", metavar="N")
+    image_size: str | None = option(None, "Height and width of an image, or a range.", metavar="N")
+    hidden: str | None = option(None, "Width of the model, or a range with its step.", metavar="N")
+    vocab: str | None = option(None, "Vocabulary, or a range.", metavar="N")
+    settings: tuple[str, ...] = option(
+        (),
+        "Another size of the model, or a range: an argument of the function that builds it, or an "
+        "attribute of its configuration; repeat.",
+        "--set",
+        metavar="NAME=N",
+    )
+    over: str | None = option(
+        None,
+        "Size that varies where none is a range: batch or seq, from 1 to the one given or to 1024.",
+        metavar="NAME",
+    )
+
+
 @app.command()
 @grouped
 def target(
     context: typer.Context,
     target: step_options.Target,
     *,
-    batch: Annotated[str | None, typer.Option(metavar="N", help="Samples, or a range.")] = None,
-    seq: Annotated[str | None, typer.Option(metavar="N", help="Tokens per sample, or a range.")] = None,
-    image_size: Annotated[
-        str | None, typer.Option(metavar="N", help="Height and width of an image, or a range.")
-    ] = None,
-    hidden: Annotated[
-        str | None, typer.Option(metavar="N", help="Width of the model, or a range with its step.")
-    ] = None,
-    vocab: Annotated[str | None, typer.Option(metavar="N", help="Vocabulary, or a range.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=N",
-            help="Another size of the model, or a range: an argument of the function that builds it, or an "
-            "attribute of its configuration; repeat.",
-        ),
-    ] = None,
-    over: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Size that varies where none is a range: batch or seq, from 1 to the one given or to 1024.",
-        ),
-    ] = None,
+    ranges: Annotated[Ranges, Group("Options")],
     gpu: GpuName = None,
     input: step_options.Input = None,
     how: step_options.OfStep,
-    timeout: step_options.Timeout = step_options.TIMEOUT_S,
-    fresh: step_options.Fresh = False,
+    capture: step_options.Capture,
     measure: Measure = False,
     store: StoreFile = None,
     calibration: CalibrationFile = None,
-    output_format: OutputFormat = None,
-    output_file: OutputFile = None,
-    plot: Plot = None,
+    where: Where,
 ) -> None:
     """A model's whole step: tilefit curve hf:gpt2 --batch 1:128 --amp bf16 --gpu h200.
 
     Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
     interpolated where the step allows it; the other sizes are captured one by one.
     """
-    where = destination(output_format, output_file, plot)
-    named = {"batch": batch, "seq": seq, "image_size": image_size, "hidden": hidden, "vocab": vocab}
-    over = over.replace("-", "_") if over else None
-    sizes = read_sizes(_given(named, settings, over), over, of_step=True)
+    over = ranges.over.replace("-", "_") if ranges.over else None
+    sizes = read_sizes(_given(ranges, over), over, of_step=True)
 
     from tilefit.session.curves import StepCurve
 
@@ -198,21 +190,29 @@ def target(
         image_size=sizes.fixed.get("image_size"),
         arguments={name: size for name, size in sizes.fixed.items() if name not in INPUT_SIZES},
     )
-    curve = StepCurve(target=target, options=options, sizes=sizes, gpu=device, timeout_s=timeout, fresh=fresh)
+    curve = StepCurve(
+        target=target,
+        options=options,
+        sizes=sizes,
+        gpu=device,
+        timeout_s=capture.timeout,
+        fresh=capture.fresh,
+    )
     drawn = curve.drawn(output.watched, _measuring(local, store))
     if drawn.captured < len(sizes.values) and drawn.interrupted:
         print(f"Stopped early: {drawn.captured} of {len(sizes.values)} sizes.", file=sys.stderr)
     _show(drawn, where)
 
 
-def _given(named: Mapping[str, str | None], settings: list[str] | None, over: str | None) -> dict[str, str]:
+def _given(ranges: Ranges, over: str | None) -> dict[str, str]:
     """The sizes as typed, by name; those of ``--set`` too.
 
     Raises:
         UsageError: a setting is not of the form NAME=N, a size is given twice, or ``--over`` needs a range.
     """
+    named = {name: text for name, text in asdict(ranges).items() if name not in ("settings", "over")}
     given = {name: text for name, text in named.items() if text is not None}
-    for setting in settings or ():
+    for setting in ranges.settings:
         name, sign, text = setting.partition("=")
         if not sign or not name.isidentifier():
             raise UsageError(

@@ -2,83 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-import typer
+from typing import Annotated, Any, Literal
 
 from tilefit import formats
 from tilefit.cli import output, report_output
+from tilefit.cli.option_groups import Group
 from tilefit.errors import UsageError
+from tilefit.options import option
 
 Format = Literal["text", "json", "csv"]
 
-PANEL = "Output"
 _PICTURES = (".svg", ".png")
 
-OutputFormat = Annotated[
-    Format | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="text, json or csv; default: by the ending of the file, else text.",
-        rich_help_panel=PANEL,
-    ),
-]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option(
+
+@dataclass(frozen=True)
+class Destination:
+    """Where results go; names that cannot be meant are refused before anything is computed.
+
+    Raises:
+        UsageError: a picture is to be written that is none, or where no picture goes.
+    """
+
+    output_format: Format | None = option(
+        None, "text, json or csv; default: by the ending of the file, else text.", metavar="FORMAT"
+    )
+    output_file: Path | None = option(
+        None,
+        "Write there, not to stdout.",
         "--output-file",
         "--output",
         metavar="FILE",
         callback=output.writable,
-        help="Write there, not to stdout.",
-        rich_help_panel=PANEL,
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        callback=output.writable,
-        help="Draw it too: FILE.svg or FILE.png.",
-        rich_help_panel=PANEL,
-    ),
-]
+    )
+    plot: Path | None = option(
+        None, "Draw it too: FILE.svg or FILE.png.", metavar="FILE", callback=output.writable
+    )
 
-
-class Destination(NamedTuple):
-    """Where results go.
-
-    Attributes:
-        format: Their format; None: by the ending of the file, else text.
-        file: None for stdout.
-        plot: A picture besides.
-    """
-
-    format: Format | None
-    file: Path | None
-    plot: Path | None
+    def __post_init__(self) -> None:
+        plot, file = self.plot, self.output_file
+        if plot and plot.suffix.lower() not in _PICTURES:
+            raise UsageError(
+                "a picture is an SVG or a PNG",
+                where=str(plot),
+                hint="End the name in .svg or .png: --plot FILE.svg.",
+            )
+        if file and file.suffix.lower() in _PICTURES:
+            raise UsageError("pictures are drawn by --plot", where=str(file), hint=f"Write --plot {file}.")
 
     def write(self, document: object, **options: Any) -> None:
         """Draw, and print or write results; ``options`` as of :func:`tilefit.formats.render`."""
         if self.plot:
             picture = formats.by_ending(document, self.plot.suffix)
             output.write_file(self.plot, formats.make(document, picture))
-        report_output.show(document, self.format, self.file, trimmed=False, **options)
+        report_output.show(document, self.output_format, self.output_file, trimmed=False, **options)
 
 
-def destination(form: Format | None, file: Path | None, plot: Path | None) -> Destination:
-    """Where results go, by the options; wrong names are refused before anything is computed.
-
-    Raises:
-        UsageError: a picture is to be written that is none, or where no picture goes.
-    """
-    if plot and plot.suffix.lower() not in _PICTURES:
-        raise UsageError(
-            "a picture is an SVG or a PNG",
-            where=str(plot),
-            hint="End the name in .svg or .png: --plot FILE.svg.",
-        )
-    if file and file.suffix.lower() in _PICTURES:
-        raise UsageError("pictures are drawn by --plot", where=str(file), hint=f"Write --plot {file}.")
-    return Destination(form, file, plot)
+Where = Annotated[Destination, Group(report_output.PANEL)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +16,7 @@ from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
 from tilefit.cli.option_groups import Group, given, grouped
 from tilefit.errors import UsageError
-from tilefit.options import Selection
+from tilefit.options import Selection, option
 
 if TYPE_CHECKING:
     from tilefit.cost.priced import PricedGpu
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Level = Literal["safe", "unsafe"]
 
 _FIXES = "Fixes"
-_OUTPUT = "Output"
 _Fixes = Annotated[
     Selection,
     Group(
@@ -40,6 +39,42 @@ _Fixes = Annotated[
 ]
 
 
+_Shown = Annotated[
+    report_output.Destination,
+    Group(
+        report_output.PANEL,
+        without=("show_all", "ops"),
+        help={
+            "output_format": "text, json or markdown; concise, html, sarif, github and junit show the "
+            "findings, as tilefit check does; default: by the ending of the file, else text."
+        },
+    ),
+]
+
+
+@dataclass(frozen=True)
+class FixOptions:
+    """How fixes are chosen."""
+
+    level: Level = option(
+        "safe", "safe: the same function. unsafe: also what may change training, checkpoints or rounding."
+    )
+    verify: bool = option(
+        True, "Prove each fix in fp64: outputs, gradients, optimizer steps.", "--verify/--no-verify"
+    )
+    measure: bool = option(
+        False, "Measure each fix on this machine's GPU, and leave out what is no gain there."
+    )
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """What becomes of the user's files."""
+
+    diff: bool = option(False, "Print what --write would change, as a patch.")
+    write: bool = option(False, "Change your files.")
+
+
 @grouped
 def fix(
     context: typer.Context,
@@ -50,59 +85,21 @@ def fix(
     ] = None,
     calibration: CalibrationFile = None,
     options: step_options.Options,
-    timeout: step_options.Timeout = step_options.TIMEOUT_S,
-    fresh: step_options.Fresh = False,
-    level: Annotated[
-        Level,
-        typer.Option(
-            help="safe: the same function. unsafe: also what may change training, checkpoints or rounding.",
-            rich_help_panel=_FIXES,
-        ),
-    ] = "safe",
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify/--no-verify",
-            help="Prove each fix in fp64: outputs, gradients, optimizer steps.",
-            rich_help_panel=_FIXES,
-        ),
-    ] = True,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Measure each fix on this machine's GPU, and leave out what is no gain there.",
-            rich_help_panel=_FIXES,
-        ),
-    ] = False,
+    capture: step_options.Capture,
+    ways: Annotated[FixOptions, Group(_FIXES)],
     selection: _Fixes,
-    diff: Annotated[
-        bool,
-        typer.Option("--diff", help="Print what --write would change, as a patch.", rich_help_panel=_OUTPUT),
-    ] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Change your files.", rich_help_panel=_OUTPUT)
-    ] = False,
-    output_format: Annotated[
-        report_output.Format | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="text, json or markdown; concise, html, sarif, github and junit show the findings, as "
-            "tilefit check does; default: by the ending of the file, else text.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    output_file: report_output.OutputFile = None,
+    files: Annotated[FileOptions, Group(report_output.PANEL)],
+    shown: _Shown,
 ) -> int:
     """Fix a model: what to change, what each change saves, and the proof that it is the same model.
 
     Without --write nothing is changed. Exit code: 0 nothing to do, 1 fixes found, 2 could not run.
     """
     settled = config.load(Path.cwd())
-    if diff and (write or output_format not in (None, "text") or output_file):
+    if files.diff and (files.write or shown.output_format not in (None, "text") or shown.output_file):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
-    device = _gpu(gpu, settled.gpu, measure, calibration)
-    if (diff or write) and target.partition(":")[0] in ("hf", "torchvision", "timm"):
+    device = _gpu(gpu, settled.gpu, ways.measure, calibration)
+    if (files.diff or files.write) and target.partition(":")[0] in ("hf", "torchvision", "timm"):
         raise UsageError(
             f"{target} is a library's model: there is no source of yours to change",
             hint="Leave out --diff and --write, or give the file of yours that builds it: file.py:factory.",
@@ -115,22 +112,22 @@ def fix(
         options=options,
         gpu=device,
         selection=settled.selection(selection),
-        level=level,
-        verify=verify,
-        measure=measure,
+        level=ways.level,
+        verify=ways.verify,
+        measure=ways.measure,
         own_optimizer=options.train
         and not any(given(context, name) for name in ("optimizer", "fused_optimizer")),
-        timeout_s=timeout,
-        fresh=fresh,
+        timeout_s=capture.timeout,
+        fresh=capture.fresh,
     )
     session = FixSession(request, _stage)
-    outcome = session.outcome(source_wanted=diff or write)
-    if write:
+    outcome = session.outcome(source_wanted=files.diff or files.write)
+    if files.write:
         outcome = replace(outcome, written=outcome.patches.write())
-    if diff:
+    if files.diff:
         _print_diff(outcome)
         return bool(outcome.patches.made)
-    report_output.show(outcome, output_format, output_file, trimmed=False)
+    shown.show(outcome, trimmed=False)
     return outcome.exit_code
 
 

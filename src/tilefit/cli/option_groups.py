@@ -34,7 +34,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     The fields of the parameter's dataclass that have ``help`` in their metadata are options: named like the
     field unless ``flags`` say otherwise, of the field's type unless there is an ``annotation``, with what
     else stands there handed to ``typer.Option``. A value with a method ``refuse_idle`` is asked which of the
-    given ones would have no effect. A command with a group has a parameter ``context``, and the group is
+    given ones would have no effect, which takes a parameter ``context`` of the command. The group is
     keyword-only.
     """
     hints = get_type_hints(command, include_extras=True)
@@ -53,12 +53,11 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def called(**values: Any) -> Any:
-        context: typer.Context = values["context"]
         for name, (kind, options) in groups.items():
             own = {option.name: _read(option, values.pop(option.name)) for option in options}
             value = kind(**own)
             if hasattr(value, "refuse_idle"):
-                value.refuse_idle([option for option in own if given(context, option)])
+                value.refuse_idle([option for option in own if given(values["context"], option)])
             values[name] = value
         return command(**values)
 

@@ -41,11 +41,7 @@ def precision(
         bool, typer.Option("--find-non-finite", help="Check every operation for inf and NaN; slow.")
     ] = False,
     selection: step_options.Codes,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="The tables as well.", rich_help_panel=report_output.PANEL)
-    ] = False,
-    output_format: report_output.OutputFormat = None,
-    output_file: report_output.OutputFile = None,
+    shown: report_output.ShownWhole,
 ) -> int:
     """Watch a training script: is its mixed precision silently wrong? Options go before the script.
 
@@ -87,7 +83,7 @@ def precision(
     # One rank speaks for all; what ranks disagree on, it knows.
     first = os.environ.get("RANK", "0") == "0"
     if first and (document.findings or (error is None and watch.steps)):
-        report_output.show(document, output_format, output_file, show_all=show_all)
+        shown.show(document)
     if interrupted:
         raise KeyboardInterrupt
     if error is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +13,9 @@ from typer.core import TyperCommand
 from tilefit import gpus
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
-from tilefit.cli.option_groups import grouped, refuse_given
+from tilefit.cli.option_groups import Group, grouped, refuse_given
 from tilefit.errors import TilefitError, UsageError
-from tilefit.options import TargetOptions
+from tilefit.options import TargetOptions, option
 
 if TYPE_CHECKING:
     from tilefit.profiling.session import Profile
@@ -26,6 +26,21 @@ _TRACES = (".json", ".json.gz")
 _OF_MODELS = [
     each.name for each in fields(TargetOptions) if "help" in each.metadata and each.name != "on_cpu"
 ]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which steps of a run are profiled."""
+
+    steps: int = option(3, "Steps to profile.", min=1, metavar="N")
+    skip: int = option(
+        5,
+        "Steps before anything is measured. A script's step is one of its optimizer; with --skip 0 --plain 0 "
+        "profiling begins with the script.",
+        min=0,
+        metavar="N",
+    )
+    plain: int = option(5, "Steps then timed without the profiler, to tell what it adds.", min=0, metavar="N")
 
 
 class ProfileCommand(TyperCommand):
@@ -69,28 +84,7 @@ def profile(
         ),
     ] = None,
     calibration: CalibrationFile = None,
-    steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Steps to profile.", rich_help_panel=_RUN)
-    ] = 3,
-    skip: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Steps before anything is measured. A script's step is one of its optimizer; with --skip 0 "
-            "--plain 0 profiling begins with the script.",
-            rich_help_panel=_RUN,
-        ),
-    ] = 5,
-    plain: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Steps then timed without the profiler, to tell what it adds.",
-            rich_help_panel=_RUN,
-        ),
-    ] = 5,
+    window: Annotated[Window, Group(_RUN)],
     options: step_options.OfRun,
     selection: step_options.Rules,
     export: Annotated[
@@ -101,10 +95,7 @@ def profile(
             rich_help_panel=report_output.PANEL,
         ),
     ] = None,
-    show_all: report_output.ShowAll = False,
-    ops: report_output.Operations = False,
-    output_format: report_output.OutputFormat = None,
-    output_file: report_output.OutputFile = None,
+    shown: report_output.Shown,
 ) -> int:
     """Profile a run: which operation, module and line the GPU's time goes to, and what to change.
 
@@ -123,10 +114,10 @@ def profile(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
     judged: dict[str, Any] = {"gpu": gpu, "calibration": calibration, "selection": selection}
-    window: dict[str, Any] = {"steps": steps, "skip": skip, "plain": plain}
+    steps: dict[str, Any] = asdict(window)
     error: TilefitError | None = None
     if _is_trace(target):
-        refuse_given(context, (*_OF_MODELS, *window), "a trace tells which steps it is of")
+        refuse_given(context, (*_OF_MODELS, *steps), "a trace tells which steps it is of")
         from tilefit.profiling.imported import Imported
 
         with output.progress(f"Reading {target}"):
@@ -135,7 +126,7 @@ def profile(
     elif _is_script(target):
         refuse_given(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments or ())
-        run, error = _script(Path(target), list(arguments or ()), **window, **judged)
+        run, error = _script(Path(target), list(arguments or ()), **steps, **judged)
         if error is not None and not run.profiled:
             raise error
         document = run.report
@@ -149,9 +140,9 @@ def profile(
         from tilefit.profiling.target import profile_target
 
         with output.progress(f"Profiling {target}"):
-            run = profile_target(target, options, **window, **judged)
+            run = profile_target(target, options, **steps, **judged)
             document = run.report
-    report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
+    shown.show(document)
     if export is not None:
         run.export(export)
         print(f"Trace written to {export}; open it in ui.perfetto.dev", file=sys.stderr)

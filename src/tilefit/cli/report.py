@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from tilefit.cli import output, report_output
+from tilefit.cli.option_groups import grouped
 
 
+@grouped
 def report(
     file: Annotated[
         Path,
@@ -19,10 +21,8 @@ def report(
             show_default=False,
         ),
     ],
-    show_all: report_output.ShowAll = False,
-    ops: report_output.Operations = False,
-    output_format: report_output.OutputFormat = None,
-    output_file: report_output.OutputFile = None,
+    *,
+    shown: report_output.Shown,
 ) -> None:
     """Show a report again: nothing is captured or priced, so it takes no time.
 
@@ -31,4 +31,4 @@ def report(
     from tilefit.report import load
 
     document = load(file, note=output.note)
-    report_output.show(document, output_format, output_file, show_all=show_all, ops=ops)
+    shown.show(document)

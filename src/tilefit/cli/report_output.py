@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from tilefit import formats
 from tilefit.cli import output
-from tilefit.formats import FORMATS
-from tilefit.formats import Format as Format
+from tilefit.cli.option_groups import Group
+from tilefit.formats import FORMATS, Format
+from tilefit.options import option
 
 PANEL = "Output"
 
-OutputFormat = Annotated[
-    Format | None,
-    typer.Option(
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a document goes, and how much of it."""
+
+    show_all: bool = option(False, "Every finding with all its arithmetic.", "--all")
+    ops: bool = option(False, "The operations too, by time.")
+    output_format: Format | None = option(
+        None,
+        f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}; default: by the ending of the file, else text.",
         metavar="FORMAT",
-        help=f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}; default: by the ending of the file, else text.",
-        rich_help_panel=PANEL,
-    ),
-]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        callback=output.writable,
-        help="Write there instead of to stdout.",
-        rich_help_panel=PANEL,
-    ),
-]
-ShowAll = Annotated[
-    bool, typer.Option("--all", help="Every finding with all its arithmetic.", rich_help_panel=PANEL)
-]
-Operations = Annotated[
-    bool, typer.Option("--ops", help="The operations too, by time.", rich_help_panel=PANEL)
-]
+    )
+    output_file: Path | None = option(
+        None, "Write there instead of to stdout.", metavar="FILE", callback=output.writable
+    )
+
+    def show(self, document: object, **options: Any) -> None:
+        """Write a document; ``options`` as of :func:`show`."""
+        more = {"show_all": self.show_all, "ops": self.ops, **options}
+        show(document, self.output_format, self.output_file, **more)
+
+
+Shown = Annotated[Destination, Group(PANEL)]
+ShownWhole = Annotated[Destination, Group(PANEL, without=("ops",), help={"show_all": "The tables as well."})]
 
 
 def show(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from tilefit.cli.option_groups import Group
-from tilefit.options import Selection, Split, StepOptions, TargetOptions
+from tilefit.options import Selection, Split, StepOptions, TargetOptions, option
 
 _STEP = "The step"
 _RULES = "Rules"
@@ -48,13 +49,19 @@ Input = Annotated[
         rich_help_panel=_STEP,
     ),
 ]
-Timeout = Annotated[
-    float, typer.Option(min=1, metavar="SECONDS", help="Longest capture.", rich_help_panel=_STEP)
-]
-Fresh = Annotated[
-    bool,
-    typer.Option("--fresh", help="Capture again, although the target is unchanged.", rich_help_panel=_STEP),
-]
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How a target is captured."""
+
+    timeout: float = option(TIMEOUT_S, "Longest capture.", min=1, metavar="SECONDS")
+    fresh: bool = option(False, "Capture again, although the target is unchanged.")
+
+
+Capture = Annotated[CaptureOptions, Group(_STEP)]
+#: Where the points of a sweep are what is made anew.
+Timeout = Annotated[CaptureOptions, Group(_STEP, without=("fresh",))]
 
 
 def note_misplaced(context: typer.Context, script: str, arguments: Sequence[str]) -> None:

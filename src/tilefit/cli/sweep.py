@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tilefit.cli import output, step_options
+from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
-from tilefit.cli.destination import PANEL, OutputFile, OutputFormat, Plot, destination
+from tilefit.cli.destination import Where
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
-from tilefit.cli.option_groups import given, grouped
+from tilefit.cli.option_groups import Group, given, grouped
 from tilefit.errors import UsageError
-from tilefit.options import INPUT_SIZES, TargetOptions, spelled
+from tilefit.options import INPUT_SIZES, TargetOptions, option, spelled
 
 if TYPE_CHECKING:
     from tilefit.cost.priced import PricedGpu
@@ -30,10 +30,16 @@ Against = Literal["size", "latency", "memory"]
 _MOST_BATCH = 4096
 
 
-def _split_option(help: str) -> typer.models.OptionInfo:
-    option = typer.Option(metavar="N,…", help=help, rich_help_panel=step_options.SPLIT)
-    assert isinstance(option, typer.models.OptionInfo)
-    return option
+@dataclass(frozen=True)
+class Splits:
+    """Ways to split the step over GPUs: numbers, of which each makes a point."""
+
+    tensor_parallel: str | None = option(None, "GPUs that share each layer.", metavar="N,…")
+    pipeline_parallel: str | None = option(None, "Stages, each a part of the layers.", metavar="N,…")
+    data_parallel: str | None = option(None, "Replicas, each with a part of the batch.", metavar="N,…")
+    micro_batches: str | None = option(
+        None, "Parts of a replica's batch; default: as many as stages.", metavar="N,…"
+    )
 
 
 @grouped
@@ -66,14 +72,9 @@ def sweep(
         bool,
         typer.Option("--measure", help="Run the steps on this machine's GPU; interrupted, it continues."),
     ] = False,
-    tensor_parallel: Annotated[str | None, _split_option("GPUs that share each layer.")] = None,
-    pipeline_parallel: Annotated[str | None, _split_option("Stages, each a part of the layers.")] = None,
-    data_parallel: Annotated[str | None, _split_option("Replicas, each with a part of the batch.")] = None,
-    micro_batches: Annotated[
-        str | None, _split_option("Parts of a replica's batch; default: as many as stages.")
-    ] = None,
+    splits: Annotated[Splits, Group(step_options.SPLIT)],
     options: step_options.Options,
-    timeout: step_options.Timeout = step_options.TIMEOUT_S,
+    capture: step_options.Timeout,
     calibration: CalibrationFile = None,
     store: Annotated[
         Path | None, typer.Option("--store", metavar="FILE", help="Store of results; default TILEFIT_STORE.")
@@ -83,28 +84,22 @@ def sweep(
     ] = False,
     against: Annotated[
         Against,
-        typer.Option(help="Plot throughput against this: a size, latency or memory.", rich_help_panel=PANEL),
+        typer.Option(
+            help="Plot throughput against this: a size, latency or memory.",
+            rich_help_panel=report_output.PANEL,
+        ),
     ] = "size",
     show_all: Annotated[
-        bool, typer.Option("--all", help="Every point in the table.", rich_help_panel=PANEL)
+        bool, typer.Option("--all", help="Every point in the table.", rich_help_panel=report_output.PANEL)
     ] = False,
-    output_format: OutputFormat = None,
-    output_file: OutputFile = None,
-    plot: Plot = None,
+    where: Where,
 ) -> None:
     """What if: tilefit sweep hf:gpt2 --over batch=1..128 --over gpu=h200,l40s --amp bf16.
 
     Step time, throughput, TFLOP/s and memory of every point, the efficient frontier, and the best. Points are
     kept in the store: interrupted, the same command goes on where it stopped.
     """
-    where = destination(output_format, output_file, plot)
-    splits = {
-        "tensor_parallel": tensor_parallel,
-        "pipeline_parallel": pipeline_parallel,
-        "data_parallel": data_parallel,
-        "micro_batches": micro_batches,
-    }
-    axes = _axes(context, over or (), splits, options)
+    axes = _axes(context, over or (), asdict(splits), options)
     _check_axes(axes, measure, best_batch)
     if best_batch:
         axes = _batches(axes)
@@ -122,7 +117,7 @@ def sweep(
         session = SweepSession(
             Grid(target, options, tuple(axes), devices),
             opened,
-            timeout_s=timeout,
+            timeout_s=capture.timeout,
             fresh=fresh,
             best_batch=best_batch,
             local=local and (local.place, astuple(local.environment)),
@@ -131,7 +126,8 @@ def sweep(
         predicted = session.predicted
         if session.known:
             print(
-                f"{session.known} of {len(predicted)} points are from the store; --fresh computes them again.",
+                f"{session.known} of {len(predicted)} points are from the store; "
+                "--fresh computes them again.",
                 file=sys.stderr,
             )
         with output.progress("Measuring") if local and best_batch else nullcontext():
