@@ -14,7 +14,7 @@ from rich.text import Text
 from tilefit import console, units
 from tilefit.formats import FORMATS, render, renders
 from tilefit.report import Report, text
-from tilefit.report.markdown import escape
+from tilefit.report.markdown import escape, table
 from tilefit.rules.sites import pattern
 
 if TYPE_CHECKING:
@@ -110,15 +110,15 @@ def _at_run_time(outcome: Outcome) -> RenderableType | None:
     plan = outcome.plan
     if plan is None or not plan.fixes:
         return None
-    table = _table(["fix", ">saves", "", "level", "proof", "what"], _fix_rows(plan))
-    return Group(Text(_speed(plan), style="bold"), table, *_how(outcome, plan))
+    fixes = _table(["fix", ">saves", "", "level", "proof", "what"], _fix_rows(plan))
+    return Group(Text(_speed(plan), style="bold"), fixes, *_how(outcome, plan))
 
 
 def _in_files(outcome: Outcome) -> RenderableType | None:
     if not outcome.patches.made:
         return None
-    table = _table(["rule", ">saves", "", "level", "where", "what"], _patch_rows(outcome))
-    return Group(Text(_files_title(outcome), style="bold"), table, *map(_note, _notes(outcome)))
+    patches = _table(["rule", ">saves", "", "level", "where", "what"], _patch_rows(outcome))
+    return Group(Text(_files_title(outcome), style="bold"), patches, *map(_note, _notes(outcome)))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
@@ -299,7 +299,7 @@ def as_markdown(outcome: Outcome) -> str:
         lines += ["", NOTHING]
     if plan and plan.fixes:
         lines += ["", f"## {_speed(plan)}", ""]
-        lines += _markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(plan))
+        lines += [_markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(plan))]
         if proof := _compared(plan):
             lines += ["", escape(proof)]
         lines += ["", escape(_when(outcome)), "", "```python", outcome.call, "```"]
@@ -310,7 +310,7 @@ def as_markdown(outcome: Outcome) -> str:
         ]
     if patches.made:
         lines += ["", f"## {_files_title(outcome)}", ""]
-        lines += _markdown_table(["rule", "saves", "", "level", "where", "what"], _patch_rows(outcome))
+        lines += [_markdown_table(["rule", "saves", "", "level", "where", "what"], _patch_rows(outcome))]
         lines += ["", *(f"- {escape(note)}" for note in _notes(outcome))]
         lines += ["", "```diff", patches.diff().decode(errors="replace").rstrip("\n"), "```"]
     if outcome.by_hand:
@@ -328,6 +328,5 @@ for _format in set(FORMATS) - {"text", "json", "markdown"}:
     renders(Outcome, _format)(lambda outcome, form=_format: render(outcome.report, form))
 
 
-def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    table = [heads, ["---"] * len(heads), *(map(escape, row) for row in rows)]
-    return [f"| {' | '.join(row)} |" for row in table]
+def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return table(heads, ([*map(escape, row)] for row in rows), noun="").whole

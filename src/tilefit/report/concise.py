@@ -13,7 +13,7 @@ from tilefit.rules.finding import Alarm, Finding
 def render(document: Document) -> str:
     """``source: CODE message [gain]`` per finding, best first; nothing where nothing was found."""
     if isinstance(document, Watched):
-        return "".join(f"{_alarm(document, alarm)}\n" for alarm in document.findings)
+        return "".join(f"{line(document, alarm)}\n" for alarm in document.findings)
     several = len(document.reports) > 1
     return "".join(
         f"{line(report, finding)}{f' on {report.gpu}' if several else ''}\n"
@@ -22,12 +22,9 @@ def render(document: Document) -> str:
     )
 
 
-def line(report: Report, finding: Finding) -> str:
+def line(document: Report | Watched, item: Finding | Alarm) -> str:
     """``source: CODE message [gain]``."""
-    where = finding.source or finding.module or report.model
-    return f"{text.plain(where)}: {finding.code} {text.plain(finding.message)} [{text.gain(finding)}]"
-
-
-def _alarm(document: Watched, alarm: Alarm) -> str:
-    where = alarm.source or alarm.module or document.title
-    return f"{text.plain(where)}: {alarm.code} {text.plain(alarm.message)} [{text.seen(alarm)}]"
+    where = (
+        item.source or item.module or (document.title if isinstance(document, Watched) else document.model)
+    )
+    return f"{text.plain(where)}: {item.code} {text.plain(item.message)} [{text.price(item)}]"

@@ -77,13 +77,14 @@ def escape(value: str) -> str:
 
 def _item(item: Finding | Alarm) -> str:
     if isinstance(item, Finding):
-        price, place, more = text.gain(item), text.site(item), item.source
+        place, more = text.site(item), item.source
         safety = f' <span class="quiet">({escape(item.safety)})</span>'
     else:
-        price, place, more, safety = text.seen(item), item.source, item.module, ""
+        place, more, safety = item.source, item.module, ""
     lines = "".join(f'<div class="quiet">{escape(line)}</div>' for line in item.arithmetic)
+    head = f"<b>{escape(item.code)}</b> {escape(text.price(item))}"
     return (
-        f'<details class="{escape(item.severity)}"><summary><b>{escape(item.code)}</b> {escape(price)} '
+        f'<details class="{escape(item.severity)}"><summary>{head} '
         f"<code>{escape(place)}</code><br>{escape(item.message)}</summary>{lines}"
         f'<div>→ {escape(item.fix)}{safety}</div><div class="quiet">{escape(more)}</div></details>'
     )

@@ -136,14 +136,14 @@ def _findings(head: str, findings: Sequence[Finding | Alarm], noun: str, nothing
     items, brief, worth = [], [], []
     for number, each in enumerate(findings, 1):
         if isinstance(each, Finding):
-            what, site, fix = text.gain(each), text.site(each), f"Fix ({each.safety})"
-            where = [site, each.source]
+            fix, where = f"Fix ({each.safety})", [text.site(each), each.source]
             worth.append(f", saving at most {units.seconds(each.gain_s)} each")
         else:
-            what, fix = text.seen(each), "Fix"
-            where = [each.source, each.module]
+            fix, where = "Fix", [each.source, each.module]
             worth.append("")
-        place = ", ".join([f"{number}. **{each.code}** {what}", *map(escape, filter(None, where))])
+        place = ", ".join(
+            [f"{number}. **{each.code}** {text.price(each)}", *map(escape, filter(None, where))]
+        )
         brief.append(_clipped(f"{place}: {escape(each.message)}", _ITEM_BYTES))
         details = [*map(escape, each.arithmetic), f"{fix}: {escape(each.fix)}"]
         lines = [f"{place}  ", f"   {escape(each.message)}", *(f"   - {line}" for line in details)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ from tilefit.report.watched import Watched
 from tilefit.rules.finding import Alarm, Finding, RulePage
 
 _PLACE = re.compile(r"(.+):(\d+)")
+_FIGURES = ("gain_s", "gain_low_s", "gain_high_s", "gain_fraction", "safety", "sites")
+_FIGURES_OF_ALARMS = ("first_step", "steps")
 _PYTHON_TARGET = re.compile(r"(.+\.py):\w+")
 
 
@@ -80,7 +81,7 @@ def subjects(document: Document) -> list[Subject]:
                 title=text.watched_heading(document),
                 target=text.plain(document.title) or "training",
                 gpu="",
-                remarks=tuple(map(_alarm, document.findings)),
+                remarks=tuple(map(_remark, document.findings)),
                 rules=document.rules,
                 libraries=(),
                 version=document.version,
@@ -92,7 +93,7 @@ def subjects(document: Document) -> list[Subject]:
             title=f"{text.heading(report)} on {text.plain(report.device.title)}",
             target=text.plain(report.model) or "model",
             gpu=text.plain(report.gpu),
-            remarks=tuple(map(_finding, report.findings)),
+            remarks=tuple(map(_remark, report.findings)),
             rules=report.rules,
             libraries=tuple(report.environment),
             version=report.version,
@@ -102,36 +103,18 @@ def subjects(document: Document) -> list[Subject]:
     ]
 
 
-def _finding(finding: Finding) -> Remark:
+def _remark(item: Finding | Alarm) -> Remark:
+    names = _FIGURES if isinstance(item, Finding) else _FIGURES_OF_ALARMS
+    fix = f"Fix ({item.safety})" if isinstance(item, Finding) else "Fix"
     return Remark(
-        finding.code,
-        finding.severity,
-        text.plain(finding.module),
-        *_place(finding.source),
-        text.gain(finding),
-        text.plain(finding.message),
-        _details(finding.arithmetic, f"Fix ({finding.safety}): {finding.fix}"),
-        {
-            "gain_s": finding.gain_s,
-            "gain_low_s": finding.gain_low_s,
-            "gain_high_s": finding.gain_high_s,
-            "gain_fraction": finding.gain_fraction,
-            "safety": finding.safety,
-            "sites": finding.sites,
-        },
-    )
-
-
-def _alarm(alarm: Alarm) -> Remark:
-    return Remark(
-        alarm.code,
-        alarm.severity,
-        text.plain(alarm.module),
-        *_place(alarm.source),
-        text.seen(alarm),
-        text.plain(alarm.message),
-        _details(alarm.arithmetic, f"Fix: {alarm.fix}"),
-        {"first_step": alarm.first_step, "steps": alarm.steps},
+        item.code,
+        item.severity,
+        text.plain(item.module),
+        *_place(item.source),
+        text.price(item),
+        text.plain(item.message),
+        tuple(map(text.plain, (*item.arithmetic, f"{fix}: {item.fix}"))),
+        {name: getattr(item, name) for name in names},
     )
 
 
@@ -139,7 +122,3 @@ def _place(source: str) -> tuple[str, int | None]:
     plain = text.plain(source)
     place = _PLACE.fullmatch(plain)
     return (place[1], int(place[2])) if place else (plain, None)
-
-
-def _details(arithmetic: Iterable[str], fix: str) -> tuple[str, ...]:
-    return tuple(map(text.plain, (*arithmetic, fix)))

@@ -119,6 +119,11 @@ def gain(finding: Finding) -> str:
     return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
 
 
+def price(item: Finding | Alarm) -> str:
+    """What a finding saves, or how often an alarm was seen."""
+    return gain(item) if isinstance(item, Finding) else seen(item)
+
+
 def watched_heading(document: Watched) -> str:
     """``GPT · 20 steps watched``."""
     return f"{plain(document.title)} · {document.steps} steps watched"
