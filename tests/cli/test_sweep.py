@@ -114,7 +114,7 @@ def test_best_batch_without_a_gpu(tilefit, model: str) -> None:
         (["--best-batch", "--over", "width=8"], "--best-batch varies the batch alone, not width"),
         (["--tensor-parallel", "2", "--measure"], "a split over GPUs is predicted, not measured"),
         (["--over", "batch=1,2", "--plot", "a.pdf"], "a picture is an SVG or a PNG"),
-        (["--over", "compile=on,off", "--plot", "a.svg"], "there is nothing to draw"),
+        (["--over", "compile=on,off", "--gpu", "h200", "--plot", "a.svg"], "there is nothing to draw"),
         (["--over", "nope=1,2", "--gpu", "h200"], "model.py:build has no size 'nope' to set"),
         (["--over", "width=513", "--gpu", "h200"], "513 features do not divide into 8 heads"),
     ],
