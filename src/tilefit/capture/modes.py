@@ -53,16 +53,19 @@ class Modes:
 
     @property
     def amp_seen(self) -> str:
+        """What regions of autocast cast to; empty if there were none."""
         dtype = self.autocast.seen
         return DTYPES[dtype] if dtype is not None else ""
 
     @property
     def channels_last_seen(self) -> bool:
+        """Whether all convolutions read and write NHWC."""
         convs = [entry.op for entry in self.recorder.ops if entry.op.kind == "conv"]
         return bool(convs) and all(getattr(op, "channels_last", False) for op in convs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Within the block, what runs is recorded."""
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -142,6 +145,7 @@ class Modes:
             )
 
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
+        """The step that was recorded."""
         names: dict[nn.Parameter, list[str]] = {}
         buffers: set[torch.Tensor] = set()
         for prefix, model in self.sites.roots:
