@@ -62,22 +62,27 @@ class AutocastState:
 
     @property
     def enabled(self) -> bool:
+        """Whether the innermost region casts."""
         return bool(self._regions) and self._regions[-1][0]
 
     @property
     def dtype(self) -> torch.dtype:
+        """What the innermost region casts to."""
         return self._regions[-1][1] if self._regions else torch.float16
 
     @property
     def cache_enabled(self) -> bool:
+        """Whether the innermost region keeps what it cast."""
         return self._regions[-1][2] if self._regions else True
 
     def enter(self, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+        """A region begins."""
         self._regions.append((enabled, dtype, cache))
         if enabled:
             self.seen = dtype
 
     def leave(self) -> None:
+        """The innermost region ends, and with the outermost one what was cast."""
         self._regions.pop()
         if not self._regions:
             self._casts.clear()

@@ -123,7 +123,9 @@ def batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
     """Samples: the length of a list of images, or of samples of different lengths; or the first size of the
     first input, or what a recurrent layer that reads time first says."""
     arguments = inputs.values() if isinstance(inputs, Mapping) else inputs
-    listed = next(iter(arguments), None) if isinstance(arguments, Iterable) else None
+    # A tensor is no list of arguments; iterating over it would make a view of every row.
+    several = isinstance(arguments, Iterable) and not isinstance(arguments, torch.Tensor)
+    listed = next(iter(arguments), None) if several else None
     if isinstance(listed, list) and listed and (all(map(_is_image, listed)) or _is_ragged(listed)):
         return len(listed)
     first = next((t for t in tensors(inputs) if t.dim() > 0), None)

@@ -146,6 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_host.update(self.identify(t) for t in tensors if t.device.type == self.device)
 
     def reference(self, tensor: torch.Tensor) -> TensorRef:
+        """How the step names a tensor."""
         number = self.identify(tensor)
         return TensorRef(
             number, tuple(tensor.shape), DTYPES.get(tensor.dtype, "fp32"), self._parameter_of.get(number, "")

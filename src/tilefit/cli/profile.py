@@ -47,6 +47,7 @@ class ProfileCommand(TyperCommand):
     """What stands behind a script is the script's own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What follows a script is the script's."""
         if any(_is_script(each) for each in args):
             ctx.allow_interspersed_args = False
         return super().parse_args(ctx, args)

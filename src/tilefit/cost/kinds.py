@@ -26,6 +26,8 @@ class ByKind(dict[type[Op], Callable[..., Any]]):
         self._otherwise = otherwise
 
     def __call__(self, kind: type[Op]) -> Callable[[_F], _F]:
+        """Decorate a function with the kind it is for."""
+
         def register(function: _F) -> _F:
             self[kind] = function
             return function

@@ -150,27 +150,27 @@ def _widened(parameter: torch.Tensor, rows: Channels | None, columns: Channels |
 
 
 class FittedConv1d(Fitted, nn.Conv1d):
-    pass
+    """:class:`torch.nn.Conv1d` that fits."""
 
 
 class FittedConv2d(Fitted, nn.Conv2d):
-    pass
+    """:class:`torch.nn.Conv2d` that fits."""
 
 
 class FittedConv3d(Fitted, nn.Conv3d):
-    pass
+    """:class:`torch.nn.Conv3d` that fits."""
 
 
 class FittedConvTranspose1d(_FittedTransposed, nn.ConvTranspose1d):
-    pass
+    """:class:`torch.nn.ConvTranspose1d` that fits."""
 
 
 class FittedConvTranspose2d(_FittedTransposed, nn.ConvTranspose2d):
-    pass
+    """:class:`torch.nn.ConvTranspose2d` that fits."""
 
 
 class FittedConvTranspose3d(_FittedTransposed, nn.ConvTranspose3d):
-    pass
+    """:class:`torch.nn.ConvTranspose3d` that fits."""
 
 
 #: The fitted class of each plain one.
@@ -236,15 +236,15 @@ class Wide(_BatchNorm):
 
 
 class WideBatchNorm1d(Wide, nn.BatchNorm1d):
-    pass
+    """:class:`torch.nn.BatchNorm1d` that keeps padded channels zero."""
 
 
 class WideBatchNorm2d(Wide, nn.BatchNorm2d):
-    pass
+    """:class:`torch.nn.BatchNorm2d` that keeps padded channels zero."""
 
 
 class WideBatchNorm3d(Wide, nn.BatchNorm3d):
-    pass
+    """:class:`torch.nn.BatchNorm3d` that keeps padded channels zero."""
 
 
 #: The wide class of each plain one.

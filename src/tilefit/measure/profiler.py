@@ -38,9 +38,11 @@ class Session(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def call(self, operation: Callable[[], object]) -> None: ...
+    def call(self, operation: Callable[[], object]) -> None:
+        """Run an operation, whose launches are one entry of :meth:`results`."""
 
-    def results(self) -> list[list[Launch]]: ...
+    def results(self) -> list[list[Launch]]:
+        """The launches of each call."""
 
 
 _MARKER = "spin_kernel"  # what torch.cuda._sleep launches
@@ -61,6 +63,7 @@ class CudaSession:
         return self
 
     def call(self, operation: Callable[[], object]) -> None:
+        """Run an operation, whose launches are one entry of :meth:`results`."""
         self._calls += 1
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
         try:
@@ -127,10 +130,12 @@ class HostSession:
         return None
 
     def call(self, operation: Callable[[], object]) -> None:
+        """Run an operation, whose launches are one entry of :meth:`results`."""
         start = self._clock()
         self._results.append([])
         operation()
         self._results[-1] = [Launch("host", start, self._clock() - start)]
 
     def results(self) -> list[list[Launch]]:
+        """The launches of each call."""
         return self._results

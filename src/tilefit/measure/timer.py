@@ -204,6 +204,7 @@ class CudaDevice:
         return replay
 
     def clocks(self) -> ClockSample | None:
+        """The clocks of now; None where there are none."""
         return read_clocks(self.device.index or 0)
 
 
@@ -218,6 +219,7 @@ class HostDevice:
         self._clock = clock
 
     def prepare(self, factories: Sequence[Factory]) -> Replay:
+        """Calls that were made once, to be made again."""
         calls = [factory() for factory in factories]
         for call in calls:
             call()
@@ -231,4 +233,5 @@ class HostDevice:
         return replay
 
     def clocks(self) -> ClockSample | None:
+        """The clocks of now; None where there are none."""
         return None

@@ -76,6 +76,7 @@ class Call:
 
     @property
     def duration_ns(self) -> int:
+        """Time of its kernels."""
         return sum(kernel.duration_ns for kernel in self.kernels)
 
 

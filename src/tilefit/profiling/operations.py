@@ -108,6 +108,7 @@ class Unit:
 
     @property
     def duration_ns(self) -> int:
+        """Time of its kernels."""
         return sum(kernel.duration_ns for kernel in self.kernels)
 
 

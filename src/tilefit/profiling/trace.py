@@ -119,6 +119,7 @@ class Kernel:
 
     @property
     def duration_ns(self) -> int:
+        """From its start to its end."""
         return self.end_ns - self.start_ns
 
 

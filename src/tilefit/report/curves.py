@@ -67,10 +67,12 @@ class Curves(Series):
 
     @property
     def every(self) -> list[Curve]:
+        """The curves of all families."""
         return [each for family in self.families for each in family.curves]
 
     @property
     def gpu_title(self) -> str:
+        """Name of the GPU."""
         return self.families[0].predicted.gpu.title
 
     def rows(self) -> list[dict[str, object]]:

@@ -72,6 +72,7 @@ class TimeUnit:
     decimals: int
 
     def __call__(self, time_s: float) -> str:
+        """A time in the unit of the table."""
         return f"{time_s / self.scale_s:,.{self.decimals}f}"
 
 

@@ -80,6 +80,7 @@ class Part:
 
     @property
     def whole(self) -> str:
+        """Its text, with all items."""
         return "\n".join((self.head, *self.items))
 
 

@@ -387,9 +387,11 @@ class Report(Document):
 
     @property
     def reports(self) -> tuple[Report, ...]:  # type: ignore[override]  # itself, not a field
+        """Itself."""
         return (self,)
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
         return {"schema_version": REPORT_SCHEMA, **asdict(self)}
 
 
@@ -407,6 +409,7 @@ class Comparison(Document):
         raise KeyError(gpu)
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
         return {"schema_version": REPORT_SCHEMA, "reports": [report.to_dict() for report in self.reports]}
 
 

@@ -44,10 +44,12 @@ class Watched(Document):
 
     @property
     def reports(self) -> tuple[Report, ...]:  # type: ignore[override]  # it is about no GPU
+        """None: it is about no GPU."""
         return ()
 
     @property
     def exit_code(self) -> int:
+        """1 if there are findings, 0 if not."""
         return int(bool(self.findings))
 
     def to_dict(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Cell:
 
     @property
     def is_gru(self) -> bool:
+        """Whether the reset gate multiplies a part of the product."""
         return self.mode == "GRU"
 
 

@@ -108,6 +108,7 @@ class Recurrent(nn.RNNBase):
         return explain(self, *inputs, gpu=gpu, **arguments)[0]
 
     def extra_repr(self) -> str:
+        """What ``print`` says beside ``torch.nn``'s arguments."""
         extra = f", backend={self.backend}" if self.backend else ""
         return f"{super().extra_repr()}{extra}{', recompute=True' if self.recompute else ''}"
 

@@ -39,6 +39,7 @@ class Trial:
 
     @property
     def samples_per_s(self) -> float:
+        """Samples of the mini-batch over the time of a step."""
         return self.batch / self.time_s
 
 

@@ -47,6 +47,7 @@ class Results(Series):
 
     @property
     def title(self) -> str:
+        """What was swept, in words."""
         return f"{self.grid.target}, {', '.join(self.settings)}"
 
     @property

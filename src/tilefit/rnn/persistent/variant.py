@@ -78,6 +78,7 @@ class Problem(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of an element."""
         return 4 if self.element == "float32" else 2
 
     @property
