@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from tilefit.cost.estimate import MEASURED, Estimate
-from tilefit.ops import Step, StepOp, Streaming
+from tilefit.ops import Step, StepOp
 
 _RUN: ContextVar[MeasuredRun | None] = ContextVar("run", default=None)
 
@@ -80,7 +80,7 @@ class MeasuredRun:
 
 def _keys(entry: StepOp) -> tuple[tuple[str, ...], ...]:
     """What operations have in common that err alike, the closest first."""
-    kind = entry.op.role if isinstance(entry.op, Streaming) else entry.op.kind
+    kind = entry.op.category
     part = entry.phase
     return ((kind, part, entry.site.module), (kind, part), (kind,), ())
 

@@ -15,7 +15,7 @@ from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Op, Parameter, Settings, Site, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import OPTIMIZER, Op, Parameter, Settings, Site, Step, StepOp, TensorRef
 from tilefit.options import Selection
 from tilefit.profiling.attribution import AttributedStep, attribute
 from tilefit.profiling.inductor import Compiled
@@ -212,14 +212,14 @@ def _measured_op(
     uses = [name.tensor_core for name in read]
     known_bytes = op.moved_bytes > 0
     floor_s = op.moved_bytes / gpu.memory_bandwidth_bytes_per_s
-    if not isinstance(op, Streaming):
+    if op.multiplies:
         floor_s = max(floor_s, op.flop / gpu.peak_flop_per_s(op.dtype))
     return MeasuredOp(
         predicted_s=predicted.time_s,
         kernels=tuple(read_name(k.name).short if k.kind == KERNEL else k.name for k in kernels),
         tensor_core=True if True in uses else None if None in uses else False,
         older_path=any(older_path(name, gpu.compute_capability) for name in read),
-        flop_per_s=op.flop / time.time_s if time.time_s and not isinstance(op, Streaming) else 0.0,
+        flop_per_s=op.flop / time.time_s if time.time_s and op.multiplies else 0.0,
         bytes_per_s=op.moved_bytes / time.time_s if time.time_s else 0.0,
         roof_share=floor_s / time.time_s if time.time_s and known_bytes else 0.0,
     )
