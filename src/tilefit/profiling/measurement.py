@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefit.assessment import Assessment
 from tilefit.cost import MEMORY, Estimate, StepEstimate, estimate_step
-from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
+from tilefit.cost.measured import MeasuredRun, MeasuredTime
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
@@ -94,10 +94,10 @@ def measure(
     times = [_measured_time(index, rows) for index in range(len(step.ops))]
     predicted = estimate_step(step, gpu)
     wall_s = [(end - start) * _NS for start, end in windows]
-    run = MeasuredRun(gpu.name, step, times, predicted.ops)
-    _fit_launches(run, step, gpu, median(live.plain_s or wall_s))
-    with measured(run):
-        report = Assessment(step, gpu, selection or Selection()).report
+    run = MeasuredRun(step, times, predicted.ops)
+    as_run = replace(gpu, run=run)
+    _fit_launches(run, step, as_run, median(live.plain_s or wall_s))
+    report = Assessment(step, as_run, selection or Selection()).report
     done = rows[typical]
     ops = tuple(
         replace(row, measured=_measured_op(entry.op, times[index], estimate, done[index], gpu))
@@ -225,13 +225,12 @@ def _measured_op(
     )
 
 
-def _fit_launches(run: MeasuredRun, step: Step, gpu: Gpu, wall_s: float) -> None:
+def _fit_launches(run: MeasuredRun, step: Step, gpu: PricedGpu, wall_s: float) -> None:
     """Choose how slow the host is taken to be, so that the priced step takes the measured wall time."""
 
     def time_s(scale: float) -> float:
         run.launch_scale = scale
-        with measured(run):
-            return estimate_step(step, gpu).time_s
+        return estimate_step(step, gpu).time_s
 
     low, high = _LAUNCH_SCALES
     if time_s(low) >= wall_s:
