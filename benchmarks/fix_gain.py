@@ -33,8 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count as naturals
 from itertools import groupby
 from math import hypot
@@ -51,7 +50,7 @@ from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.targets import Target, load
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun
-from tilefit.cost.measured import measured as priced_by
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.fixes import Candidate, Context, Refusal, Run, all_fixes
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step
@@ -279,9 +278,9 @@ def load_model(model: Model, device: str, small: bool) -> Target:
         return load(model.target, TargetOptions(on_cpu=device == "cpu", arguments=model.arguments, **sizes))
 
 
-def on_host(gpu: str, scale: float) -> AbstractContextManager[None]:
-    """Within the block, steps are priced for a host whose launches take ``scale`` times the model's."""
-    return priced_by(MeasuredRun(gpu, Step(()), (), (), launch_scale=scale))
+def on_host(gpu: str, scale: float) -> PricedGpu:
+    """The GPU behind a host whose launches take ``scale`` times the model's."""
+    return replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
 
 
 def planned(name: str, gpu: str, level: str, compiled: bool, scale: float) -> Planned:
@@ -289,19 +288,18 @@ def planned(name: str, gpu: str, level: str, compiled: bool, scale: float) -> Pl
     start = time.perf_counter()
     model = MODELS[name]
     loaded = load_model(model, "meta", small=False)
-    with on_host(gpu, scale):
-        plan = tilefit.optimize(
-            loaded.model,
-            loaded.inputs,
-            gpu=gpu,
-            level=level,
-            amp="bf16",
-            loss=loaded.loss,
-            channels_last=model.channels_last,
-            compile=compiled,
-            ignore=[] if compiled else ["NTC001"],
-            verify=False,
-        )
+    plan = tilefit.optimize(
+        loaded.model,
+        loaded.inputs,
+        gpu=on_host(gpu, scale),
+        level=level,
+        amp="bf16",
+        loss=loaded.loss,
+        channels_last=model.channels_last,
+        compile=compiled,
+        ignore=[] if compiled else ["NTC001"],
+        verify=False,
+    )
     pairs = zip(plan.fixes, plan.candidates, strict=True)
     fixes = [(fix_name, list(group)) for fix_name, group in groupby(pairs, key=lambda pair: pair[0].name)]
     row = {
@@ -402,7 +400,7 @@ def judge(row: dict[str, Any]) -> None:
 # ---- a record, predicted again -----------------------------------------------------------------
 
 
-def predicted_again(row: dict[str, Any], gpu: str) -> None:
+def predicted_again(row: dict[str, Any], gpu: PricedGpu) -> None:
     """Put today's predictions of its fixes into a recorded row."""
     model = MODELS[row["model"]]
     loaded = load_model(model, "meta", small=False)
@@ -418,19 +416,19 @@ def predicted_again(row: dict[str, Any], gpu: str) -> None:
         estimate = after
 
 
-def with_recorded(run: Run, fix: dict[str, Any], gpu: str) -> tuple[StepEstimate, bool]:
+def with_recorded(run: Run, fix: dict[str, Any], gpu: PricedGpu) -> tuple[StepEstimate, bool]:
     """The estimate after the changes that a record names are made to ``run``; and whether what they save of
     launches counts."""
     (finder,) = [each for each in all_fixes() if each.name == fix["name"]]
-    device = tilefit.gpus.get(gpu)
+
     for summary in fix["summaries"]:
         step = run.capture()
-        context = Context(step, device, estimate_step(step, device), run)
+        context = Context(step, gpu, estimate_step(step, gpu), run)
         found = [c for c in finder.find(context) if not isinstance(c, Refusal) and c.summary == summary]
         if not found:
             raise LookupError(f"{fix['name']} does not find this any more: {summary}")
         found[0].apply(run)
-    return estimate_step(run.capture(), device), found[0].saves_launches
+    return estimate_step(run.capture(), gpu), found[0].saves_launches
 
 
 def predict_again(recorded: Path, gpu: str, names: Sequence[str], out: Path | None) -> None:
@@ -442,8 +440,7 @@ def predict_again(recorded: Path, gpu: str, names: Sequence[str], out: Path | No
     pair = f"{'predicted':>11}{'measured':>11}"
     print(f"{'model':18} {'fix':20} {pair}  {pair}{'noise':>10}")
     for row in result["rows"]:
-        with on_host(gpu, row["launch_scale"]):
-            predicted_again(row, gpu)
+        predicted_again(row, on_host(gpu, row["launch_scale"]))
         judge(row)
         gains_ms = [map(sub, ms, ms[1:]) for ms in (row["predicted_gpu_ms"], row["gpu_ms"])]
         # A model without fixes was measured against itself.

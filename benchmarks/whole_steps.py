@@ -39,13 +39,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilefit import gpus
 from tilefit.capture import capture
 from tilefit.capture.targets import Target, load
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, launch
-from tilefit.cost.measured import MeasuredRun, measured
+from tilefit.cost.measured import MeasuredRun
+from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.measure.clocks import driver_version
 from tilefit.measure.launch import launch_scale
@@ -170,9 +170,8 @@ def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
         compiled=run.compiled,
     )
     step = fuse(step) if run.compiled else step
-    device = gpus.get(gpu)
-    with measured(MeasuredRun(device.name, Step(()), (), (), launch_scale=scale)):
-        estimate = estimate_step(step, device)
+    device = replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
+    estimate = estimate_step(step, device)
     return {
         "predicted_ms": 1e3 * estimate.time_s,
         "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,

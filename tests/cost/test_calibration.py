@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from physics import least_s
 from tilefit import gpus
 from tilefit.cost import ESTIMATED, estimate
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import SOFTENED, least_error, read
-from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
@@ -149,7 +149,7 @@ ANY = st.one_of(
 def test_the_floor_holds_and_the_interval_is_ordered(op: Op) -> None:
     predicted = estimate(op, H200)
     assert predicted.provenance == ESTIMATED
-    assert floor_s(op, H200) <= predicted.low_s <= predicted.time_s <= predicted.high_s < inf
+    assert least_s(op, H200) <= predicted.low_s <= predicted.time_s <= predicted.high_s < inf
 
 
 def products(rows: tuple[tuple[object, ...], ...]) -> tuple[list[Gemm], list[float]]:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from physics import least_s
 from tilefit import gpus
 from tilefit.cost import DATASHEET, ESTIMATED, LATENCY, MATH, MEMORY, estimate
 from tilefit.cost.kernels import alignment_bytes, select
-from tilefit.cost.memory import floor_s
 from tilefit.cost.model import analytic
 from tilefit.ops import Gemm
 
@@ -42,7 +42,7 @@ ALIGNED = st.builds(
 @given(PRODUCTS, st.sampled_from(GPUS))
 def test_never_below_the_physical_floor_and_inside_its_interval(gemm: Gemm, gpu: gpus.Gpu) -> None:
     predicted = estimate(gemm, gpu)
-    assert floor_s(gemm, gpu) <= predicted.low_s <= predicted.time_s <= predicted.high_s
+    assert least_s(gemm, gpu) <= predicted.low_s <= predicted.time_s <= predicted.high_s
     assert predicted.bound in (MATH, MEMORY, LATENCY)
     assert predicted.time_s >= gemm.flop / gpu.peak_flop_per_s(gemm.dtype)
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import LAUNCH, estimate, estimate_step
-from tilefit.cost.launch import FIXED_S, MODULE_S, RECOMPILED_S, around_s, launch
-from tilefit.cost.recurrent import RECURRENT_STEP_S
+from tilefit.cost.launch import around_s
 from tilefit.gpus import get
 from tilefit.ops import (
     FORWARD,
@@ -32,32 +31,31 @@ def step(*ops: Op, settings: Settings | None = None) -> Step:
 
 
 def test_large_operations_hide_the_launches() -> None:
-    predicted = estimate_step(step(*[LARGE] * 20), H200)
-    assert predicted.gpu_time_s == pytest.approx(20 * estimate(LARGE, H200).time_s)
-    # Only what comes before the first kernel is waited for.
-    ops = step(LARGE)
-    first_s = FIXED_S["forward"] + sum(around_s(ops)) + launch(LARGE, FORWARD, H200, Settings()).host_s
-    assert predicted.time_s == pytest.approx(predicted.gpu_time_s + first_s)
-    assert predicted.bound_time_s[LAUNCH] == pytest.approx(first_s)
+    one, many = (estimate_step(step(*[LARGE] * count), H200) for count in (1, 20))
+    assert many.gpu_time_s == pytest.approx(20 * estimate(LARGE, H200).time_s)
+    # Only what comes before the first kernel is waited for, however many follow.
+    assert many.time_s - many.gpu_time_s == pytest.approx(one.time_s - one.gpu_time_s)
+    assert many.bound_time_s[LAUNCH] == pytest.approx(one.bound_time_s[LAUNCH])
+    assert many.launch_share < one.launch_share < 0.5
 
 
 def test_small_operations_wait_for_the_host() -> None:
-    predicted = estimate_step(step(*[SMALL] * 100), H200)
-    ops = step(*[SMALL] * 100)
-    launches_s = sum(around_s(ops)) + 100 * launch(SMALL, FORWARD, H200, Settings()).host_s
-    assert predicted.host_time_s == pytest.approx(FIXED_S["forward"] + launches_s)
-    assert predicted.time_s == pytest.approx(predicted.host_time_s + estimate(SMALL, H200).time_s)
-    assert predicted.bound_time_s[LAUNCH] > predicted.gpu_time_s
+    few, many = (estimate_step(step(*[SMALL] * count), H200) for count in (100, 200))
+    # The last kernel starts when it is launched.
+    assert few.time_s == pytest.approx(few.host_time_s + estimate(SMALL, H200).time_s)
+    assert few.bound_time_s[LAUNCH] > few.gpu_time_s
+    # Eager PyTorch launches 30,000 to 60,000 small operations a second.
+    assert 1 / 60e3 < (many.time_s - few.time_s) / 100 < 1 / 30e3
 
 
 def test_a_forward_pass_alone_costs_the_host_its_launches_and_no_modules() -> None:
-    ops = tuple(StepOp(SMALL, FORWARD, Site(name)) for name in ("first", "second", "second"))
-    training, alone = (Step(ops, settings=Settings(training=each)) for each in (True, False))
-    launches_s = 3 * launch(SMALL, FORWARD, H200, Settings()).host_s
-    assert estimate_step(alone, H200).host_time_s == pytest.approx(launches_s)
-    assert estimate_step(training, H200).host_time_s == pytest.approx(
-        FIXED_S["forward"] + 2 * MODULE_S + launches_s
-    )
+    def host_s(*modules: str, training: bool) -> float:
+        ops = tuple(StepOp(SMALL, FORWARD, Site(name)) for name in modules)
+        return estimate_step(Step(ops, settings=Settings(training=training)), H200).host_time_s
+
+    one, three = ("first", "first", "first"), ("first", "second", "third")
+    assert host_s(*three, training=False) == host_s(*one, training=False)
+    assert host_s(*three, training=True) > host_s(*one, training=True) > host_s(*one, training=False)
 
 
 def test_the_host_runs_ahead_during_a_long_kernel() -> None:
@@ -78,7 +76,8 @@ def test_bounds_add_up_to_the_step_and_the_interval_holds_it() -> None:
 def test_a_standard_recurrent_layer_waits_for_a_launch_every_step() -> None:
     layer = Recurrent("LSTM", 1024, 1024, 256, 16, dtype="bf16")
     predicted = estimate_step(step(layer), H200)
-    assert predicted.time_s / 256 == pytest.approx(RECURRENT_STEP_S, rel=0.2)
+    # On an H200's host an eager LSTM in bf16 waits 10 us or more for each step's launches.
+    assert 10e-6 < predicted.time_s / 256 < 20e-6
     assert estimate(layer, H200).time_s < predicted.time_s
     persistent = replace(layer, dtype="fp16")
     assert estimate_step(step(persistent), H200).time_s < predicted.time_s / 3
@@ -134,8 +133,11 @@ def test_a_fused_optimizer_spends_less_on_each_parameter() -> None:
 def test_layers_that_are_compiled_one_by_one_take_longer() -> None:
     whole = layers("compiled")
     split = replace(whole, settings=replace(whole.settings, recompiled=4))
-    longer_s = estimate_step(split, H200).host_time_s - estimate_step(whole, H200).host_time_s
-    assert longer_s == pytest.approx(4 * RECOMPILED_S)
+    more = replace(whole, settings=replace(whole.settings, recompiled=8))
+    four, eight = (estimate_step(each, H200).host_time_s for each in (split, more))
+    longer_s = four - estimate_step(whole, H200).host_time_s
+    assert longer_s > 1e-3
+    assert eight - four == pytest.approx(longer_s)
 
 
 def test_an_empty_step_takes_no_time() -> None:

@@ -409,7 +409,7 @@ class _Fusion:
 
 
 def _is_generated(entry: StepOp) -> bool:
-    return isinstance(entry.op, Streaming) and entry.op.role in _GENERATED and entry.phase != OPTIMIZER
+    return entry.op.category in _GENERATED and entry.phase != OPTIMIZER
 
 
 def _bytes(ref: TensorRef) -> int:

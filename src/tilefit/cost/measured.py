@@ -1,17 +1,13 @@
-"""Prices a step, and changes of it, by what a run of it was measured to take."""
+"""A run of a step: what it was measured to take prices the step, and changes of it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tilefit.cost.estimate import MEASURED, Estimate
-from tilefit.ops import Step, StepOp, Streaming
-
-_RUN: ContextVar[MeasuredRun | None] = ContextVar("run", default=None)
+from tilefit.ops import Step, StepOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,6 @@ class MeasuredRun:
     that are most like it: of the same module and phase, else of the same kind, else all.
 
     Args:
-        gpu: Name of the GPU of the run.
         step: What was run.
         times: Of each operation; None where no time is known.
         predicted: The model's estimates of the same operations.
@@ -40,13 +35,11 @@ class MeasuredRun:
 
     def __init__(
         self,
-        gpu: str,
         step: Step,
         times: Sequence[MeasuredTime | None],
         predicted: Sequence[Estimate],
         launch_scale: float | None = None,
     ) -> None:
-        self.gpu = gpu
         self.launch_scale = launch_scale
         # Entries are told apart by identity: equal operations of equal layers took different times.
         self._entries = step.ops
@@ -80,22 +73,5 @@ class MeasuredRun:
 
 def _keys(entry: StepOp) -> tuple[tuple[str, ...], ...]:
     """What operations have in common that err alike, the closest first."""
-    kind = entry.op.role if isinstance(entry.op, Streaming) else entry.op.kind
-    part = entry.phase
+    kind, part = entry.op.category, entry.phase
     return ((kind, part, entry.site.module), (kind, part), (kind,), ())
-
-
-@contextmanager
-def measured(run: MeasuredRun | None) -> Iterator[None]:
-    """Within the block, steps are priced by a run on its GPU; None changes nothing."""
-    token = _RUN.set(run)
-    try:
-        yield
-    finally:
-        _RUN.reset(token)
-
-
-def measured_run(gpu: str) -> MeasuredRun | None:
-    """The run that steps are priced by on a GPU; None where there is none."""
-    run = _RUN.get()
-    return run if run is not None and run.gpu == gpu else None

@@ -14,6 +14,7 @@ from typing import Any
 from tilefit import gpus
 from tilefit.cost.calibration import DAMAGED, Calibration, load, read
 from tilefit.cost.constants import Constants, constants
+from tilefit.cost.measured import MeasuredRun
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.paths import corrupt_name, data_folder
@@ -27,9 +28,11 @@ class PricedGpu(Gpu):
 
     Attributes:
         calibration: The measured behaviour of this GPU; None where nobody has measured it.
+        run: A run on it that steps are priced by; single operations are not.
     """
 
     calibration: Calibration | None = field(default=None, repr=False)
+    run: MeasuredRun | None = field(default=None, repr=False)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -46,6 +49,13 @@ class PricedGpu(Gpu):
     def constants(self) -> Constants:
         """Of the model's first stage: fitted to this GPU, else those of its kind."""
         return (self.calibration and self.calibration.constants) or constants(self)
+
+    @property
+    def launch_scale(self) -> float:
+        """Host time of a step, over what :mod:`tilefit.cost.launch` states."""
+        if self.run is not None and self.run.launch_scale is not None:
+            return self.run.launch_scale
+        return self.calibration.launch_scale if self.calibration else 1.0
 
     @property
     def calibration_title(self) -> str:

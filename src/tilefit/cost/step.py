@@ -7,7 +7,6 @@ from math import hypot
 
 from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
 from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, launch
-from tilefit.cost.measured import measured_run
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
@@ -29,15 +28,12 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         estimates: Times of the step's operations, where they are known better (measured).
     """
     device = priced(gpu)
-    run = measured_run(device.name)
     if estimates is None:
         estimates = estimate_all((entry.op for entry in step.ops), device)
-        if run is not None:
-            estimates = [run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
+        if device.run is not None:
+            estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)
-    scale = device.calibration.launch_scale if device.calibration else 1.0
-    if run is not None and run.launch_scale is not None:
-        scale = run.launch_scale
+    scale = device.launch_scale
     host_s = free_s = gpu_s = 0.0
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)

@@ -14,14 +14,13 @@ from tilefit.fixes.around import around_forward
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import swap
-from tilefit.ops import Streaming
 from tilefit.rules.finding import UNSAFE
 
 
 def _products(context: Context, *dtypes: str) -> bool:
     """Whether there are products in one of these element types."""
     ops = (entry.op for entry in context.step.ops)
-    return any(not isinstance(op, Streaming) and op.dtype in dtypes for op in ops)
+    return any(op.multiplies and op.dtype in dtypes for op in ops)
 
 
 # ---- TF32 --------------------------------------------------------------------------------------

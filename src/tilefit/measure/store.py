@@ -17,10 +17,9 @@ from typing import Any, Self
 
 from tilefit.errors import TilefitError, UsageError
 from tilefit.measure.environment import Environment
-from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
+from tilefit.ops import Op
 from tilefit.paths import corrupt_name, data_folder
 
-_KINDS: dict[str, type[Op]] = {cls.kind: cls for cls in (Gemm, Conv, Attention, Recurrent, Streaming)}
 _SCHEMA = 1
 _BUSY_S = 30.0
 
@@ -239,7 +238,7 @@ def _op_text(op: Op) -> str:
 
 def _op(text: str) -> Op:
     kind, values = json.loads(text)
-    return _KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    return Op.KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def _row(measurement: Measurement) -> dict[str, Any]:

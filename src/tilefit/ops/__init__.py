@@ -11,12 +11,16 @@ from tilefit.ops.recurrent import Recurrent
 from tilefit.ops.step import Step
 from tilefit.ops.streaming import Streaming
 
+#: Kinds that multiply matrices.
+PRODUCTS = tuple(name for name, kind in Op.KINDS.items() if kind.multiplies)
+
 __all__ = [
     "BACKWARD_DATA",
     "BACKWARD_WEIGHT",
     "FORWARD",
     "OPTIMIZER",
     "PHASES",
+    "PRODUCTS",
     "Attention",
     "Collective",
     "Conv",

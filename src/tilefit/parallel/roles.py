@@ -221,7 +221,7 @@ def _vocabulary(step: Step, flow: _Flow, layers: list[Linear], found: Roles) -> 
     tables = {
         ref.parameter: ref.shape[0]
         for _, entry in flow.ops
-        if isinstance(entry.op, Streaming) and entry.op.role == "embedding"
+        if entry.op.category == "embedding"
         for ref in entry.inputs
         if ref.parameter and len(ref.shape) == 2
     }

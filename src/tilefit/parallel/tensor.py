@@ -358,19 +358,13 @@ def _shape(shape: tuple[int, ...], share: Fraction | None, sizes: Mapping[int, i
 
 
 def _embeds(entry: StepOp, tables: Mapping[str, int]) -> bool:
-    return (
-        isinstance(entry.op, Streaming)
-        and entry.op.role == "embedding"
-        and entry.phase == FORWARD
-        and entry.parameter in tables
-    )
+    return entry.op.category == "embedding" and entry.phase == FORWARD and entry.parameter in tables
 
 
 def _scores(entry: StepOp, kept: Mapping[int, Fraction], found: Roles) -> bool:
     """Whether a loss takes its softmax over split tokens here."""
     return (
-        isinstance(entry.op, Streaming)
-        and entry.op.role in ("softmax", "loss")
+        entry.op.category in ("softmax", "loss")
         and entry.phase == FORWARD
         and any(
             ref.shape and ref.shape[-1] == layer.out_features and ref.id in kept

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from tilefit.assessment import Assessment
 from tilefit.cost import MEMORY, Estimate, StepEstimate, estimate_step
-from tilefit.cost.measured import MeasuredRun, MeasuredTime, measured
+from tilefit.cost.measured import MeasuredRun, MeasuredTime
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Op, Parameter, Settings, Site, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import OPTIMIZER, Op, Parameter, Settings, Site, Step, StepOp, TensorRef
 from tilefit.options import Selection
 from tilefit.profiling.attribution import AttributedStep, attribute
 from tilefit.profiling.inductor import Compiled
@@ -94,10 +94,10 @@ def measure(
     times = [_measured_time(index, rows) for index in range(len(step.ops))]
     predicted = estimate_step(step, gpu)
     wall_s = [(end - start) * _NS for start, end in windows]
-    run = MeasuredRun(gpu.name, step, times, predicted.ops)
-    _fit_launches(run, step, gpu, median(live.plain_s or wall_s))
-    with measured(run):
-        report = Assessment(step, gpu, selection or Selection()).report
+    run = MeasuredRun(step, times, predicted.ops)
+    as_run = replace(gpu, run=run)
+    _fit_launches(run, step, as_run, median(live.plain_s or wall_s))
+    report = Assessment(step, as_run, selection or Selection()).report
     done = rows[typical]
     ops = tuple(
         replace(row, measured=_measured_op(entry.op, times[index], estimate, done[index], gpu))
@@ -212,26 +212,25 @@ def _measured_op(
     uses = [name.tensor_core for name in read]
     known_bytes = op.moved_bytes > 0
     floor_s = op.moved_bytes / gpu.memory_bandwidth_bytes_per_s
-    if not isinstance(op, Streaming):
+    if op.multiplies:
         floor_s = max(floor_s, op.flop / gpu.peak_flop_per_s(op.dtype))
     return MeasuredOp(
         predicted_s=predicted.time_s,
         kernels=tuple(read_name(k.name).short if k.kind == KERNEL else k.name for k in kernels),
         tensor_core=True if True in uses else None if None in uses else False,
         older_path=any(older_path(name, gpu.compute_capability) for name in read),
-        flop_per_s=op.flop / time.time_s if time.time_s and not isinstance(op, Streaming) else 0.0,
+        flop_per_s=op.flop / time.time_s if time.time_s and op.multiplies else 0.0,
         bytes_per_s=op.moved_bytes / time.time_s if time.time_s else 0.0,
         roof_share=floor_s / time.time_s if time.time_s and known_bytes else 0.0,
     )
 
 
-def _fit_launches(run: MeasuredRun, step: Step, gpu: Gpu, wall_s: float) -> None:
+def _fit_launches(run: MeasuredRun, step: Step, gpu: PricedGpu, wall_s: float) -> None:
     """Choose how slow the host is taken to be, so that the priced step takes the measured wall time."""
 
     def time_s(scale: float) -> float:
         run.launch_scale = scale
-        with measured(run):
-            return estimate_step(step, gpu).time_s
+        return estimate_step(step, gpu).time_s
 
     low, high = _LAUNCH_SCALES
     if time_s(low) >= wall_s:

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
-from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp, Streaming
+from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
 from tilefit.ops.scaling import scale_batch
 from tilefit.report.report import BatchPoint, Device, MemoryUse, OpRow, Report, StepSummary, Unmodelled
 from tilefit.rules import all_rules
@@ -124,14 +124,14 @@ def _point(step: Step, time: StepEstimate) -> BatchPoint:
 
 def kind(entry: StepOp) -> str:
     """``gemm``, ``conv``, ``attention``, ``recurrent``, or the role of a streaming operation."""
-    return entry.op.role if isinstance(entry.op, Streaming) else entry.op.kind
+    return entry.op.category
 
 
 def main_dtype(step: Step) -> str:
     """The element type most of the matrix arithmetic is done in; fp32 where there is none."""
     flop: dict[str, int] = defaultdict(int)
     for entry in step.ops:
-        if not isinstance(entry.op, Streaming):
+        if entry.op.multiplies:
             flop[entry.op.dtype] += entry.op.flop
     return max(flop, key=lambda dtype: flop[dtype], default="fp32")
 

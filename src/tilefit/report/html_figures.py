@@ -11,6 +11,7 @@ from math import atan2, ceil, degrees, floor, log2, log10, sqrt
 
 from tilefit import units
 from tilefit.cost.curve import knee
+from tilefit.ops import PRODUCTS
 from tilefit.report import text
 from tilefit.report.plot import ceiling
 from tilefit.report.report import BatchPoint, Device, OpRow, Report
@@ -18,9 +19,6 @@ from tilefit.report.text import OpGroup
 
 #: Kinds that have a colour of their own; the others share one.
 COLORED_KINDS = ("gemm", "conv", "attention", "recurrent", "pointwise", "copy", "normalization", "optimizer")
-#: Kinds whose arithmetic runs in their own element type; the others' runs on the fp32 pipelines.
-_PRODUCTS = ("gemm", "conv", "attention", "recurrent")
-
 #: Radius of the point of an operation that takes the whole step, and of the smallest points.
 _LARGEST_RADIUS = 22.0
 _SMALLEST_RADIUS = 2.5
@@ -108,7 +106,8 @@ def peaks(device: Device) -> dict[str, float]:
 
 def peak_dtype(op: OpRow, device: Device) -> str:
     """The element type whose peak an operation's arithmetic can reach."""
-    wanted = op.dtype if op.kind in _PRODUCTS or op.dtype == "fp64" else "fp32"
+    # The arithmetic of other kinds runs on the fp32 pipelines.
+    wanted = op.dtype if op.kind in PRODUCTS or op.dtype == "fp64" else "fp32"
     return next((name for name in (wanted, "fp32") if name in peaks(device)), device.peak_dtype)
 
 

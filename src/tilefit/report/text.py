@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tilefit import units
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PRODUCTS
 from tilefit.report.report import Document, MeasuredStep, OpRow, Report
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ERROR, Alarm, Finding
@@ -17,9 +17,6 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 #: Short names of the phases, for tables.
 PHASES = {FORWARD: "fwd", BACKWARD_DATA: "dgrad", BACKWARD_WEIGHT: "wgrad", OPTIMIZER: "opt"}
-
-#: Kinds whose shape says everything; of the others the framework's name is told too.
-_TENSOR_KINDS = ("gemm", "conv", "attention", "recurrent")
 
 PROVENANCE = {
     "datasheet": "from the GPU's datasheet",
@@ -254,4 +251,5 @@ def op_label(op: OpRow) -> str:
 
 
 def _what(op: OpRow) -> str:
-    return op.kind if op.kind in _TENSOR_KINDS or not op.name else op.name.removeprefix("aten.")
+    # A product's shape says everything; of the others the framework's name is told too.
+    return op.kind if op.kind in PRODUCTS or not op.name else op.name.removeprefix("aten.")

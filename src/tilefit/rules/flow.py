@@ -118,7 +118,7 @@ def activation(entry: StepOp) -> TensorRef | None:
 
 def is_cast(entry: StepOp) -> bool:
     """A copy of one floating-point tensor in another element type."""
-    if not isinstance(entry.op, Streaming) or entry.op.role != "copy":
+    if entry.op.category != "copy":
         return False
     if len(entry.inputs) != 1 or len(entry.outputs) != 1:
         return False

@@ -91,7 +91,7 @@ def _vocabularies(step: Step, layers: list[Linear]) -> set[int]:
     tables = {
         ref.parameter: ref.shape[0]
         for entry in step.ops
-        if isinstance(entry.op, Streaming) and entry.op.role == "embedding"
+        if entry.op.category == "embedding"
         for ref in entry.inputs
         if ref.parameter and len(ref.shape) == 2
     }

@@ -109,7 +109,7 @@ def _detours(flow: Flow) -> Iterator[Proposal]:
 
 
 def _reduces(entry: StepOp) -> bool:
-    return isinstance(entry.op, Streaming) and entry.op.role in _REDUCING
+    return entry.op.category in _REDUCING
 
 
 def _is_upcast(entry: StepOp) -> bool:
@@ -135,7 +135,7 @@ def _region(flow: Flow, start: int) -> list[int] | None:
             entry = step.ops[index]
             if index in inside:
                 continue
-            if not isinstance(entry.op, Streaming) or entry.op.role not in _FUSABLE:
+            if entry.op.category not in _FUSABLE:
                 return None
             inside.add(index)
             if is_cast(entry) and entry.outputs[0].dtype in HALVES:
@@ -165,7 +165,7 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
             writes.update((ref.id, replace(ref, dtype=half)) for ref in step.ops[i].outputs)
     last = ends[-1]
     largest = max(elements(ref) for ref in (*reads.values(), *writes.values()))
-    roles = {entry.op.role for entry in entries if isinstance(entry.op, Streaming)}
+    roles = {entry.op.category for entry in entries}
     reduces = roles & _REDUCING
     inner = max(entry.op.inner for entry in entries if isinstance(entry.op, Streaming))
     op = Streaming(

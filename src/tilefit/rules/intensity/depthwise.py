@@ -172,7 +172,7 @@ def _back(flow: Flow, index: int, phase: str) -> list[int] | None:
         op = step.ops[writer].op
         if isinstance(op, Conv):
             return way
-        if not isinstance(op, Streaming) or op.role not in ("pointwise", "normalization", "copy"):
+        if op.category not in ("pointwise", "normalization", "copy"):
             return None
         index = writer
     return None

@@ -97,7 +97,7 @@ class AttentionChain:
 def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
     """The attentions of a step that are written out by hand."""
     for index, entry in enumerate(flow.step.ops):
-        is_softmax = isinstance(entry.op, Streaming) and entry.op.role == "softmax"
+        is_softmax = entry.op.category == "softmax"
         if is_softmax and entry.phase == FORWARD and entry.site.fallback is None:
             chain = _chain(flow, index)
             if chain is not None:
@@ -192,11 +192,7 @@ def _downstream(flow: Flow, index: int) -> list[int] | None:
 def _keeps_scores(entry: StepOp, scores: int) -> bool:
     """An elementwise operation or a copy over as many elements as there are scores."""
     op = entry.op
-    return (
-        isinstance(op, Streaming)
-        and op.role in ("pointwise", "copy")
-        and any(elements(ref) == scores for ref in entry.outputs)
-    )
+    return op.category in ("pointwise", "copy") and any(elements(ref) == scores for ref in entry.outputs)
 
 
 def _with_copies(flow: Flow, own: set[int]) -> set[int]:

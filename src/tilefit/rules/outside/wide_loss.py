@@ -71,7 +71,7 @@ class WideLoss(Rule):
             if not gradients:
                 continue
             chain = _chain(flow, call.forward, gradients, op.m * op.n)
-            roles = {e.op.role for e in (step.ops[i] for i in chain) if isinstance(e.op, Streaming)}
+            roles = {e.op.category for e in (step.ops[i] for i in chain)}
             wide = {
                 ref.id: ref
                 for i in chain
