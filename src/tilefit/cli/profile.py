@@ -18,6 +18,7 @@ from tilefit.errors import TilefitError, UsageError
 from tilefit.options import TargetOptions, option
 
 if TYPE_CHECKING:
+    from tilefit.profiling.imported import Imported
     from tilefit.profiling.session import Profile
 
 _RUN = "The run"
@@ -115,34 +116,8 @@ def profile(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
     judged: dict[str, Any] = {"gpu": gpu, "calibration": calibration, "selection": selection}
-    steps: dict[str, Any] = asdict(window)
-    error: TilefitError | None = None
-    if _is_trace(target):
-        refuse_given(context, (*_OF_MODELS, *steps), "a trace tells which steps it is of")
-        from tilefit.profiling.imported import Imported
-
-        with output.progress(f"Reading {target}"):
-            run: Imported | Profile = Imported(Path(target), **judged)
-            document = run.report
-    elif _is_script(target):
-        refuse_given(context, _OF_MODELS, "a script makes its own steps")
-        step_options.note_misplaced(context, target, arguments or ())
-        run, error = _script(Path(target), list(arguments or ()), **steps, **judged)
-        if error is not None and not run.profiled:
-            raise error
-        document = run.report
-    elif ":" not in target:
-        raise UsageError(
-            "neither a model, a script nor a trace",
-            where=target,
-            hint="A model is file.py:factory or hf:gpt2, a script ends in .py, a trace in .json or .json.gz.",
-        )
-    else:
-        from tilefit.profiling.target import profile_target
-
-        with output.progress(f"Profiling {target}"):
-            run = profile_target(target, options, **steps, **judged)
-            document = run.report
+    run, error = _run(context, target, arguments or [], options, {**asdict(window), **judged})
+    document = run.report
     shown.show(document)
     if export is not None:
         run.export(export)
@@ -150,6 +125,40 @@ def profile(
     if error is not None:
         raise error
     return document.exit_code
+
+
+def _run(
+    context: typer.Context,
+    target: str,
+    arguments: list[str],
+    options: TargetOptions,
+    how: dict[str, Any],
+) -> tuple[Imported | Profile, TilefitError | None]:
+    """The run that is meant, and how a script ended after its profiled steps."""
+    steps = [each.name for each in fields(Window)]
+    if _is_trace(target):
+        refuse_given(context, (*_OF_MODELS, *steps), "a trace tells which steps it is of")
+        from tilefit.profiling.imported import Imported
+
+        with output.progress(f"Reading {target}"):
+            return Imported(Path(target), **{name: how[name] for name in how.keys() - {*steps}}), None
+    if _is_script(target):
+        refuse_given(context, _OF_MODELS, "a script makes its own steps")
+        step_options.note_misplaced(context, target, arguments)
+        run, error = _script(Path(target), arguments, **how)
+        if error is not None and not run.profiled:
+            raise error
+        return run, error
+    if ":" not in target:
+        raise UsageError(
+            "neither a model, a script nor a trace",
+            where=target,
+            hint="A model is file.py:factory or hf:gpt2, a script ends in .py, a trace in .json or .json.gz.",
+        )
+    from tilefit.profiling.target import profile_target
+
+    with output.progress(f"Profiling {target}"):
+        return profile_target(target, options, **how), None
 
 
 def _script(script: Path, arguments: list[str], **how: Any) -> tuple[Profile, TilefitError | None]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Format = Literal["text", "json", "csv"]
 Against = Literal["size", "latency", "memory"]
+_OPTIONS = "Options"
 
 #: The largest batch that ``--best-batch`` looks at, where no range is given.
 _MOST_BATCH = 4096
@@ -42,56 +43,55 @@ class Splits:
     )
 
 
+@dataclass(frozen=True)
+class Varied:
+    """What varies, and how its points are made."""
+
+    over: tuple[str, ...] = option(
+        (),
+        "What varies; repeat. VALUES: 8,16,32 or 1..512 (its powers of two) or 8..64:8. NAME: batch, seq, "
+        "image-size, gpu, amp, dtype, compile, optimizer, fused-optimizer, channels-last, or a size of the "
+        "model: an argument of its factory, an attribute of its configuration (hidden, vocab, n_head, …).",
+        metavar="NAME=VALUES",
+    )
+    best_batch: bool = option(
+        False,
+        "Find the batch of the highest throughput that fits; with --measure in 6 measurements at most.",
+    )
+    measure: bool = option(False, "Run the steps on this machine's GPU; interrupted, it continues.")
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where the points are kept."""
+
+    store: Path | None = option(None, "Store of results; default TILEFIT_STORE.", metavar="FILE")
+    fresh: bool = option(False, "Compute points again that are in the store.")
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown of the points."""
+
+    against: Against = option("size", "Plot throughput against this: a size, latency or memory.")
+    show_all: bool = option(False, "Every point in the table.", "--all")
+
+
 @grouped
 def sweep(
     context: typer.Context,
     target: step_options.Target,
     *,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUES",
-            help="What varies; repeat. VALUES: 8,16,32 or 1..512 (its powers of two) or 8..64:8. NAME: "
-            "batch, seq, image-size, gpu, amp, dtype, compile, optimizer, fused-optimizer, channels-last, "
-            "or a size of the model: an argument of its factory, an attribute of its configuration (hidden, "
-            "vocab, n_head, …).",
-        ),
-    ] = None,
+    varied: Annotated[Varied, Group(_OPTIONS)],
     gpu: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="GPU; repeat. Default: the one in this machine.")
     ] = None,
-    best_batch: Annotated[
-        bool,
-        typer.Option(
-            "--best-batch",
-            help="Find the batch of the highest throughput that fits; with --measure in 6 measurements at "
-            "most.",
-        ),
-    ] = False,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Run the steps on this machine's GPU; interrupted, it continues."),
-    ] = False,
     splits: Annotated[Splits, Group(step_options.SPLIT)],
     options: step_options.Options,
     capture: step_options.Timeout,
     calibration: CalibrationFile = None,
-    store: Annotated[
-        Path | None, typer.Option("--store", metavar="FILE", help="Store of results; default TILEFIT_STORE.")
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Compute points again that are in the store.")
-    ] = False,
-    against: Annotated[
-        Against,
-        typer.Option(
-            help="Plot throughput against this: a size, latency or memory.",
-            rich_help_panel=report_output.PANEL,
-        ),
-    ] = "size",
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Every point in the table.", rich_help_panel=report_output.PANEL)
-    ] = False,
+    results: Annotated[Results, Group(_OPTIONS)],
+    view: Annotated[View, Group(report_output.PANEL)],
     where: Where,
 ) -> None:
     """What if: tilefit sweep hf:gpt2 --over batch=1..128 --over gpu=h200,l40s --amp bf16.
@@ -99,9 +99,9 @@ def sweep(
     Step time, throughput, TFLOP/s and memory of every point, the efficient frontier, and the best. Points are
     kept in the store: interrupted, the same command goes on where it stopped.
     """
-    axes = _axes(context, over or (), asdict(splits), options)
-    _check_axes(axes, measure, best_batch)
-    if best_batch:
+    axes = _axes(context, varied.over, asdict(splits), options)
+    _check_axes(axes, varied)
+    if varied.best_batch:
         axes = _batches(axes)
 
     from tilefit.cli.bench import open_store
@@ -109,17 +109,17 @@ def sweep(
     from tilefit.sweep.run import Grid
     from tilefit.sweep.session import SweepSession
 
-    local = local_gpu() if measure else None
+    local = local_gpu() if varied.measure else None
     devices = _gpus(axes, gpu, local, calibration)
     axes = [axis for axis in axes if axis.name != "gpu"]
     points(axes)
-    with open_store(store) as opened:
+    with open_store(results.store) as opened:
         session = SweepSession(
             Grid(target, options, tuple(axes), devices),
             opened,
             timeout_s=capture.timeout,
-            fresh=fresh,
-            best_batch=best_batch,
+            fresh=results.fresh,
+            best_batch=varied.best_batch,
             local=local and (local.place, astuple(local.environment)),
             watch=output.watched,
         )
@@ -130,13 +130,13 @@ def sweep(
                 "--fresh computes them again.",
                 file=sys.stderr,
             )
-        with output.progress("Measuring") if local and best_batch else nullcontext():
-            results = session.results(against)
-    if results.points:
-        where.write(results, show_all=show_all)
+        with output.progress("Measuring") if local and varied.best_batch else nullcontext():
+            swept = session.results(view.against)
+    if swept.points:
+        where.write(swept, show_all=view.show_all)
     if session.interrupted:
         print(
-            f"Stopped early: {len(session.points)} of {results.grid.size} points. "
+            f"Stopped early: {len(session.points)} of {swept.grid.size} points. "
             "The same command goes on from there.",
             file=sys.stderr,
         )
@@ -163,15 +163,15 @@ def _axes(
     return axes
 
 
-def _check_axes(axes: Sequence[Axis], measure: bool, best_batch: bool) -> None:
+def _check_axes(axes: Sequence[Axis], varied: Varied) -> None:
     """Refuse nothing that varies, and what is predicted alone where points are to be measured."""
     from tilefit.sweep.axes import SPLITS
 
-    if not axes and not best_batch:
+    if not axes and not varied.best_batch:
         raise UsageError("nothing varies", hint="Write --over batch=1..512, or --best-batch.")
-    if measure and any(axis.name in SPLITS for axis in axes):
+    if varied.measure and any(axis.name in SPLITS for axis in axes):
         raise UsageError("a split over GPUs is predicted, not measured", hint="Leave out --measure.")
-    if measure and any(axis.name == "gpu" for axis in axes):
+    if varied.measure and any(axis.name == "gpu" for axis in axes):
         raise UsageError("--measure measures this machine's GPU", hint="Leave out --over gpu=….")
 
 

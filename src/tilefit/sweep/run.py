@@ -134,29 +134,7 @@ class Predictions:
         return known, missing
 
     def _predicted(self, group: _Group, missing: Sequence[tuple[int, _Case]], feed: Feed) -> Iterator[Point]:
-        steps: dict[int, Step | TilefitError] = {}
-        notes: tuple[str, ...] = ()
-        interrupted = False
-        wanted = sorted({size for size, _ in missing})
-        if not group.over:
-            (steps[0],) = feed(self.grid.target, [group.options], self.timeout_s)
-        else:
-            try:
-                found = capture_sizes(
-                    self.grid.target, group.options, group.over, group.sizes, self.timeout_s, capture=feed
-                )
-            except UsageError:
-                raise
-            except TilefitError as error:
-                steps = dict.fromkeys(wanted, error)
-            else:
-                notes, interrupted = found.notes, found.interrupted
-                known = {*found.sizes}
-                for size in wanted:
-                    if size in known:
-                        steps[size] = found.at(size)
-                    elif not interrupted:
-                        steps[size] = found.failed.get(size, _THINNED)
+        steps, notes, interrupted = self._captured(group, sorted({size for size, _ in missing}), feed)
         # Priced together, operations of a kind go through the fitted networks at once.
         every = {entry.op: None for step in steps.values() if isinstance(step, Step) for entry in step.ops}
         for gpu in self.grid.gpus:
@@ -165,11 +143,8 @@ class Predictions:
             if size not in steps:
                 continue
             at = {**group.values_at(size), **case.values}
-            step = steps[size]
             try:
-                if isinstance(step, TilefitError):
-                    raise step
-                point = case.point(at, step, self.grid.unit, int(at.get("seq", 0)))
+                point = case.point(at, steps[size], self.grid.unit, int(at.get("seq", 0)))
                 point = replace(point, notes=(*notes, *point.notes))
             except TilefitError as error:
                 self.failure = self.failure or error
@@ -179,6 +154,27 @@ class Predictions:
             yield point
         if interrupted:
             raise KeyboardInterrupt
+
+    def _captured(
+        self, group: _Group, wanted: Sequence[int], feed: Feed
+    ) -> tuple[dict[int, Step | TilefitError], tuple[str, ...], bool]:
+        """The wanted sizes' steps, or why there is none; what is to be said of them; whether Ctrl-C came."""
+        if not group.over:
+            (step,) = feed(self.grid.target, [group.options], self.timeout_s)
+            return {0: step}, (), False
+        try:
+            found = capture_sizes(
+                self.grid.target, group.options, group.over, group.sizes, self.timeout_s, capture=feed
+            )
+        except UsageError:
+            raise
+        except TilefitError as error:
+            return dict.fromkeys(wanted, error), (), False
+        known = {*found.sizes}
+        steps: dict[int, Step | TilefitError] = {size: found.at(size) for size in wanted if size in known}
+        if not found.interrupted:
+            steps |= {size: found.failed.get(size, _THINNED) for size in wanted if size not in known}
+        return steps, found.notes, found.interrupted
 
 
 _UNPRICED = "communication over a link that is unknown is not priced"
@@ -198,12 +194,14 @@ class _Case:
     def key(self) -> Mapping[str, Any]:
         return {"compiled": self.compiled, "split": str(self.split)}
 
-    def point(self, at: _Values, step: Step, unit: str, seq: int) -> Point:
+    def point(self, at: _Values, step: Step | TilefitError, unit: str, seq: int) -> Point:
         """The step's point; ``seq`` are the tokens of a sample where those are counted.
 
         Raises:
-            UsageError: the step cannot be split this way.
+            TilefitError: there is no step, or it cannot be split this way.
         """
+        if isinstance(step, TilefitError):
+            raise step
         step = replace(step, settings=replace(step.settings, compiled=self.compiled))
         parts = split_step(step, self.split)
         time = estimate_split(_fused(parts) if self.compiled else parts, self.gpu)
