@@ -136,6 +136,7 @@ def _captures(
             stdout=2,  # what the model prints must not mix with the report
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which ends the child
+            env={**os.environ},  # not what C libraries have put beside it
         )
         request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
         try:

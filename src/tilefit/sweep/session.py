@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from tilefit.capture.child import captures_in_child
 from tilefit.measure.store import Store
 from tilefit.options import INPUT_SIZES
 from tilefit.sweep.kept import Kept
@@ -52,7 +53,8 @@ class SweepSession:
         self._watch = watch
         self._kept = Kept(store, grid.target, fresh=fresh)
         self._kept_measured = Kept(store, grid.target, fresh=fresh, measured=local[1] if local else ())
-        self._predictions = Predictions(grid, timeout_s, self._kept)
+        capture = partial(captures_in_child, fresh=fresh)
+        self._predictions = Predictions(grid, timeout_s, self._kept, capture)
         self._notes: list[str] = []
 
     @property
