@@ -122,25 +122,23 @@ class _Crop(Function):
         return _padded(gradient, ctx.shape, ctx.dtype), None, None
 
 
-class _TransformedPad(_Pad):
+class _Transformed:
+    """What ``torch.func`` asks of a function."""
+
     generate_vmap_rule = True
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.shape, ctx.dtype = tuple(inputs[0].shape), inputs[0].dtype
+
+
+class _TransformedPad(_Transformed, _Pad):
     @staticmethod
     def forward(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
         return _padded(tensor, shape, dtype)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.shape, ctx.dtype = tuple(inputs[0].shape), inputs[0].dtype
 
-
-class _TransformedCrop(_Crop):
-    generate_vmap_rule = True
-
+class _TransformedCrop(_Transformed, _Crop):
     @staticmethod
     def forward(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
         return _cropped(tensor, shape, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.shape, ctx.dtype = tuple(inputs[0].shape), inputs[0].dtype
