@@ -50,7 +50,7 @@ def test_it_writes_the_profile_that_other_commands_then_use(tilefit, tmp_path: P
     ran = tilefit("calibrate")
     assert ran.code == 0, ran.err
     path = tmp_path / "data" / "tilefit" / "calibrations" / f"{A100.name}.npz"
-    assert f"Profile written to {path}" in ran.err
+    assert f"Calibration written to {path}" in ran.err
     assert "gemm" in ran.out
     facts = read(path).about["networks"]["gemm"]
     assert facts["errors"]["calibrated"] < facts["errors"]["datasheet"]
@@ -63,7 +63,7 @@ def test_it_writes_the_profile_that_other_commands_then_use(tilefit, tmp_path: P
 def test_a_damaged_profile_is_never_overwritten(
     tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "calibrate", lambda gpu, measure, **how: made(gpu))
+    monkeypatch.setattr(calibration, "calibrate", lambda gpu, *_, **__: made(gpu))
     out = tmp_path / "mine.npz"
     out.write_bytes(b"precious")
     ran = tilefit("calibrate", "--output", str(out))

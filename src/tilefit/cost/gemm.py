@@ -11,7 +11,7 @@ from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.features import ALIGNMENTS, FIXED_S, MEMORY_SHARE, Row, describes, one_hot, tiling
 from tilefit.cost.kernels import SIMT, Kernel, alignment_bytes, select
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.tiles import STAGE_BYTES, TILES, Tile, contraction, count, rounds
+from tilefit.cost.tiles import STAGE_BYTES, TILES, Tile, ceil_div, contraction, count
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op
 from tilefit.ops.dtypes import HALVES, size_bytes
@@ -89,7 +89,7 @@ def schedule(
         for split in SPLITS:
             blocks = cells * split
             depth = contraction(k, stage, split) + prologue
-            math_s = rounds(blocks, sms) * wave_s * depth
+            math_s = ceil_div(blocks, sms) * wave_s * depth
             memory_s = weighted if split == 1 else weighted + 4 * split * m * n * batch
             memory_s /= rate * min(1.0, min(blocks, sms) / saturating)
             extra_s = split_s if split > 1 else 0.0
