@@ -279,7 +279,7 @@ def test_hundreds_of_new_shapes_take_milliseconds() -> None:
     best = inf
     for attempt in range(3):
         ops = [Gemm(1000 + i, 1024, 512 + attempt) for i in range(300)]
-        began = time.perf_counter()
+        began = time.process_time()  # whatever else this machine does
         estimate_all(ops * 50, H200)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.process_time() - began)
     assert best < 0.25  # 15,000 operations, 300 of them different; about 40 ms on an idle core
