@@ -35,7 +35,7 @@ from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import Calibration
 from tilefit.cost.constants import Constants, constants
 from tilefit.gpus import Gpu
-from tilefit.measure.calibration import Candidate, calibrate
+from tilefit.measure.calibration import Candidate, Design, calibrate
 from tilefit.ops import Op
 
 RESULT = Path(__file__).parent / "results" / "calibrate_offline.json"
@@ -81,9 +81,16 @@ def play(
 
     bench = Recorded(pool)
     own = calibrate(
-        gpu, bench, budget_s=number / MEASURING, drawn={kind: drawn()}, shares={kind: 1.0}, start=start,
-        clock=bench.clock,
-    )  # fmt: skip
+        gpu,
+        bench,
+        Design(
+            budget_s=number / MEASURING,
+            drawn={kind: drawn()},
+            shares={kind: 1.0},
+            start=start,
+            clock=bench.clock,
+        ),
+    )
     return own, seen
 
 

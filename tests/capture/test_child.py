@@ -88,8 +88,8 @@ def test_a_child_that_dies_between_captures_is_told(file: Path) -> None:
 
 def test_all_options_reach_the_capture(file: Path) -> None:
     options = TargetOptions(
-        inputs=("float32[6,2,2,8]",), train=True, amp="fp16", tf32=True, optimizer="adamw",
-        fused_optimizer=True, channels_last=True, compiled=True,
+        input=("float32[6,2,2,8]",), train=True, amp="fp16", tf32=True, optimizer="adamw",
+        fused_optimizer=True, channels_last=True, compile=True,
     )  # fmt: skip
     step = capture_in_child(f"{file}:fine", options)
     assert step.inputs == ("0: float32[6,2,2,8]",)
@@ -155,6 +155,7 @@ def test_an_interrupt_ends_the_child_too(file: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
     program = (
         "from tilefit.capture.child import capture_in_child\n"
+        "from tilefit.options import TargetOptions\n"
         f"capture_in_child({json.dumps(f'{file}:waits')}, TargetOptions())\n"
     )
     parent = subprocess.Popen(

@@ -63,7 +63,7 @@ def test_it_writes_the_calibration_that_other_commands_then_use(tilefit, tmp_pat
 def test_a_damaged_calibration_is_never_overwritten(
     tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "calibrate", lambda gpu, measure, **how: made(gpu))
+    monkeypatch.setattr(calibration, "calibrate", lambda gpu, *_, **__: made(gpu))
     out = tmp_path / "mine.npz"
     out.write_bytes(b"precious")
     ran = tilefit("calibrate", "--output", str(out))

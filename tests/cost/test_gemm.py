@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from physics import least_s
 from tilefit import gpus
 from tilefit.cost import DATASHEET, ESTIMATED, LATENCY, MATH, MEMORY, estimate
-from tilefit.cost.kernels import alignment_bytes, select
+from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
 from tilefit.ops import Gemm
+from tilefit.ops.dtypes import alignment_bytes
 
 GPUS = tuple(gpus.get(name) for name in ("v100", "t4", "a100", "l40s", "rtx-4090", "h100", "h200", "b200"))
 H200 = gpus.get("h200")

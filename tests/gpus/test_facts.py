@@ -116,8 +116,8 @@ def test_a_type_without_a_fast_path_runs_on_the_fp32_pipelines() -> None:
 
 def test_the_highest_clock_is_not_always_the_one_of_the_tensor_cores() -> None:
     assert gpus.get("h200").boost_clock_hz == 1.83e9
-    assert gpus.get("h200").max_clock_hz == 1.98e9
-    assert gpus.get("a100").max_clock_hz == 1.41e9
+    assert gpus.get("h200").clock_hz_by_dtype["fp32"] == 1.98e9
+    assert not gpus.get("a100").clock_hz_by_dtype
 
 
 def test_shared_memory_is_that_of_the_compute_capability() -> None:

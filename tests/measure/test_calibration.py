@@ -16,7 +16,7 @@ from tilefit.cost.calibration import Calibration, read, write
 from tilefit.cost.constants import GENERAL
 from tilefit.errors import TilefitError
 from tilefit.measure import calibration
-from tilefit.measure.calibration import CEILINGS, Candidate, Progress, calibrate, candidates, held_out
+from tilefit.measure.calibration import CEILINGS, Candidate, Design, Progress, calibrate, candidates, held_out
 from tilefit.ops import Gemm, Op, Streaming
 
 GPU = gpus.get("h200")
@@ -49,7 +49,8 @@ class Bench:
 
 def run(bench: Bench, budget_s: float, **how: object) -> Calibration:
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    return calibrate(GPU, bench, budget_s=budget_s, shares=chosen, clock=bench.clock, **how)  # type: ignore[arg-type]
+    design = Design(budget_s=budget_s, shares=chosen, clock=bench.clock)
+    return calibrate(GPU, bench, design, **how)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_too_little_is_an_error() -> None:
 def test_candidates_that_run_out_end_it() -> None:
     few: Iterator[Candidate] = islice(candidates()["gemm"], 150)
     bench = Bench()
-    calibrate(GPU, bench, budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock)
+    calibrate(GPU, bench, Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock))
     assert 100 < bench.now_s <= 150
 
 
@@ -180,7 +181,7 @@ def test_it_says_how_far_it_is() -> None:
 
 def test_only_what_the_gpu_supports_is_measured() -> None:
     v100, bench = gpus.get("v100-sxm2-16gb"), Bench()
-    calibrate(v100, bench, budget_s=200, shares={"gemm": 1.0}, clock=bench.clock)
+    calibrate(v100, bench, Design(budget_s=200, shares={"gemm": 1.0}, clock=bench.clock))
     assert {op.dtype for op in bench.ops} == {"fp16", "fp32"}
 
 
@@ -210,7 +211,7 @@ def test_interrupted_it_fits_to_what_has_been_measured() -> None:
         return bench(candidate)
 
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    own = calibrate(GPU, interrupted, budget_s=400, shares=chosen, clock=bench.clock)
+    own = calibrate(GPU, interrupted, Design(budget_s=400, shares=chosen, clock=bench.clock))
     assert list(own.networks) == ["gemm"]
     assert own.about["networks"]["gemm"]["errors"]["calibrated"] < 0.15
 
@@ -220,4 +221,4 @@ def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(GPU, interrupted, budget_s=400)
+        calibrate(GPU, interrupted, Design(budget_s=400))

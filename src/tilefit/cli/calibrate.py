@@ -46,7 +46,7 @@ def calibrate(
     from tilefit.cli.local_gpu import local_gpu
     from tilefit.cost.calibration import write
     from tilefit.cost.priced import keep, resolve, shipped, user_path
-    from tilefit.measure.calibration import Candidate
+    from tilefit.measure.calibration import Candidate, Design
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import launch_scale
     from tilefit.measure.run import pool_for, time_call
@@ -65,7 +65,7 @@ def calibrate(
     found = run(
         gpu,
         measure,
-        budget_s=max(1.0, 60 * minutes - used_s()),
+        Design(budget_s=max(1.0, 60 * minutes - used_s())),
         shipped=shipped(gpu.name),
         launch_scale=launch_scale(local.place),
         versions={

@@ -13,7 +13,7 @@ from tilefit.cost.estimate import (
     Estimate,
     StepEstimate,
 )
-from tilefit.cost.explain import GemmExplanation, Neighbour, OperandAlignment, explain
+from tilefit.cost.explain import GemmExplanation, Neighbour, explain
 from tilefit.cost.fusion import fuse
 from tilefit.cost.model import estimate
 from tilefit.cost.step import estimate_step
@@ -30,7 +30,6 @@ __all__ = [
     "Estimate",
     "GemmExplanation",
     "Neighbour",
-    "OperandAlignment",
     "StepEstimate",
     "cudnn_algorithm",
     "estimate",

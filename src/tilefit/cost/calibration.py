@@ -132,9 +132,7 @@ class Calibration:
         if network.on_analytic:
             baselines, rows = on_analytic(ops, gpu, analytic)
         else:
-            described = [features[type(op)](op, gpu) for op in ops]
-            baselines = np.array([baseline for baseline, _ in described])
-            rows = np.array([row for _, row in described], dtype=np.float32)
+            baselines, rows = _described(ops, gpu)
         outputs = network(rows)
         times = (baselines * np.exp(outputs[:, 0])).tolist()
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
@@ -206,6 +204,13 @@ def _bound(estimate: Estimate, time_s: float) -> str:
     return MATH if estimate.math_s >= estimate.memory_s else MEMORY
 
 
+def _described(ops: Sequence[Op], gpu: Gpu) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    import numpy as np
+
+    baselines, rows = zip(*(features[type(op)](op, gpu) for op in ops), strict=True)
+    return np.array(baselines), np.array(rows, dtype=np.float32)
+
+
 def on_analytic(
     ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate]
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
@@ -216,9 +221,7 @@ def on_analytic(
     import numpy as np
 
     times = np.array([each.time_s for each in analytic])
-    described = [features[type(op)](op, gpu) for op in ops]
-    baselines = np.array([baseline for baseline, _ in described])
-    rows = np.array([row for _, row in described], dtype=np.float32)
+    baselines, rows = _described(ops, gpu)
     return times, np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
 
 

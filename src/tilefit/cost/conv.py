@@ -24,7 +24,7 @@ from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import SIMT, Kernel, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.tiles import STAGE_BYTES, ceil_div, count, round_up, rounds
+from tilefit.cost.tiles import STAGE_BYTES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Settings
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
@@ -137,7 +137,7 @@ def _on_cuda_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
 
 def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     access = elements_per_access(op.dtype)
-    channels = (op.in_channels // op.groups, op.out_channels // op.groups)
+    channels = op.group_channels
     product = replace(
         op,
         in_channels=round_up(channels[0], access) * op.groups,
@@ -210,7 +210,7 @@ def _split(product: Gemm, gpu: Gpu, tile: int) -> tuple[float, int]:
     added_s = product.m * product.n * product.batch * 2 / gpu.memory_bandwidth_bytes_per_s
     best, best_split, split = inf, 1, 1
     while split <= max(1, min(_MOST_SPLITS, stages // 2)):
-        time_s = rounds(blocks * split, gpu.sms) * (ceil_div(stages, split) + 3) * wave_s
+        time_s = ceil_div(blocks * split, gpu.sms) * (ceil_div(stages, split) + 3) * wave_s
         if split > 1:
             time_s += _SPLIT_S + added_s * (split + 1)
         if time_s < best:
@@ -220,7 +220,7 @@ def _split(product: Gemm, gpu: Gpu, tile: int) -> tuple[float, int]:
 
 
 def _grouping(op: Conv) -> str:
-    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    channels_in, channels_out = op.group_channels
     if op.groups == 1:
         return "one"
     if channels_in == channels_out and channels_in in _PACKED_WIDTHS:
@@ -231,7 +231,7 @@ def _grouping(op: Conv) -> str:
 def _paths(op: Conv, gpu: Gpu) -> list[float]:
     """What decides between the library's paths: groups, padded channels, split contractions, the image."""
     size, access = size_bytes(op.dtype), elements_per_access(op.dtype)
-    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    channels_in, channels_out = op.group_channels
     padded_in, padded_out = round_up(channels_in, access), round_up(channels_out, access)
     grouping = _grouping(op)
     equal = op.groups > 1 and channels_in == channels_out
@@ -295,7 +295,7 @@ def conv_features(op: Conv, gpu: Gpu) -> Row:
     matrix = op.implicit_gemm
     peak = gpu.peak_flop_per_s(op.dtype)
     moved = op.moved_bytes
-    channels_in, channels_out = op.in_channels // op.groups, op.out_channels // op.groups
+    channels_in, channels_out = op.group_channels
     math_s = op.flop / peak
     memory_s = moved / gpu.memory_bandwidth_bytes_per_s
     tiled_s, tiles = tiling(matrix, peak, gpu)

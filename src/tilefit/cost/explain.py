@@ -7,35 +7,19 @@ from dataclasses import dataclass, replace
 from tilefit.cost import tiles
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import schedule
-from tilefit.cost.kernels import Kernel, alignment_bytes, select
+from tilefit.cost.kernels import Kernel, select
 from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import elements_per_access
+from tilefit.ops.gemm import Operand
 
 #: Multiples worth moving to, in elements; the 16-byte multiple of the element type comes first.
 _MULTIPLES = (64, 128, 256)
 #: A size worth moving to is larger by at most this share.
 MOST_GROWTH = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class OperandAlignment:
-    """How one matrix lies in memory.
-
-    Attributes:
-        name: ``A``, ``B`` or ``C``.
-        contiguous: Which of m, n, k is contiguous.
-        leading_dimension: Elements between rows.
-        alignment_bytes: Largest power of two, at most 128, that divides that distance in bytes.
-    """
-
-    name: str
-    contiguous: str
-    leading_dimension: int
-    alignment_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +65,7 @@ class GemmExplanation:
     intensity: float
     ops_per_byte: float
     kernel: Kernel
-    operands: tuple[OperandAlignment, ...]
+    operands: tuple[Operand, ...]
     tile: tiles.Tile
     split: int
     tiles: int
@@ -111,7 +95,6 @@ def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
     kernel = select(gemm, device)
     plan = schedule(gemm, device, device.constants, kernel)
     predicted = estimate(gemm, device)
-    dtypes = (gemm.dtype, gemm.dtype, gemm.out_dtype or gemm.dtype)
     return GemmExplanation(
         gemm=gemm,
         gpu=device,
@@ -120,12 +103,7 @@ def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
         intensity=gemm.intensity,
         ops_per_byte=device.ops_per_byte(gemm.dtype),
         kernel=kernel,
-        operands=tuple(
-            OperandAlignment(
-                o.name, o.contiguous, o.leading_dimension, alignment_bytes(o.leading_dimension, t)
-            )
-            for o, t in zip(gemm.operands, dtypes, strict=True)
-        ),
+        operands=gemm.operands,
         tile=plan.tile,
         split=plan.split,
         tiles=plan.blocks,

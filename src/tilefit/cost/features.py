@@ -12,7 +12,7 @@ from math import log2
 from typing import Any, TypeVar
 
 from tilefit.cost.kinds import ByKind
-from tilefit.cost.tiles import STAGE_BYTES, contraction, count, rounds, waves
+from tilefit.cost.tiles import STAGE_BYTES, ceil_div, contraction, count, waves
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op
 from tilefit.ops.dtypes import size_bytes
@@ -66,7 +66,7 @@ def one_hot(value: object, values: Iterable[object]) -> list[float]:
 def quantization(tiles: int, sms: int) -> list[float]:
     """Waves of tiles over the SMs, and what the last one loses."""
     share = waves(tiles, sms)
-    return [log2(share), rounds(tiles, sms) / share if share > _LEAST_WAVES else 0.0]
+    return [log2(share), ceil_div(tiles, sms) / share if share > _LEAST_WAVES else 0.0]
 
 
 def tiling(gemm: Gemm, peak: float, gpu: Gpu) -> Row:
@@ -79,5 +79,5 @@ def tiling(gemm: Gemm, peak: float, gpu: Gpu) -> Row:
         a, b = tile
         blocks = count(gemm.m, gemm.n, tile, gemm.batch)
         row += (*quantization(blocks, gpu.sms), log2(blocks * a * b / (gemm.m * gemm.n * gemm.batch)))
-        best = min(best, rounds(blocks, gpu.sms) * gpu.sms * 2 * a * b * depth / (peak * MATH_SHARE))
+        best = min(best, ceil_div(blocks, gpu.sms) * gpu.sms * 2 * a * b * depth / (peak * MATH_SHARE))
     return best, row

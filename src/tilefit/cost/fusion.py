@@ -492,15 +492,13 @@ def _channels_last(ops: list[StepOp]) -> bool:
     convs = [entry.op for entry in forward if isinstance(entry.op, Conv)]
     if not convs or len(forward) >= _FEW_CONVOLUTIONS * len(convs):
         return False
-    if any(conv.groups > 1 and not conv.is_depthwise for conv in convs):
-        return False
-    if any(
-        2 * conv.out_channels <= conv.in_channels // conv.groups and conv.kernel_size[0] > 1 for conv in convs
-    ):
-        return False
-    return not all(
-        max(conv.out_channels, conv.in_channels // conv.groups) <= _SMALL_CHANNELS for conv in convs
+    channels = [(conv.group_channels[0], conv.out_channels) for conv in convs]
+    grouped = any(conv.groups > 1 and not conv.is_depthwise for conv in convs)
+    narrowing = any(
+        2 * wide_out <= wide_in and conv.kernel_size[0] > 1
+        for conv, (wide_in, wide_out) in zip(convs, channels, strict=True)
     )
+    return not grouped and not narrowing and max(map(max, channels)) > _SMALL_CHANNELS
 
 
 @dataclass(frozen=True, slots=True)

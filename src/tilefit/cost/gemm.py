@@ -9,12 +9,12 @@ from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.features import ALIGNMENTS, FIXED_S, MEMORY_SHARE, Row, describes, one_hot, tiling
-from tilefit.cost.kernels import SIMT, Kernel, alignment_bytes, select
+from tilefit.cost.kernels import SIMT, Kernel, select
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.tiles import STAGE_BYTES, TILES, Tile, contraction, count, rounds
+from tilefit.cost.tiles import STAGE_BYTES, TILES, Tile, ceil_div, contraction, count
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op
-from tilefit.ops.dtypes import HALVES, size_bytes
+from tilefit.ops.dtypes import HALVES, alignment_bytes, size_bytes
 
 #: How many blocks may share one tile's contraction.
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -89,7 +89,7 @@ def schedule(
         for split in SPLITS:
             blocks = cells * split
             depth = contraction(k, stage, split) + prologue
-            math_s = rounds(blocks, sms) * wave_s * depth
+            math_s = ceil_div(blocks, sms) * wave_s * depth
             memory_s = weighted if split == 1 else weighted + 4 * split * m * n * batch
             memory_s /= rate * min(1.0, min(blocks, sms) / saturating)
             extra_s = split_s if split > 1 else 0.0
@@ -138,10 +138,8 @@ def gemm_features(op: Gemm, gpu: Gpu) -> Row:
     out_dtype = op.out_dtype or {"int8": "int32", "fp8": "bf16"}.get(dtype, dtype)
     out_size = size_bytes(out_dtype)
     peak = gpu.peak_flop_per_s(dtype)
-    aligned = [
-        alignment_bytes(operand.leading_dimension, of)
-        for operand, of in zip(op.operands, (dtype, dtype, out_dtype), strict=True)
-    ]
+    a, b, _ = op.operands
+    aligned = (a.alignment_bytes, b.alignment_bytes, alignment_bytes(n, out_dtype))
     a_bytes, b_bytes, c_bytes = batch * m * k * size, batch * n * k * size, batch * m * n * out_size
     moved = a_bytes + b_bytes + c_bytes
     math_s = op.flop / peak

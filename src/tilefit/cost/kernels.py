@@ -6,7 +6,6 @@ memory. The dimension that is contiguous nowhere (m of ``a @ b``) may be odd at 
 
 from __future__ import annotations
 
-from math import gcd
 from typing import NamedTuple
 
 from tilefit.gpus import Gpu
@@ -75,11 +74,6 @@ class Kernel(NamedTuple):
     reason: str
 
 
-def alignment_bytes(elements: int, dtype: str) -> int:
-    """Largest power of two that divides a leading dimension in bytes, at most a line of 128."""
-    return gcd(elements * size_bytes(dtype), LINE_BYTES)
-
-
 def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
     """Whether products of this element type run on the GPU's Tensor Cores."""
     if not gpu.supports(dtype) or gpu.compute_capability < (7, 0):
@@ -96,16 +90,13 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     if not uses_tensor_cores(gemm.dtype, gpu):
         missing = "fp32 runs" if gemm.dtype == "fp32" else f"{gpu.name} multiplies {gemm.dtype}"
         return Kernel(SIMT, 0.0, 1.0, 1.0, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
-    dtypes = (gemm.dtype, gemm.dtype, gemm.out_dtype or gemm.dtype)
     worst, worst_bytes = "", LINE_BYTES
-    for operand, dtype in zip(gemm.operands, dtypes, strict=True):
+    for operand in gemm.operands:
         # One row needs no distance between rows.
         rows = gemm.n if operand.name == "B" else gemm.m
         if operand.contiguous == "m" or (operand.name == "B" and operand.contiguous == "n"):
             rows = gemm.k
-        aligned = (
-            alignment_bytes(operand.leading_dimension, dtype) if rows > 1 or gemm.batch > 1 else LINE_BYTES
-        )
+        aligned = operand.alignment_bytes if rows > 1 or gemm.batch > 1 else LINE_BYTES
         if aligned < worst_bytes:
             worst, worst_bytes = operand.name, aligned
     native = f"sm{gpu.compute_capability[0]}0"

@@ -50,9 +50,8 @@ class Row(NamedTuple):
 
     def time_us(self, backend: str, captured: bool) -> float | None:
         """Time of a step by the persistent kernels or cuDNN."""
-        if backend == PERSISTENT:
-            return self.persistent_captured_us if captured else self.persistent_us
-        return self.cudnn_captured_us if captured else self.cudnn_us
+        time_us: float | None = getattr(self, f"{backend}{'_captured' if captured else ''}_us")
+        return time_us
 
 
 class Judged(NamedTuple):

@@ -61,11 +61,6 @@ def contraction(k: int, stage: int, split: int = 1) -> int:
     return stage * ceil_div(k, stage * split)
 
 
-def rounds(tiles: int, sms: int) -> int:
-    """Whole waves of tiles."""
-    return ceil_div(tiles, sms)
-
-
 def waves(tiles: int, sms: int, per_sm: int = 1) -> float:
     """Tiles over those that run at once; the GPU takes the next whole number of waves' time."""
     return tiles / (sms * per_sm)
@@ -76,18 +71,7 @@ def tile_efficiency(m: int, n: int, tile: tuple[int, int]) -> float:
     return m * n / (count(m, n, tile) * tile[0] * tile[1])
 
 
-def wave_efficiency(tiles: int, sms: int, per_sm: int = 1) -> float:
-    """Share of the GPU's slots that hold a tile, the last wave included."""
-    slots = sms * per_sm
-    return tiles / (ceil_div(tiles, slots) * slots)
-
-
 def last_wave_fill(tiles: int, sms: int, per_sm: int = 1) -> float:
     """Share of the last wave's slots that hold a tile; 1 where the waves are whole."""
     slots = sms * per_sm
     return (tiles - 1) % slots / slots + 1 / slots
-
-
-def intensity(m: int, n: int, k: int, element_bytes: int = 2) -> float:
-    """Arithmetic intensity of a product in FLOP per byte, each operand touched once."""
-    return 2 * m * n * k / (element_bytes * (m * k + k * n + m * n))

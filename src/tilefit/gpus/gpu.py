@@ -65,11 +65,6 @@ class Gpu:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    @property
-    def max_clock_hz(self) -> float:
-        """The highest clock a published peak is computed with."""
-        return max((self.boost_clock_hz, *self.clock_hz_by_dtype.values()))
-
     def peak_flop_per_s(self, dtype: str) -> float:
         """Dense peak of an element type; of fp32 where the GPU has no faster path for it.
 

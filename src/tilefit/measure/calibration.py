@@ -260,19 +260,34 @@ def _plain(op: Gemm, gpu: Gpu) -> bool:
     return op.dtype in ("fp16", "bf16") and select(op, gpu).alignment_bytes >= ALIGNMENT_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What is measured, and for how long.
+
+    Attributes:
+        budget_s: Time for everything.
+        drawn: What may be measured, by kind; by default :func:`candidates`.
+        shares: Of the time, by kind, in the order in which they are measured, products first.
+        start: Constants that the fit of the first stage starts from; by default those of the GPU's kind.
+        clock: Seconds; for tests.
+    """
+
+    budget_s: float = 240.0
+    drawn: Mapping[str, Iterator[Candidate]] | None = None
+    shares: Mapping[str, float] = field(default_factory=lambda: SHARES)
+    start: Constants | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
 def calibrate(
     gpu: Gpu,
     measure: Callable[[Candidate], float],
+    design: Design,
     *,
-    budget_s: float = 240.0,
-    drawn: Mapping[str, Iterator[Candidate]] | None = None,
-    shares: Mapping[str, float] | None = None,
-    start: Constants | None = None,
     shipped: Calibration | None = None,
     launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
     device: str = "cpu",
-    clock: Callable[[], float] = time.monotonic,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Calibration:
     """Measure and fit, within a time budget.
@@ -282,16 +297,11 @@ def calibrate(
     Args:
         gpu: The facts of the GPU.
         measure: Seconds of one operation; raises :class:`TilefitError` for one that cannot run.
-        budget_s: Time for everything.
-        drawn: What may be measured, by kind; by default :func:`candidates`.
-        shares: Of the time, by kind, in the order in which they are measured, products first; by default
-            :data:`SHARES`.
-        start: Constants that the fit of the first stage starts from; by default those of the GPU's kind.
+        design: What is measured, and for how long.
         shipped: A calibration whose errors on the same held-out operations are recorded beside.
         launch_scale: As :func:`tilefit.measure.launch.launch_scale` gives it.
         versions: Of the software; recorded.
         device: Where to train the networks.
-        clock: Seconds; for tests.
         on_progress: Called after each operation.
 
     Returns:
@@ -302,13 +312,13 @@ def calibrate(
     Raises:
         TilefitError: too few products could be measured.
     """
-    began_s = clock()
+    began_s = design.clock()
 
     def used() -> float:
-        return (clock() - began_s) / budget_s
+        return (design.clock() - began_s) / design.budget_s
 
-    session = _Session(gpu, measure, start or constants(gpu), used, device, on_progress)
-    sources, shares = drawn or candidates(), shares or SHARES
+    session = _Session(gpu, measure, design.start or constants(gpu), used, device, on_progress)
+    sources, shares = design.drawn or candidates(), design.shares
     until = 0.0
     try:
         for kind, share in shares.items():
@@ -326,7 +336,7 @@ def calibrate(
         if not rows or not aside or len(rows.ops) < _LEAST or len(aside.ops) < _LEAST_HELD_OUT:
             if kind == "gemm":
                 raise TilefitError(
-                    f"only {session.measured(kind)} products could be measured in {budget_s:.0f} s",
+                    f"only {session.measured(kind)} products could be measured in {design.budget_s:.0f} s",
                     hint="Give it more time, and look whether other programs use the GPU.",
                 )
             continue

@@ -66,6 +66,11 @@ class Conv(Op):
         )
 
     @property
+    def group_channels(self) -> tuple[int, int]:
+        """Channels of a group, in and out."""
+        return self.in_channels // self.groups, self.out_channels // self.groups
+
+    @property
     def is_depthwise(self) -> bool:
         """One input channel per group."""
         return self.groups > 1 and self.groups == self.in_channels
@@ -91,8 +96,7 @@ class Conv(Op):
         stride, only every ``prod(stride)``-th tap meets a given input pixel, so the data gradient's
         contraction is divided by it.
         """
-        channels_in = self.in_channels // self.groups
-        channels_out = self.out_channels // self.groups
+        channels_in, channels_out = self.group_channels
         taps = prod(self.kernel_size)
         pixels_out = self.batch * prod(self.output_size)
         if self.direction == FORWARD:

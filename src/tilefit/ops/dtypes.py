@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from tilefit.errors import UsageError
 
 # Bits per element. ``tf32`` is a way to multiply fp32 storage, so it is as wide as fp32.
@@ -68,3 +70,8 @@ def size_bytes(name: str) -> int:
 def elements_per_access(name: str) -> int:
     """Elements in 16 bytes: 8 in fp16/bf16, 4 in fp32/TF32, 16 in int8/fp8, 2 in fp64."""
     return ALIGNMENT_BYTES // size_bytes(name)
+
+
+def alignment_bytes(elements: int, dtype: str) -> int:
+    """Largest power of two that divides a leading dimension in bytes, at most a line of 128."""
+    return gcd(elements * size_bytes(dtype), LINE_BYTES)

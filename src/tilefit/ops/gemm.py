@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Growth, Op
-from tilefit.ops.dtypes import canonical, size_bytes
+from tilefit.ops.dtypes import alignment_bytes, canonical, size_bytes
 
 LAYOUTS = ("NN", "TN", "NT", "TT")
 
@@ -20,6 +20,12 @@ class Operand(NamedTuple):
     contiguous: str
     #: Distance between consecutive rows (or columns), in elements.
     leading_dimension: int
+    dtype: str
+
+    @property
+    def alignment_bytes(self) -> int:
+        """Largest power of two, at most a line of 128, that divides that distance in bytes."""
+        return alignment_bytes(self.leading_dimension, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,9 @@ class Gemm(Op):
         a = ("k", self.k) if letter_a == "N" else ("m", self.m)
         b = ("n", self.n) if letter_b == "N" else ("k", self.k)
         return (
-            Operand("A", a[0], self.ld_a or a[1]),
-            Operand("B", b[0], self.ld_b or b[1]),
-            Operand("C", "n", self.n),
+            Operand("A", a[0], self.ld_a or a[1], self.dtype),
+            Operand("B", b[0], self.ld_b or b[1], self.dtype),
+            Operand("C", "n", self.n, self.out_dtype or self.dtype),
         )
 
     @property

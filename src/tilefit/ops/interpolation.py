@@ -97,24 +97,19 @@ def _entry(entry: StepOp, op: Op, shapes: Sequence[_Shape]) -> StepOp:
 
 def _alike(ops: tuple[Op, ...]) -> bool:
     """Whether operations differ in numbers alone."""
-    first = ops[0]
-    return all(type(op) is type(first) for op in ops) and all(
-        _is_number(getattr(first, name)) or len({getattr(op, name) for op in ops}) == 1
-        for name in _names(first)
+    return len({type(op) for op in ops}) == 1 and all(
+        _is_number(values[0]) or len({*values}) == 1
+        for values in zip(*(op.values for op in ops), strict=True)
     )
 
 
 def _between(ops: tuple[Op, ...], weights: Sequence[Fraction], near: int) -> Op:
     changed = {}
-    for name in _names(ops[0]):
-        values = [getattr(op, name) for op in ops]
+    names = [each.name for each in fields(ops[0])]  # type: ignore[arg-type]
+    for name, *values in zip(names, *(op.values for op in ops), strict=True):
         if len({*values}) > 1 and name not in ops[0].stepwise:
             changed[name] = _value(values, weights)
     return replace(ops[near], **changed) if changed else ops[near]  # type: ignore[type-var]
-
-
-def _names(op: Op) -> list[str]:
-    return [each.name for each in fields(op)]  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:
