@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,15 +57,12 @@ def imports(room: str) -> set[str]:
 def arrows(rooms: list[str]) -> dict[str, set[str]]:
     """Imports among the packages, without those that follow from others."""
     direct = {room: imports(room) & {*rooms} for room in rooms}
-    reached: dict[str, set[str]] = defaultdict(set)
-    for room in reversed(rooms):  # what is imported stands below
-        reached[room] = set().union(direct[room], *(reached[other] for other in direct[room]))
-    return {
-        room: {
-            below for below in direct[room] if not any(below in reached[o] for o in direct[room] - {below})
-        }
-        for room in rooms
-    }
+
+    @cache
+    def reached(room: str) -> frozenset[str]:
+        return frozenset(direct[room]).union(*(reached(other) for other in direct[room]))
+
+    return {room: direct[room] - set().union(*(reached(other) for other in direct[room])) for room in rooms}
 
 
 def purpose(room: str) -> str:

@@ -37,7 +37,7 @@ def test_arrows_point_down(architecture: ModuleType) -> None:
     height = {room: number for number, row in enumerate(rows) for room in row}
     for room in height:
         for other in architecture.imports(room) & height.keys():
-            assert height[room] < height[other], f"{room} imports {other}"
+            assert height[room] <= height[other], f"{room} imports {other}"
 
 
 def test_files_that_the_page_names_exist() -> None:

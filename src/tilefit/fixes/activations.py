@@ -15,9 +15,10 @@ from tilefit.fixes.around import around_forward
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import submodule, swap
-from tilefit.fixes.verification import in_double
+from tilefit.fixes.verification import ROUNDING, in_double
 from tilefit.ops import FORWARD
-from tilefit.rules.flow import HALVES, Flow, is_cast
+from tilefit.ops.dtypes import HALVES
+from tilefit.rules.flow import Flow, is_cast
 from tilefit.rules.sites import listed
 
 #: The functions of which PyTorch has a kernel that reads and writes once, and computes in fp32 in between.
@@ -29,8 +30,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hardswish": F.hardswish,
     "softplus": F.softplus,
 }
-#: Largest difference in fp64 between two ways to write one function.
-_ROUNDING = 1e-12
 
 
 def fused(module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
@@ -127,7 +126,7 @@ def function_of(module: nn.Module) -> str:
         module.train(mode)
     for name, function in FUNCTIONS.items():
         expected = _sampled(function)
-        if all(torch.allclose(each, expected, rtol=_ROUNDING, atol=_ROUNDING) for each in found):
+        if all(torch.allclose(each, expected, rtol=ROUNDING, atol=ROUNDING) for each in found):
             return name
     return ""
 

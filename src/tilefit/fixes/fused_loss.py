@@ -20,12 +20,12 @@ from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Un
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import swap
 from tilefit.ops import Gemm
-from tilefit.rules.flow import HALVES, linear_calls
+from tilefit.ops.dtypes import HALVES
+from tilefit.rules.flow import linear_calls
+from tilefit.rules.outside.wide_loss import LARGE_VOCABULARY
 
 #: Losses of Hugging Face models that widen all logits, and do nothing else than a cross-entropy.
 _LOSSES = ("ForCausalLMLoss", "ForMaskedLMLoss")
-#: Vocabularies from this size on are worth it (as in rule NTC004).
-_LARGE_VOCABULARY = 8192
 
 Loss = Callable[..., torch.Tensor]
 
@@ -168,7 +168,7 @@ _users, _here = _Users(), _Here()
 def _watched_cross_entropy(
     input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    if _here.depth and input.dim() > 1 and input.shape[1] >= _LARGE_VOCABULARY:
+    if _here.depth and input.dim() > 1 and input.shape[1] >= LARGE_VOCABULARY:
         # What the compiler has traced calls F.cross_entropy by its name again.
         depth, _here.depth = _here.depth, 0
         try:
@@ -223,7 +223,7 @@ class FuseLoss(Fix):
 def _has_wide_logits(context: Context) -> bool:
     for call in linear_calls(context.step):
         op = context.step.ops[call.forward].op
-        if isinstance(op, Gemm) and op.n >= _LARGE_VOCABULARY and op.dtype in HALVES:
+        if isinstance(op, Gemm) and op.n >= LARGE_VOCABULARY and op.dtype in HALVES:
             return True
     return False
 

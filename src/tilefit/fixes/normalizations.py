@@ -14,12 +14,9 @@ from tilefit.fixes.around import around_forward
 from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import submodule, swap
-from tilefit.fixes.verification import in_double
+from tilefit.fixes.verification import ROUNDING, in_double
 from tilefit.ops import FORWARD
 from tilefit.rules.sites import listed
-
-#: Largest difference in fp64 between two ways to write one function.
-_ROUNDING = 1e-12
 
 
 def fused(module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
@@ -132,7 +129,7 @@ def epsilon_of(module: nn.Module) -> float | None:
     for epsilon in epsilons:
         expected = sampled(lambda x, w, e=epsilon: F.rms_norm(x, (size,), w, e))  # type: ignore[misc]
         if all(
-            torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING) for a, b in zip(found, expected, strict=True)
+            torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING) for a, b in zip(found, expected, strict=True)
         ):
             return epsilon
     return None

@@ -30,6 +30,8 @@ _SEED = 0
 _LEARNING_RATE = 1e-3
 #: Adam's epsilon: with the usual 1e-8, gradients that are zero but for rounding would move parameters.
 _EPSILON = 1e-3
+#: Largest difference in fp64 between two ways to write one function.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)

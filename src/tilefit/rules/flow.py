@@ -12,7 +12,6 @@ from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.layers import Linear, linears
 
 FLOATS = ("fp64", "fp32", "fp16", "bf16")
-HALVES = ("fp16", "bf16")
 
 
 class Flow:

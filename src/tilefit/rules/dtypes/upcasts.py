@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
+from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
-from tilefit.rules.flow import HALVES, Flow, elements, is_cast, tensor_bytes
+from tilefit.rules.flow import Flow, elements, is_cast, tensor_bytes
 from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.units import counted, share, size
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilefit.ops import StepOp
+from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Proposal, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
-from tilefit.rules.flow import HALVES, is_cast
+from tilefit.rules.flow import is_cast
 from tilefit.units import size
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilefit.ops import FORWARD, StepOp, Streaming
-from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.dtypes import HALVES, size_bytes
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.flow import HALVES, Flow, elements, linear_calls, tensor_bytes
+from tilefit.rules.flow import Flow, elements, linear_calls, tensor_bytes
 from tilefit.rules.layers import gemm
 from tilefit.units import size
 
-_LARGE_VOCABULARY = 8192
+#: Logits of fewer columns cost too little to look at: a choice.
+LARGE_VOCABULARY = 8192
 #: A tensor with this share of the logits' elements is one of their copies (a shifted target drops rows).
 _SAME_SIZE = 0.9
 
@@ -65,7 +66,7 @@ class WideLoss(Rule):
         for call in linear_calls(step):
             entry = step.ops[call.forward]
             op = gemm(step, call.forward)
-            if op.n < _LARGE_VOCABULARY or op.dtype not in HALVES or entry.recomputed:
+            if op.n < LARGE_VOCABULARY or op.dtype not in HALVES or entry.recomputed:
                 continue
             gradients = [i for i in (call.backward_data, call.backward_weight) if i is not None]
             if not gradients:
