@@ -30,7 +30,7 @@ def test_on_shapes_alone_it_is_told_what_to_do() -> None:
 
 def test_a_list_is_no_input_that_can_be_written_out() -> None:
     with pytest.raises(UsageError, match="takes a list of images") as caught:
-        _loaded("ssdlite320_mobilenet_v3_large", specs=["float32[2,3,320,320]"])
+        _loaded("ssdlite320_mobilenet_v3_large", input=["float32[2,3,320,320]"])
     assert "file.py:factory" in caught.value.hint
 
 

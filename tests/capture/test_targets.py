@@ -87,7 +87,7 @@ def test_a_factory_that_reads_values_is_built_for_real(file: Path) -> None:
 
 
 def test_a_model_may_stand_in_the_file_ready(file: Path) -> None:
-    assert isinstance(_load(f"{file}:ready", specs=["float32[2,8]"]).model, nn.Linear)
+    assert isinstance(_load(f"{file}:ready", input=["float32[2,8]"]).model, nn.Linear)
 
 
 def test_a_module_is_imported_by_its_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
     assert image.shape == (2, 1, 32, 32)
     (tokens,) = _load(f"{file}:words", seq=16, batch=2).inputs
     assert (tokens.shape, tokens.dtype) == ((2, 16), torch.int64)
-    assert _load(f"{file}:pair", specs=["float32[7,8]"]).inputs[0].shape == (7, 8)
+    assert _load(f"{file}:pair", input=["float32[7,8]"]).inputs[0].shape == (7, 8)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_wrong_target_is_told(
     [
         ("{file}:pair", {"batch": 4}, "--batch has no effect: pair makes the inputs itself"),
         ("{file}:pair", {"image_size": 4}, "--image-size has no effect: pair makes"),
-        ("{file}:model", {"batch": 4, "specs": ["x: fp32[2,8]"]}, "--batch has no effect: --input says"),
-        ("hf:gpt2", {"seq": 4, "specs": ["input_ids: int64[2,8]"]}, "--seq has no effect: --input says"),
+        ("{file}:model", {"batch": 4, "input": ["x: fp32[2,8]"]}, "--batch has no effect: --input says"),
+        ("hf:gpt2", {"seq": 4, "input": ["input_ids: int64[2,8]"]}, "--seq has no effect: --input says"),
         ("torchvision:resnet18", {"seq": 4}, "--seq has no effect: images have no tokens"),
         (
             "{file}:convolution",
@@ -168,7 +168,7 @@ def test_a_wrong_target_is_told(
         ("hf:vit", {"seq": 4}, "--seq has no effect: the model takes no tokens"),
         (
             "torchvision:ssd300_vgg16",
-            {"image_size": 64, "device": "cpu"},
+            {"image_size": 64, "on_cpu": True},
             "--image-size has no effect: the model resizes its images itself, to 300 pixels",
         ),
     ],
@@ -351,7 +351,7 @@ def test_positions_never_exceed_what_the_model_has(tmp_path: Path) -> None:
 def test_images_come_in_the_size_a_model_was_made_for() -> None:
     assert _load("torchvision:resnet18", batch=2).inputs[0].shape == (2, 3, 224, 224)
     assert _load("timm:resnet18", batch=2, image_size=64).inputs[0].shape == (2, 3, 64, 64)
-    assert _load("torchvision:resnet18", specs=["float32[5,3,32,32]"]).inputs[0].shape == (5, 3, 32, 32)
+    assert _load("torchvision:resnet18", input=["float32[5,3,32,32]"]).inputs[0].shape == (5, 3, 32, 32)
 
 
 SIZED = """

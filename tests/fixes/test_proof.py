@@ -14,6 +14,7 @@ import tilefit
 from tilefit.fixes import Candidate, RefusedError, Run, Undo, proof
 from tilefit.fixes.linear import PaddedLayer, PaddedLinear, Padding
 from tilefit.fixes.proof import _with_values, prove, prove_in_place
+from tilefit.options import Amp, StepOptions
 
 
 class Mlp(nn.Module):
@@ -167,7 +168,7 @@ def test_zeros_are_no_values() -> None:
             run.model.get_submodule("head").__class__ = NoBias
             return undo
 
-    before = replace(run(), train=False)
+    before = replace(run(), options=StepOptions(train=False))
     nn.init.zeros_(before.model.head.bias)
     assert not prove(before, Forgetting(HEAD.modules, HEAD.layers)).ok
 
@@ -201,14 +202,14 @@ def test_where_it_is_without_inputs_that_have_values() -> None:
     assert prove_in_place(replace(run(), inputs=IDS.to("meta")), CHAIN).ok
 
 
-@pytest.mark.parametrize("amp", ["", "bf16"])
-def test_where_it_is_and_in_its_own_precision(amp: str) -> None:
-    before = replace(run(), amp=amp)
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_where_it_is_and_in_its_own_precision(amp: Amp) -> None:
+    before = replace(run(), options=StepOptions(amp=amp))
     before.model.head.bias.grad = torch.ones(50)
     state = copy.deepcopy(before.model.state_dict())
     good = prove_in_place(before, CHAIN)
     assert good.ok, good
-    assert good.dtype == ("bfloat16" if amp else "float32")
+    assert good.dtype == ("float32" if amp == "off" else "bfloat16")
     assert not any(isinstance(module, PaddedLinear) for module in before.model.modules())
     assert torch.equal(before.model.head.bias.grad, torch.ones(50))
     assert before.model.head.weight.grad is None

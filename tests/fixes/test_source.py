@@ -335,7 +335,7 @@ def test_a_size_is_changed_where_it_is_written(proposed: Proposed, text: str, li
 def test_a_default_of_the_target_itself_is_where_the_size_is_written(
     proposed: Proposed, text: str, factory: str
 ) -> None:
-    patches = proposed(_HEAD + text, factory, select=["ALN001"], inputs=("float32[16384,2048]",))
+    patches = proposed(_HEAD + text, factory, select=["ALN001"], input=("float32[16384,2048]",))
     (removed, added) = _changed(patches)
     assert "hidden=4095" in removed
     assert "hidden=4096" in added
