@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
+from tilefit.capture.naming import require_readable
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
@@ -114,7 +115,9 @@ def captures_in_child(
 
     Raises:
         CaptureError: the child ran out of time or died.
+        TilefitError: the target is none.
     """
+    require_readable(target)
     known = {} if fresh else {each: step for each, o in enumerate(options) if (step := recall(target, o))}
     missing = [each for index, each in enumerate(options) if index not in known]
     with closing(_captures(target, missing, timeout_s) if missing else _nothing()) as captured:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
 from tilefit.cli.groups import TargetGroup
 from tilefit.cli.option_groups import grouped
@@ -196,6 +197,7 @@ def target(
     store: StoreFile = None,
 ) -> None:
     """Measure every distinct operation of a model's step."""
+    require_readable(target)
     from tilefit.capture.child import capture_in_child
     from tilefit.measure.suites import Entry
 

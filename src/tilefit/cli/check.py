@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tilefit.capture.naming import require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.option_groups import grouped
@@ -38,6 +39,7 @@ def check(
 
     Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
+    require_readable(target)
     from tilefit.cost.priced import resolve
     from tilefit.rules import select
 

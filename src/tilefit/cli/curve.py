@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.curve_sizes import read_sizes
@@ -176,6 +177,7 @@ def target(
     Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
     interpolated where the step allows it; the other sizes are captured one by one.
     """
+    require_readable(target)
     over = ranges.over.replace("-", "_") if ranges.over else None
     sizes = read_sizes(_given(ranges, over), over, of_step=True)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tilefit.capture.naming import has_source
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
@@ -99,7 +100,7 @@ def fix(
     if files.diff and (files.write or shown.output_format not in (None, "text") or shown.output_file):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
     device = _gpu(gpu, settled.gpu, ways.measure, calibration)
-    if (files.diff or files.write) and target.partition(":")[0] in ("hf", "torchvision", "timm"):
+    if (files.diff or files.write) and not has_source(target):
         raise UsageError(
             f"{target} is a library's model: there is no source of yours to change",
             hint="Leave out --diff and --write, or give the file of yours that builds it: file.py:factory.",

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from tilefit import gpus
+from tilefit.capture.naming import require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.option_groups import Group, grouped, refuse_given
@@ -155,6 +156,7 @@ def _run(
             where=target,
             hint="A model is file.py:factory or hf:gpt2, a script ends in .py, a trace in .json or .json.gz.",
         )
+    require_readable(target)
     from tilefit.profiling.target import profile_target
 
     with output.progress(f"Profiling {target}"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tilefit.capture.naming import require_readable
 from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.destination import Where
@@ -99,6 +100,7 @@ def sweep(
     Step time, throughput, TFLOP/s and memory of every point, the efficient frontier, and the best. Points are
     kept in the store: interrupted, the same command goes on where it stopped.
     """
+    require_readable(target)
     axes = _axes(context, varied.over, asdict(splits), options)
     _check_axes(axes, varied)
     if varied.best_batch:

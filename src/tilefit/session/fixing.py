@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tilefit import rules
 from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child
+from tilefit.capture.naming import has_source, require_readable
 from tilefit.cost import fuse
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
@@ -76,6 +77,7 @@ class FixSession:
     """
 
     def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext()) -> None:
+        require_readable(request.target)
         self.request = request
         self._stage = stage
         if request.selection.select or request.selection.ignore:
@@ -114,7 +116,6 @@ class FixSession:
         from torch import nn
 
         from tilefit.fixes.source.optimizer import optimizer_of
-        from tilefit.fixes.source.program import has_source
 
         is_models = isinstance(self.program.loaded.model, nn.Module) and has_source(self.request.target)
         if not (self.request.own_optimizer and is_models):
@@ -192,7 +193,6 @@ class FixSession:
     def patches(self) -> Patches:
         """What can be written into the user's files."""
         from tilefit.fixes.source.patches import Patches, propose
-        from tilefit.fixes.source.program import has_source
 
         request = self.request
         if not has_source(request.target):

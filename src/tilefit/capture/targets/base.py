@@ -18,7 +18,6 @@ from tilefit.capture.inputs import describe_inputs
 from tilefit.capture.sites import short_path, user_line
 from tilefit.capture.torchvision_import import import_transformers
 from tilefit.errors import TargetError, TilefitError
-from tilefit.options import TargetOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +41,6 @@ class Target:
     notes: tuple[str, ...] = ()
     hint: str = ""
     shorter: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of target that is written ``prefix:name``, the prefix being the name of the module that has it.
-
-    Attributes:
-        load: Makes the target of a name.
-        usage: How it is written.
-        place: Where it stands in a list of all kinds.
-    """
-
-    load: Callable[[str, TargetOptions], Target]
-    usage: str
-    place: int
 
 
 # ---- what can go wrong -------------------------------------------------------------------------

@@ -78,11 +78,7 @@ def _factory(path: str, name: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path()
-        near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
-        raise TargetError(
-            f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else ""
-        )
+        raise TargetError(f"there is no file {path}")
     package, root = package_of(path)
     name = f"{package}.{path.stem}".removeprefix(".")
     while name in sys.modules:  # a file called like a module of a library must not take its place

@@ -10,19 +10,15 @@ from pathlib import Path
 from torch import nn
 
 from tilefit.capture import capture
+from tilefit.capture.naming import has_source
 from tilefit.capture.overlay import is_installed
 from tilefit.capture.sites import SiteTracker
-from tilefit.capture.targets import PREFIXES, Target, load
+from tilefit.capture.targets import Target, load
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.options import TargetOptions
-
-
-def has_source(target: str) -> bool:
-    """Whether a target names code of the user's, not a library's model."""
-    return target.partition(":")[0] not in PREFIXES
 
 
 class Program:

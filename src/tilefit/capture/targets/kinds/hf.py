@@ -11,7 +11,6 @@ from typing import Any
 
 from tilefit.capture.inputs import parse_inputs
 from tilefit.capture.targets.base import (
-    Kind,
     Target,
     build,
     guarded,
@@ -25,7 +24,8 @@ from tilefit.errors import TargetError
 from tilefit.options import TargetOptions
 
 
-def _load(name: str, options: TargetOptions) -> Target:
+def load(name: str, options: TargetOptions) -> Target:
+    """A transformers model of a type, or of a configuration."""
     transformers = library("transformers", "transformers")
     transformers.logging.set_verbosity_error()
     target = f"hf:{name}"
@@ -51,9 +51,6 @@ def _load(name: str, options: TargetOptions) -> Target:
         notes.append("The inputs are text alone: what the model does with images is left out.")
     hint = shorter or inputs_hint(inputs)
     return Target(model, inputs, target, notes=tuple(notes), hint=hint, shorter=shorter)
-
-
-KIND = Kind(_load, "hf:<type or config.json>", place=1)
 
 
 def _without_values(config: Any, options: TargetOptions) -> list[str]:

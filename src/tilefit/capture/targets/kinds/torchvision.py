@@ -9,7 +9,7 @@ from torch import nn
 from tilefit.capture import detection
 from tilefit.capture.failures import ON_CPU
 from tilefit.capture.inputs import DEFAULT_IMAGE_SIZE
-from tilefit.capture.targets.base import Kind, Target, build, library, unknown
+from tilefit.capture.targets.base import Target, build, library, unknown
 from tilefit.capture.targets.images import image_target
 from tilefit.errors import CaptureError, UsageError
 from tilefit.options import TargetOptions
@@ -19,7 +19,8 @@ _FRAMES = 16
 _RESNET_CLIP_SIZE = 112
 
 
-def _load(name: str, options: TargetOptions) -> Target:
+def load(name: str, options: TargetOptions) -> Target:
+    """A torchvision model, with images or clips."""
     models = library("torchvision", "vision").models
     if name not in models.list_models():
         hint = "See torchvision.models.list_models()."
@@ -57,6 +58,3 @@ def _detection_target(name: str, model: nn.Module, options: TargetOptions) -> Ta
     inputs = detection.torchvision_inputs(model, batch, options.train, options.device)
     boxes = "The weights are random: a trained model finds another number of boxes."
     return Target(model, inputs, name, notes=(boxes,))
-
-
-KIND = Kind(_load, "torchvision:<name>", place=2)

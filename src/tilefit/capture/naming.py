@@ -1,0 +1,40 @@
+"""How targets are written. Nothing here imports PyTorch: a slip is told at once, by every command."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from tilefit.errors import TargetError, UsageError
+
+#: What a target begins with that is not the user's own code, and how it goes on; the name of the module in
+#: :mod:`tilefit.capture.targets.kinds` that loads it.
+LIBRARIES = {"hf": "<type or config.json>", "torchvision": "<name>", "timm": "<name>"}
+
+
+def has_source(target: str) -> bool:
+    """Whether a target names code of the user's, not a library's model."""
+    return target.partition(":")[0] not in LIBRARIES
+
+
+def require_readable(target: str) -> None:
+    """Check a target as far as can be without loading it.
+
+    Raises:
+        UsageError: the text is not understood.
+        TargetError: the file it names is not there.
+    """
+    _, colon, name = target.partition(":")
+    if not colon or not name:
+        *usages, last = (f"{prefix}:{rest}" for prefix, rest in LIBRARIES.items())
+        raise UsageError(
+            f"cannot read the target {target!r}",
+            hint=f"Write file.py:factory, package.module:factory, {', '.join(usages)} or {last}.",
+        )
+    path = Path(target.rpartition(":")[0])
+    if has_source(target) and path.suffix == ".py" and not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
+        raise TargetError(
+            f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else ""
+        )
