@@ -274,7 +274,8 @@ def test_a_repeated_mistake_is_one_alarm_with_a_count() -> None:
             s.step(optimizer)
             s.update()
     (alarm,) = w.alarms
-    assert (alarm.first_step, alarm.steps) == (4, 6)
+    # A step that nobody looks at closely is only suspected.
+    assert (alarm.first_step, alarm.steps) == (5, 5)
 
 
 def test_a_late_mistake_without_a_watched_function_is_looked_at_in_the_next_step() -> None:
@@ -746,7 +747,7 @@ def test_a_backward_pass_to_chosen_inputs_is_not_followed_beyond_them() -> None:
                 before = h * 2
                 h = before.exp().sin()
                 (slope,) = torch.autograd.grad(h.sum(), before, retain_graph=True)
-                assert w._ledger.scan.nodes.total() < 5 or w.steps == 0
+                assert w._ledger.here.scan.nodes.total() < 5 or w.steps == 0
                 torch.testing.assert_close(slope, before.exp().cos() * before.exp())
             h.sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
