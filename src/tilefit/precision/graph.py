@@ -185,4 +185,6 @@ def _multiplied(factor: float | None, node: Any, name: str) -> float | None:
             if other.device.type != "cpu" or other.numel() != 1:
                 return None
             other = float(other)
-    return factor / other if name.startswith("DivBackward") else factor * other
+    if name.startswith("DivBackward"):
+        return factor / other if other else None
+    return factor * other

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,9 +30,9 @@ from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.storage import ENOUGH
 from tilefit.precision.tensors import HALF, has_values, is_plain, name_of, targets
 
-#: Steps a parameter is followed for, and from how many on anything is said; below ENOUGH it is a note.
+#: Steps a parameter is followed for, and those after which it is measured; before ENOUGH that is a note.
 STEPS = 32
-FEWEST_STEPS = 3
+_MEASURED = (3, 6, 10, 15, 20, 25, 30, STEPS)
 #: Values followed per parameter, and parameters per group.
 VALUES = 1024
 PARAMETERS = 64
@@ -53,6 +54,7 @@ class Weights:
         self._recorder = recorder
         self._ledger = ledger
         self._following: weakref.WeakKeyDictionary[Optimizer, _Follower | None] = weakref.WeakKeyDictionary()
+        self._records: list[_Record] = []
         self._states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         recorder.on(Stepping, lambda stepping: self._on_stepping(stepping.optimizer))
         recorder.on(Stepped, self._on_stepped)
@@ -76,7 +78,9 @@ class Weights:
             )
             return None
         with self._ledger.ignoring():
-            return _Follower(optimizer, base)
+            follower = _Follower(optimizer, base)
+        self._records.append(follower.record)
+        return follower
 
     def _on_stepped(self, stepped: Stepped) -> None:
         optimizer = stepped.optimizer
@@ -90,45 +94,56 @@ class Weights:
         follower = self._following.get(optimizer)
         if follower is None:
             return
-        follower.source = user_line()
-        follower.steps += 1
-        if follower.steps >= STEPS:
-            self._judge(optimizer, follower)
+        record = follower.record
+        record.steps += 1
+        if record.steps in _MEASURED:
+            record.source, record.products = user_line(), follower.products()
+        if record.steps >= STEPS:
+            self._following[optimizer] = None
+            self._judge(record)
 
     def finish(self) -> None:
-        """Judge what was followed for long enough."""
-        for optimizer, follower in list(self._following.items()):
-            if follower is None:
-                continue
-            if follower.steps >= FEWEST_STEPS:
-                self._judge(optimizer, follower)
-            if follower.steps < ENOUGH:
+        """Judge what was followed. Waits for the device."""
+        for record in [record for record in self._records if record.steps < STEPS]:
+            if record.steps < ENOUGH:
                 self._recorder.cannot_check(
-                    f"whether updates are lost over {ENOUGH} steps: {follower.steps} were made", "AMP013"
+                    f"whether updates are lost over {ENOUGH} steps: fewer were made", "AMP013"
+                )
+            self._judge(record)
+
+    def _judge(self, record: _Record) -> None:
+        for dtype, products, values in record.products:
+            product, square = products.tolist()
+            if square > 0:
+                self._recorder.emit(
+                    Movement(
+                        source=record.source,
+                        module=record.name,
+                        dtype=name_of(dtype),
+                        steps=record.steps,
+                        projection=product / square,
+                        parameter=True,
+                        values=values,
+                    )
                 )
 
-    def _judge(self, optimizer: Optimizer, follower: _Follower) -> None:
-        self._following[optimizer] = None
-        for dtype, projection, values in follower.projections():
-            self._recorder.emit(
-                Movement(
-                    source=follower.source,
-                    module=type(optimizer).__name__,
-                    dtype=name_of(dtype),
-                    steps=follower.steps,
-                    projection=projection,
-                    parameter=True,
-                    values=values,
-                )
-            )
+
+@dataclass(slots=True)
+class _Record:
+    """What was measured of an optimizer, which may be gone at the end: its name, the line of its step, how many
+    were made, and by element type the actual and the intended movement times the intended one."""
+
+    name: str
+    source: str = ""
+    steps: int = 0
+    products: list[tuple[torch.dtype, Tensor, int]] = field(default_factory=list)
 
 
 class _Follower:
     """The sampled elements of an optimizer's half-precision parameters, under its twin in fp32."""
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        self.steps = 0
-        self.source = ""
+        self.record = _Record(type(optimizer).__name__)
         self._optimizer = weakref.ref(optimizer)
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
         groups = []
@@ -178,15 +193,13 @@ class _Follower:
             group["lr"] = rate
         self._step(self._twin)
 
-    def projections(self) -> list[tuple[torch.dtype, float, int]]:
-        """Per group and element type: projection and values. Waits for the device."""
+    def products(self) -> list[tuple[torch.dtype, Tensor, int]]:
+        """Per group and element type: actual and intended movement times the intended one, and values."""
         found = []
         for parameters, start, twin, dtype in self._samples:
-            actual = _sampled(parameters) - start
             intended = twin.detach() - start
-            square = float((intended * intended).sum())
-            if square > 0:
-                found.append((dtype, float((actual * intended).sum()) / square, start.numel()))
+            both = torch.stack([_sampled(parameters) - start, intended])
+            found.append((dtype, (both * intended).sum(1), start.numel()))
         return found
 
 
