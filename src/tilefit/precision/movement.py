@@ -130,8 +130,8 @@ class Weights:
 
 @dataclass(slots=True)
 class _Record:
-    """What was measured of an optimizer, which may be gone at the end: its name, the line of its step, how many
-    were made, and by element type the actual and the intended movement times the intended one."""
+    """What was measured of an optimizer, which may be gone at the end: its name, the line of its step, their
+    number, and by element type the actual and the intended movement times the intended one."""
 
     name: str
     source: str = ""

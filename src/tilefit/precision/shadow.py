@@ -297,9 +297,9 @@ class Shadows(Observer):
             integral, monotone, largest, before, after, rounded = numbers
             beyond = integral and largest > exact and rounded
             merged = after < before and monotone
-            if not beyond and not merged:
+            # What only divides, or is an image, may be rounded.
+            if not (beyond or merged) or not table.into & (_ANGLES if integral else _TABLES):
                 return
-            uses = _ANGLES if integral else _TABLES
             in_order = bool(monotone) and row.numel() >= LINE
             self._recorder.emit(
                 IntegersMerged(
@@ -312,7 +312,7 @@ class Shadows(Observer):
                     after=int(after),
                     rounded=int(rounded),
                     # A batch of features holds whole numbers by accident; positions lie along an axis.
-                    likely_data=not table.into & uses or (axes > 1 and not in_order),
+                    likely_data=axes > 1 and not in_order,
                 )
             )
 

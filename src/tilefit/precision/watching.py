@@ -264,7 +264,10 @@ class Watch:
 
     def _end_if_due(self) -> None:
         if self._ended:
-            self.on_end()
+            try:
+                self.on_end()
+            finally:
+                self._finish_look()
             self.stop()
 
     def _on_backward(self, begins: Begins) -> None:
@@ -285,6 +288,7 @@ class Watch:
 
     def _on_stepped(self, stepped: Stepped) -> None:
         if self._ended:
+            self._end_if_due()
             return
         self._stepped[type(stepped.optimizer).__name__] = None
         primary = self._primary() if self._primary is not None else None

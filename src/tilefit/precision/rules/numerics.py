@@ -82,9 +82,10 @@ def is_norm(operation: str) -> bool:
 class IntegerCollapse(PrecisionRule[IntegersMerged]):
     """Positions, time steps or other whole numbers are cast to half precision, where neighbours merge.
 
-    What it sees: A cast to half precision of values that are all whole numbers beyond 256 (bf16) or 2048
-    (fp16), or of a sorted table, after which fewer are distinct; and half-precision buffers of a model where
-    that has happened already. Image-shaped data is a note.
+    What it sees: A cast to half precision of values that are all whole numbers, some beyond 256 (bf16) or 2048
+    (fp16), that go into a matrix product, a sine or a cosine, as positions and time steps do; of a sorted
+    table that is looked up in, where entries merge; a range that is counted in half precision; and
+    half-precision buffers of a model where that has happened already. A matrix of features is a note.
 
     Why nobody notices: Of 1000 positions bf16 keeps 507. Rotary and sinusoidal embeddings give neighbours the
     same code; short sequences are not affected. An explicit `.float()` does not help under autocast: the
