@@ -229,5 +229,6 @@ def watched() -> Watched:
         ),
         tables=(Table("Operations", ("operation", "float16"), (("mm", "12"),)),),
         unchecked=("a compiled graph",),
+        checks=(Check("AMP002", "could not be checked", "a compiled graph"),),
         version="1.0",
     )

@@ -27,7 +27,7 @@ class Losses:
         recorder: Where events go.
         ledger: Knows backward passes, scales and steps.
         line_of: The line of the forward operation with a sequence number, or empty.
-        multiplied: What the user multiplied gradients by since the last step.
+        multiplied: What the user multiplied each gradient by since the last step.
         sum_error: The relative error of this step's half-precision sums of gradients, None where none was
             seen.
     """
@@ -37,7 +37,7 @@ class Losses:
         recorder: Recorder,
         ledger: Ledger,
         line_of: Callable[[int], str],
-        multiplied: set[float],
+        multiplied: dict[int, float],
         sum_error: Callable[[], float | None],
     ) -> None:
         self._recorder = recorder
@@ -81,15 +81,15 @@ class Losses:
 
     def _on_stepped(self, stepped: Stepped) -> None:
         passes, self._passes = self._passes, []
-        multiplied = bool(self._multiplied)
+        multiplied = set(self._multiplied.values()) or {1.0}
         self._multiplied.clear()
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
         source, factor, count = passes[0].source, passes[0].factor, len(passes)
         name = type(stepped.optimizer).__name__
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
-        if factor is not None and self._ledger.closely and not multiplied:
-            event = Accumulated(source=source, module=name, passes=count, factor=factor)
+        if factor is not None and self._ledger.closely and len(multiplied) == 1:
+            event = Accumulated(source=source, module=name, passes=count, factor=factor * multiplied.pop())
             self._recorder.emit_once(("accumulated", source, count), lambda: event)
         values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
         half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})

@@ -109,6 +109,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Gave:
+    """An outermost backward pass returned gradients instead of adding them to ``.grad``."""
+
+    gradients: Sequence[Any]
+    marks: Marks
+
+
+@dataclass(frozen=True, slots=True)
 class Stepping:
     """An optimizer is about to step on gradients that carry no scale any more."""
 
@@ -402,7 +410,7 @@ class Ledger:
                     self._begin(here, roots, given, scan)
                 here.depth += 1
                 try:
-                    yield
+                    result = yield
                 finally:
                     here.depth -= 1
         finally:
@@ -412,6 +420,8 @@ class Ledger:
                 self._tasks.pop(task, None)
             if here.depth == 0:
                 self._end(here)
+        if here.depth == 0 and here.reached and result:
+            self._recorder.tell(Gave(result, frozenset(here.reached)))
 
     def _begin(self, here: Here, roots: Sequence[Tensor], given: Any, scan: graph.Scan | None) -> None:
         self._threads.add(here.thread)

@@ -81,7 +81,7 @@ add_unknown   unknown unknown       unknown         unknown         unknown     
 written       unknown unknown       unknown         unknown         unknown          unknown       unknown unknown unknown       unknown
 kept          none    plain         scaled          mixed           spread           divided       unknown unknown unknown       unknown
 cleared       none    none          none            none            none             none          none    none    none          none
-unscaled      none    plain         plain           unknown         unknown          divided!again unknown unknown unknown       unknown
+unscaled      none    plain!again   plain           unknown!mixed   unknown!spread   divided!again unknown unknown unknown       unknown
 unscale_own   none    divided!plain divided         divided!mixed   divided!spread   divided!again used    unknown left!repeated divided
 unscale_other none    divided!plain divided!older   divided!mixed   divided!spread   divided!again used    unknown left!repeated divided
 clipped       none    plain!hand    scaled!clipped  mixed!clipped   spread!clipped   divided       unknown unknown unknown       unknown

@@ -15,7 +15,6 @@ from tilefit.capture.packages import imports_relatively, package_of
 from tilefit.capture.sites import user_line
 from tilefit.errors import TargetError, TilefitError
 
-
 #: So often a script is asked to end that catches everything, before the process is ended for it.
 _REQUESTS = 3
 

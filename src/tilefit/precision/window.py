@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from tilefit.precision.degrees import base_name, result_degree
 from tilefit.precision.events import Event, GradientsClipped, GradientsWritten, WrongDivision
 from tilefit.precision.gradients import Gradient
-from tilefit.precision.ledger import NEAR, Begins, Ended, Ledger, Marks
+from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Ledger, Marks
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
 from tilefit.precision.marks import HAND, Cause, State
@@ -78,15 +79,19 @@ class Window(Observer):
         #: Numbers read from gradients in this step; and by line, a factor and its products with such numbers.
         self._read: list[float] = []
         self._factors: dict[str, tuple[float, list[float]]] = {}
-        #: What gradients were multiplied by since the last step.
-        self.multiplied: set[float] = set()
+        #: Gradients, by ``id``, whose loss was multiplied by a constant that was divided out.
+        self._undone: set[int] = set()
+        #: What each gradient, by ``id``, was multiplied by since the last step.
+        self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
         ledger.before_observing = self._replaced
         recorder.on(Begins, lambda _: self._forget())
         recorder.on(Ended, lambda _: self._begin())
+        recorder.on(Gave, self._on_gave)
 
     def _forget(self) -> None:
         # Inside a backward pass only hooks are looked at; afterwards there may be new gradients.
         self._derived.clear()
+        self._undone.clear()
         self._read.clear()
         self._starts, self._held = [], []
 
@@ -98,6 +103,12 @@ class Window(Observer):
             found.sort(key=lambda pair: pair[0])
             self._starts = [start for start, _ in found]
             self._held = [gradient for _, gradient in found]
+
+    def _on_gave(self, gave: Gave) -> None:
+        marks = frozenset(mark for mark in gave.marks if mark.scaler != HAND)
+        for gradient in gave.gradients if marks and self._ledger.closely else ():
+            if isinstance(gradient, Tensor):
+                self._derived[id(gradient)] = _Derived(weakref.ref(gradient), 1.0, marks)
 
     def wants(self, func: Any, name: str) -> bool:
         return name not in _SCALERS_OWN
@@ -212,29 +223,43 @@ class Window(Observer):
             self._accept(gradients, Cause.KEPT)
             return
         by = _by(call, args[1])
-        self.multiplied.add(by)
+        self._note_product(gradients, by)
         self._ledger.settle(by)
-        scale = self._scale_undone(by)
-        if scale and not any(gradient.state.by_hand for gradient in gradients):
-            source, number = call.source, len(gradients)
-
-            def again(kind: str, those: list[Gradient], seen: bool) -> Any:
-                return ("again", source), lambda: WrongDivision(
-                    source=source,
-                    module="this optimizer",
-                    kind=kind,
-                    scale=scale,
-                    parameters=number,
-                    by_hand=True,
-                )
-
-            for gradient in gradients:
-                gradient.sure = True  # it is seen right now
-            self._ledger.judge(self._ledger.here, gradients, lambda state: Cause.UNSCALED, again)
-            self._ledger.written(self._ledger.here, gradients)
+        constant = gradients[0].state.by_hand
+        scale = constant if constant and abs(by * constant - 1) < NEAR else self._scale_undone(by)
+        if scale and (not constant or id(gradients[0]) in self._undone):
+            self._divided(call, gradients, scale)
             return
+        if scale:
+            self._undone.update(map(id, gradients))
         raised = any(abs(by / s - 1) < NEAR for s in self._scales())
         self._accept(gradients, Cause.WRITTEN if raised else Cause.KEPT)
+
+    def _note_product(self, gradients: list[Gradient], by: float) -> None:
+        for gradient in gradients:
+            self.multiplied[id(gradient)] *= by
+
+    def _divided(self, call: Call, gradients: list[Gradient], scale: float) -> None:
+        """The user's own code divides gradients by a scale."""
+        source = call.source
+
+        def make(kind: str, those: list[Gradient], seen: bool) -> Any:
+            return ("divided", kind, source), lambda: WrongDivision(
+                source=source,
+                module="these parameters",
+                seen=seen,
+                kind=kind,
+                scale=scale,
+                parameters=len(those),
+                by_hand=True,
+            )
+
+        here = self._ledger.here
+        for gradient in gradients:
+            gradient.sure = True  # it is seen right now
+        self._ledger.judge(here, gradients, lambda state: Cause.UNSCALED, make)
+        for gradient in gradients:
+            gradient.accept(ending=True)
 
     def _scales(self) -> list[float]:
         return [float(scaler.get_scale()) for scaler, _ in self._ledger.scalers]
@@ -249,9 +274,9 @@ class Window(Observer):
             self._accept(gradients, Cause.KEPT)
             return
         by = _by(call, call.args[1])
-        self.multiplied.add(by)
+        self._note_product(gradients, by)
         if abs(by * scale - 1) < NEAR:
-            self._accept(gradients, Cause.UNSCALED)
+            self._divided(call, gradients, scale)
             return
         if isinstance(call.args[1], int | float) and self._is_coefficient(call.source, by):
             self._clipped(call.source, scale, certain=False)
@@ -302,7 +327,7 @@ class Window(Observer):
             if abs(derived.factor * scale - 1) < NEAR:
                 return Cause.UNSCALED
             if derived.factor != 1:
-                self.multiplied.add(derived.factor)
+                self.multiplied[id(derived)] *= derived.factor
                 if self._is_coefficient(source, derived.factor):
                     self._clipped(derived.source or source, scale, certain=False)
             return Cause.KEPT

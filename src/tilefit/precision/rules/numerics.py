@@ -82,8 +82,8 @@ def is_norm(operation: str) -> bool:
 class IntegerCollapse(PrecisionRule[IntegersMerged]):
     """Positions, time steps or other whole numbers are cast to half precision, where neighbours merge.
 
-    What it sees: A cast to half precision of values that are all whole numbers, some beyond 256 (bf16) or 2048
-    (fp16), that go into a matrix product, a sine or a cosine, as positions and time steps do; of a sorted
+    What it sees: A cast to half precision of values that are all whole numbers, some beyond 256 (bf16) or
+    2048 (fp16), that go into a product, a sine or a cosine, as positions and time steps do; of a sorted
     table that is looked up in, where entries merge; a range that is counted in half precision; and
     half-precision buffers of a model where that has happened already. A matrix of features is a note.
 
