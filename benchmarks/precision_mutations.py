@@ -1,9 +1,9 @@
 """How many one-line mistakes the mixed-precision debugger finds in programs that were healthy.
 
-Each statement about the scale of twenty healthy programs (``tests/precision/mutations.py``) is dropped, doubled,
-swapped with its neighbour and moved. Whether that changes what is learnt is decided by training without a watch:
-other weights, or an exception. Those that change it should be found, by any alarm; those that do not must not be
-accused, by an error or a warning.
+Each statement about the scale of twenty healthy programs (``tests/precision/mutations.py``) is dropped,
+doubled, swapped with its neighbour and moved. Whether that changes what is learnt is decided by training
+without a watch: other weights, or an exception. Those that change it should be found, by any alarm; those
+that do not must not be accused, by an error or a warning.
 
 Run it with: python benchmarks/precision_mutations.py
 It writes benchmarks/results/precision_mutations.json.

@@ -485,8 +485,8 @@ def judge(mutation: Mutation) -> str:
     """What becomes of a mutation.
 
     Returns:
-        ``found`` or ``missed`` where it changes what is learnt, ``explained`` or ``unexplained`` where PyTorch
-        raises, ``silent`` or ``accused`` where it changes nothing; empty where Python has no such program.
+        ``found`` or ``missed`` where it changes what is learnt, ``explained`` or ``unexplained`` where
+        PyTorch raises, ``silent`` or ``accused`` where it changes nothing; empty where it is no program.
     """
     alone, watched = run(mutation.text, watched=False), run(mutation.text, watched=True)
     if alone.raised == "NameError":

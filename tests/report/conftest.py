@@ -203,6 +203,8 @@ def hostile() -> Report:
 
 @pytest.fixture
 def watched() -> Watched:
+    from tilefit.report.watched import Check
+
     return Watched(
         title="train.py",
         setup=("autocast float16", "loss scale 65536", "AdamW"),

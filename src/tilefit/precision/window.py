@@ -90,10 +90,12 @@ class Window(Observer):
 
     def _forget(self) -> None:
         # Inside a backward pass only hooks are looked at; afterwards there may be new gradients.
+        self._starts, self._held = [], []
+
+    def end(self) -> None:
         self._derived.clear()
         self._undone.clear()
         self._read.clear()
-        self._starts, self._held = [], []
 
     def _begin(self) -> None:
         self._forget()
@@ -315,6 +317,7 @@ class Window(Observer):
             if derived is None or derived.reference() is not value or gradient.value is value:
                 continue
             cause = self._judge_derived(derived)
+            del self._derived[id(value)]
             gradient.change()
             gradient.state = State(State().after(Cause.ADD_SAME)[0].kind, derived.marks).after(cause)[0]
             self._ledger.written(self._ledger.here, [gradient])
