@@ -84,6 +84,7 @@ def precision(
         return code if first and not launched else 0
 
     def stuck() -> NoReturn:
+        watch.stop()
         code = show()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -584,7 +584,7 @@ class Ledger:
 
         def make(wrong: str, those: list[Gradient], seen: bool) -> Any:
             marks = frozenset().union(*(gradient.state.marks for gradient in those))
-            place = {"source": source, "module": name, "seen": seen}
+            place: dict[str, Any] = {"source": source, "module": name, "seen": seen}
             if wrong == "mixed":
                 return ("mixed", source, name), lambda: WrongDivision(
                     **place, kind="mixed", scale=self.scale_of(marks), parameters=len(those)
@@ -745,7 +745,7 @@ class Ledger:
 
 def has_hooks(parameter: Tensor) -> bool:
     """Whether hooks of the user's may change a parameter's gradient within a backward pass."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def enabled(scaler: Any) -> bool:

@@ -449,7 +449,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter = gradient.parameter()
             if parameter is None or not has_hooks(parameter):
                 continue
-            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 if hooks:
                     replaced.append((hooks, dict(hooks)))
                     hooks.update(

@@ -313,9 +313,9 @@ class Accumulators(Observer):
     def after(self, call: Call) -> None:
         name = base_name(call.name)
         for target, old, new in self._old:
-            known = self._sums.setdefault(_place(target), _Sum())
-            self._keep(known, target)
-            known.add(call, target, _spread(target).float() - old, new - old)
+            total = self._sums.setdefault(_place(target), _Sum())
+            self._keep(total, target)
+            total.add(call, target, _spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
@@ -366,7 +366,7 @@ class Accumulators(Observer):
     def _keep(self, known: _Sum, tensor: Tensor) -> None:
         place = _place(tensor)
         if place not in known.storages:
-            known.storages[place] = StorageWeakRef(tensor.untyped_storage())
+            known.storages[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._sums[place] = known
 
     def _intended(self, call: Call, target: Tensor, old: Tensor, index: int) -> Tensor | None:
@@ -425,7 +425,7 @@ class Accumulators(Observer):
                         self._sums.pop(_place(value), None)
         for known in {id(known): known for known in self._sums.values()}.values():
             for place, storage in list(known.storages.items()):
-                if storage.expired():
+                if storage.expired():  # type: ignore[no-untyped-call]
                     del known.storages[place]
                     self._sums.pop(place, None)
             known.looks += known.fresh

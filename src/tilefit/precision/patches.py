@@ -91,5 +91,6 @@ def of_all(base: type, **methods: Around) -> list[Patch]:
     """Rows for the methods of a class, and of every subclass of it that is loaded and has its own."""
     classes: list[type] = [base]
     for found in classes:
-        classes += [one for one in type.__subclasses__(found) if one not in classes]
+        inner: list[type] = type.__subclasses__(found)
+        classes += [one for one in inner if one not in classes]
     return [(one, name, methods[name]) for one in classes for name in methods if name in vars(one)]

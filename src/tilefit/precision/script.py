@@ -28,8 +28,6 @@ class Watching(Protocol):
 
     on_end: Callable[[], None]
 
-    def stop(self) -> None: ...
-
     def __enter__(self) -> object: ...
 
     def __exit__(
@@ -59,7 +57,6 @@ def run_script(
 
     def end() -> None:
         if next(requests) > _REQUESTS and stuck is not None:
-            watch.stop()
             stuck()
         raise _Enough
 

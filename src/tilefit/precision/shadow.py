@@ -129,7 +129,7 @@ class Shadows(Observer):
     def end(self) -> None:
         pending, self._pending = self._pending, []
         for kept in (self._calls, self._underflowed, self._masks, self._tables):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         by_device: dict[torch.device, list[_Pending]] = {}
         for one in pending:
             by_device.setdefault(one.numbers.device, []).append(one)

@@ -21,8 +21,10 @@ class ClipOnScaled(PrecisionRule[GradientsClipped]):
     """Gradients are clipped while they still carry the loss scale.
 
     What it sees: `clip_grad_norm_`, `clip_grad_value_` or clipping by hand between the scaled backward pass
-    and `unscale_`. The scale of every gradient is followed exactly; no threshold is involved. A limit of inf,
-    used to log the norm, changes nothing and is a note: the logged norm is too large by the scale.
+    and `unscale_`, in hooks as well. The scale of every gradient is followed exactly; no threshold is
+    involved. A limit of inf, used to log the norm, changes nothing and is a note: the logged norm is too
+    large by the scale. A constant that the loss was multiplied by counts as a scale once it is divided
+    out.
 
     Why nobody notices: With a scale of 65536 a limit of 1.0 acts as 1.5e-5. Every gradient is clipped, all of
     them to the same small norm; Adam divides that out in part, and a flat loss curve hides the rest.
@@ -76,7 +78,7 @@ class PenaltyOnScaled(PrecisionRule[GradientsWritten]):
     What it sees: Between the scaled backward pass and `unscale_`, an operation that writes to a gradient and
     does not commute with the scale: a penalty, noise, `clamp_`, `nan_to_num_`, a gradient replaced by a
     function of itself. What commutes is fine: averaging over ranks, multiplying by a number or a mask,
-    clearing, dividing by the scale by hand.
+    clearing, dividing by the scale by hand. Hooks on gradients are looked at too.
 
     Why nobody notices: The optimizer divides what was added by the scale: with 65536, a weight decay of 1e-3
     acts as 1.5e-8. And `nan_to_num_` hides from the scaler the inf it must see to skip the step.
@@ -287,8 +289,10 @@ class MixedAccumulation(PrecisionRule[MixedLoss | WrongDivision]):
     """A gradient is the sum of parts that carry different scales.
 
     What it sees: The gradients that one `unscale_` or step consumes come from backward passes with and
-    without a scale, or with scales of different generations; or a loss is the sum of a scaled and an unscaled
-    part. Gradients are judged when they are used: what is cleared before does not count.
+    without a scale, or with scales of different generations; or a loss is the sum of a scaled and an
+    unscaled part. Gradients are judged when they are used: what is cleared before does not count, however
+    it is cleared. Of a backward pass that is given gradients, as those of pipeline stages are, nothing is
+    concluded.
 
     Why nobody notices: One part is too small by the scale, so it is as if it were not there. With
     accumulation that leaves the last micro-batch; with an auxiliary loss it leaves the main one.

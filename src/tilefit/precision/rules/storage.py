@@ -25,7 +25,7 @@ class UpdateBelowUlp(PrecisionRule[Movement]):
     What it sees: Over 32 steps, up to 1024 values of each half-precision parameter are followed by the same
     optimizer in fp32, with the same gradients. The projection of the actual movement on that is about 1 where
     all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and about 0 where the
-    updates are lost. It is never looked at for fp32 parameters.
+    updates are lost. In a run of 3 to 29 steps it is a note. It is never looked at for fp32 parameters.
 
     Why nobody notices: A bf16 weight keeps 8 bits, so hardly any answers an update below |w|/512. The loss
     falls a little, as the small weights learn, then stalls.
@@ -67,7 +67,8 @@ class OptimizerStateInHalf(PrecisionRule[HalfState]):
     """The optimizer's own constants and averages are rounded away in half precision.
 
     What it sees: At the first step, the element types of the state of an optimizer of `torch.optim`, and what
-    eps, beta2 and 1 - lr * weight_decay are when rounded to it. Optimizers that quantise their state
+    eps, beta2 and 1 - lr * weight_decay are when rounded to it; of other optimizers, a multiplication of
+    half-precision weights by a number that their type rounds to 1. Optimizers that quantise their state
     themselves are not judged.
 
     Why nobody notices: In fp16 an eps of 1e-8 is 0, and 0/0 is NaN as soon as a gradient underflows. In bf16
@@ -115,9 +116,10 @@ class OptimizerStateInHalf(PrecisionRule[HalfState]):
 class HalfAccumulator(PrecisionRule[Movement]):
     """A running average or sum in half precision no longer changes.
 
-    What it sees: A half-precision tensor that is no parameter and that several steps change in place with
-    `add_`, `mul_` or `lerp_`: on watched steps the change that happened, projected on the change that fp32
-    arithmetic makes of the same values.
+    What it sees: A half-precision tensor that is no parameter and that several steps change, in place through
+    any alias of it, or by a new tensor made of the old one: on watched steps the change that happened,
+    projected on the change that fp32 arithmetic makes of the same values. What stalls only later than
+    that is not seen.
 
     Why nobody notices: A moving average with decay 0.9999 changes by 1e-4 of its distance in each step, which
     bf16 rounds to nothing: the averaged model is the initial one. A sum of ones stops at 256 in bf16, at
@@ -162,7 +164,8 @@ class AccumulationNotAveraged(PrecisionRule[Accumulated]):
     """The losses of several micro-batches are added up without dividing by their number, or divided twice.
 
     What it sees: Several backward passes per step, each from a loss that is a mean, multiplied by 1 (not
-    averaged) or 1/k² (divided twice). That is a note, as a sum may be meant;
+    averaged) or 1/k² (divided twice), what gradients are multiplied by afterwards included. A last, shorter
+    accumulation is not told from the others. That is a note, as a sum may be meant;
     `tilefit.precision.check_accumulation` replays the joined batch and makes it certain.
 
     Why nobody notices: The gradient is k times too large: the learning rate acts as k times, a clipping
