@@ -41,7 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from precision import loops, test_ranks
-from precision.loops import computation, parts, protocol, storage
+from precision.loops import computation, fresh, parts, protocol, shapes, storage, values
 from tilefit.capture import child
 from tilefit.cli.main import app
 from tilefit.fixes import registry as fixes

@@ -101,7 +101,7 @@ class Schedules:
 
     def _step(self, scheduler: Any, *args: Any, **kw: Any) -> Running:
         yield
-        self._recorder.facts.add("a schedule")
+        self._recorder.facts.add("schedule")
         optimizer = getattr(scheduler, "optimizer", None)
         steps = self._steps.get(optimizer) if isinstance(optimizer, Optimizer) else None
         if steps is None:

@@ -26,7 +26,7 @@ def checks(recorder: Recorder, looks: int, numerics: bool) -> Iterator[Check]:
         if rule.replay:
             yield Check(rule.code, INAPPLICABLE, f"tilefit.precision.{rule.replay} checks it")
         elif missing:
-            yield Check(rule.code, INAPPLICABLE, f"there was no {missing[0]}".replace("no an ", "no "))
+            yield Check(rule.code, INAPPLICABLE, f"the run had no {missing[0]}")
         elif blocked:
             yield Check(rule.code, CANNOT, blocked[0])
         elif rule.closely and not looks:

@@ -235,7 +235,7 @@ class Regions:
         """Look at the autocast state of a model's forward passes until it trains again."""
         if model in self._evaluated:
             return
-        self._recorder.facts.add("an evaluation")
+        self._recorder.facts.add("evaluation")
         if is_compiled(model):
             self._recorder.cannot_check("the evaluation of a compiled model", "AMP025")
             return

@@ -50,7 +50,7 @@ class Scalers:
             return
         scaled = yield
         known = self._ledger.scaler(scaler)
-        self._recorder.facts.add("a loss scale")
+        self._recorder.facts.add("loss scale")
         known.scaled_at = user_line()
         mark = known.mark
         if known.skipped and isinstance(outputs, Tensor):

@@ -53,11 +53,12 @@ def run_script(
         What went wrong in the script; None where it ended well or was ended.
     """
     argv, path = sys.argv[:], sys.path[:]
-    requests = count(1)
+    requests, stdout = count(1), sys.stdout
 
     def end() -> None:
         if next(requests) > _REQUESTS and stuck is not None:
-            stuck()
+            with redirect_stdout(stdout):
+                stuck()
         raise _Enough
 
     sys.argv = [str(script), *arguments]

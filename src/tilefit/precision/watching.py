@@ -98,6 +98,28 @@ class Watch:
         self._last = steps
         self._find_non_finite = find_non_finite
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
+        self._make_trackers(recorder)
+        self._module_names: dict[int, str] = {}
+        self._look: Look | None = None
+        self._looks = 0
+        self._seek_origin = False
+        self._origin: Origin | None = None
+        self._losses_finite: list[Tensor] = []
+        self._primary: weakref.ref[Optimizer] | None = None
+        self._running = False
+        self._ended = False
+        self._compiled_seen = False
+        self._frames_before = 0
+        self._scale: float | None = None
+        self._stepped: dict[str, None] = {}
+        #: Called when the steps asked for have ended, and again where the loop goes on all the same.
+        self.on_end: Callable[[], None] = lambda: None
+        recorder.on(Begins, self._on_backward)
+        recorder.on(Ended, self._on_backward_ended)
+        recorder.on(Stepped, self._on_stepped)
+
+    def _make_trackers(self, recorder: Recorder) -> None:
+        # Events reach them in this order: what one leaves for another comes first.
         self._patches = Patches()
         self._ledger = ledger = Ledger(recorder)
         self._scalers = Scalers(recorder, ledger)
@@ -121,24 +143,6 @@ class Watch:
         self._observers = Observers(self._statistics, self._numerical)
         self._lost = LostGradients(recorder, ledger, self._regions.cached_region)
         self._ranks = Ranks(recorder, ledger)
-        self._module_names: dict[int, str] = {}
-        self._look: Look | None = None
-        self._looks = 0
-        self._seek_origin = False
-        self._origin: Origin | None = None
-        self._losses_finite: list[Tensor] = []
-        self._primary: weakref.ref[Optimizer] | None = None
-        self._running = False
-        self._ended = False
-        self._compiled_seen = False
-        self._frames_before = 0
-        self._scale: float | None = None
-        self._stepped: dict[str, None] = {}
-        #: Called when the steps asked for have ended, and again where the loop goes on all the same.
-        self.on_end: Callable[[], None] = lambda: None
-        recorder.on(Begins, self._on_backward)
-        recorder.on(Ended, self._on_backward_ended)
-        recorder.on(Stepped, self._on_stepped)
 
     # ---- life ------------------------------------------------------------------------------
 

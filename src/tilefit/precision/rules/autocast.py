@@ -282,7 +282,7 @@ class EvalTrainMismatch(PrecisionRule[EvaluationDtype]):
     code = "AMP025"
     title = "evaluation runs in another precision"
     by_module = True
-    needs = ("autocast", "an evaluation")
+    needs = ("autocast", "evaluation")
 
     def check(self, event: EvaluationDtype) -> Alarm | None:
         return self.alarm(

@@ -49,7 +49,7 @@ class ClipOnScaled(PrecisionRule[GradientsClipped]):
 
     code = "AMP001"
     title = "gradients are clipped before they are unscaled"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
 
     def check(self, event: GradientsClipped) -> Alarm | None:
         fix = "Call scaler.unscale_(optimizer) after backward() and before clipping."
@@ -103,7 +103,7 @@ class PenaltyOnScaled(PrecisionRule[GradientsWritten]):
 
     code = "AMP002"
     title = "scaled gradients are changed"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
     closely = True
 
     def check(self, event: GradientsWritten) -> Alarm | None:
@@ -145,7 +145,7 @@ class StepWithoutUnscale(PrecisionRule[ScaledStep]):
 
     code = "AMP003"
     title = "the optimizer steps on scaled gradients"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
 
     def check(self, event: ScaledStep) -> Alarm | None:
         scale, eps, lr, decay = event.scale, event.eps, event.lr, event.weight_decay
@@ -248,7 +248,7 @@ class UpdateMisplaced(PrecisionRule[ScalerRefused | WrongDivision]):
 
     code = "AMP005"
     title = "scaler.update() is in the wrong place"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
 
     def check(self, event: ScalerRefused | WrongDivision) -> Alarm | None:
         fix = "Call scaler.update() once per step, after the last scaler.step()."
@@ -319,7 +319,7 @@ class MixedAccumulation(PrecisionRule[MixedLoss | WrongDivision]):
 
     code = "AMP006"
     title = "scaled and unscaled gradients are mixed"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
     limit = "a penalty that is differentiated from a scaled loss and not divided by the scale"
 
     def check(self, event: MixedLoss | WrongDivision) -> Alarm | None:
@@ -381,7 +381,7 @@ class OneScalerManyOptimizers(PrecisionRule[WrongDivision]):
 
     code = "AMP019"
     title = "one scaler is updated between two optimizers"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
 
     def check(self, event: WrongDivision) -> Alarm | None:
         if event.kind != "older" or not event.other:

@@ -42,7 +42,7 @@ class ScalerWithBf16(PrecisionRule[ScalerUsed]):
 
     code = "AMP008"
     title = "a gradient scaler with bf16"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
 
     def check(self, event: ScalerUsed) -> Alarm | None:
         if event.dtypes != {"bfloat16"}:
@@ -82,7 +82,7 @@ class ScalerNotRestored(PrecisionRule[ScalerNotSaved | ScalerNotLoaded | ResumeD
 
     code = "AMP020"
     title = "the scaler is missing from a checkpoint"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
     limit = "what a resumed run does otherwise: tilefit.precision.check_resume replays it"
 
     def check(self, event: ScalerNotSaved | ScalerNotLoaded | ResumeDiffers) -> Alarm | None:
@@ -142,7 +142,7 @@ class ScheduleAdvancesOnSkip(PrecisionRule[SchedulerStepped]):
 
     code = "AMP021"
     title = "the schedule advances on skipped steps"
-    needs = ("a loss scale", "a schedule")
+    needs = ("loss scale", "schedule")
 
     def check(self, event: SchedulerStepped) -> Alarm | None:
         return self.alarm(
@@ -231,7 +231,7 @@ class ScaleCollapse(PrecisionRule[ScaleHistory]):
 
     code = "AMP029"
     title = "the loss scale collapses"
-    needs = ("a loss scale",)
+    needs = ("loss scale",)
 
     def check(self, event: ScaleHistory) -> Alarm | None:
         if event.loss_finite is not False and event.scale >= 1:
