@@ -489,7 +489,7 @@ def judge(mutation: Mutation) -> str:
         PyTorch raises, ``silent`` or ``accused`` where it changes nothing; empty where it is no program.
     """
     alone, watched = run(mutation.text, watched=False), run(mutation.text, watched=True)
-    if alone.raised == "NameError":
+    if alone.raised in ("NameError", "UnboundLocalError"):
         return ""
     if alone.raised:
         return "explained" if watched.alarms else "unexplained"

@@ -111,7 +111,7 @@ class Exponents(Observer):
     def _count(self, wanted: torch.dtype) -> Histogram:
         """This step's values of an element type, scale included; waits for the device."""
         found = Histogram()
-        for samples in (self._samples[key] for key in self._samples if key[0] == wanted):
+        for samples in [self._samples[key] for key in list(self._samples) if key[0] == wanted]:
             values = torch.cat(samples).float()
             # Short numbers, as they are sorted faster.
             exponents = (torch.frexp(values).exponent.short() - 1).where(values.isfinite(), _NOT_FINITE)
@@ -141,7 +141,7 @@ class Exponents(Observer):
 
     def end(self) -> None:
         carried = round(log2(self.scale)) if self.scale > 0 else 0
-        for dtype in {dtype for dtype, _ in self._samples}:
+        for dtype in {dtype for dtype, _ in list(self._samples)}:
             found = self._count(dtype)
             histogram = self.histograms.setdefault(dtype, Histogram())
             histogram.zeros += found.zeros

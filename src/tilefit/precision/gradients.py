@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tilefit.precision.marks import Cause, Kind, Mark, State
+from tilefit.precision.marks import EMPTY, Cause, Kind, Mark, State
 from tilefit.precision.tensors import has_values
 
 #: Elements by which a gradient is recognised.
 WIDTH = 8
+#: The values of so many gradients are kept of each optimizer, and of one in so many others: it takes time.
+WITNESSES, APART = 8, 32
 #: The thread of gradients that several threads use.
 SHARED = -1
 
@@ -28,6 +30,7 @@ class Gradient:
         stepped_in: The autocast region in which its parameter was stepped last; 0 for none.
         sample: Some of its values, taken when it was last known, while a step is looked at closely.
         sure: These were there, not all of them zero, when it was looked at last.
+        witness: It is one of those whose values are kept, which speak for the others.
     """
 
     __slots__ = (
@@ -40,11 +43,14 @@ class Gradient:
         "stepped_in",
         "sure",
         "thread",
+        "witness",
     )
 
-    def __init__(self, parameter: Tensor) -> None:
+    def __init__(self, parameter: Tensor, number: int) -> None:
+        self.witness = False
+        self.speaks(number)
         self.parameter = weakref.ref(parameter)
-        self.state = State()
+        self.state = EMPTY
         self.thread: int | None = None
         self.stepped_in = 0
         self.sample: Tensor | None = None
@@ -53,6 +59,10 @@ class Gradient:
         self._version = self._expected = -1
         if self.change() is not None:  # it is older than the watch
             self.state = State(Kind.UNKNOWN)
+
+    def speaks(self, number: int) -> None:
+        """It is the gradient of this number among an optimizer's."""
+        self.witness |= number < WITNESSES or number % APART == 0
 
     @property
     def value(self) -> Tensor | None:
@@ -71,7 +81,8 @@ class Gradient:
 
     def change(self) -> Cause | None:
         """What has happened to it since the last time; a write through ``.data`` leaves no trace here."""
-        gradient = self.current()
+        parameter = self.parameter()
+        gradient = None if parameter is None else parameter.grad
         if gradient is None:
             if self._reference is None:
                 return None
@@ -79,6 +90,8 @@ class Gradient:
             return Cause.CLEARED
         version = gradient._version
         same = self._reference is not None and self._reference() is gradient
+        if same and version == self._version == self._expected:
+            return None
         if same and version in (self._version, self._expected):
             self._version = self._expected = version
             return None
@@ -116,6 +129,8 @@ def verify(gradients: Iterable[Gradient]) -> list[tuple[Gradient, Cause]]:
     by_device: defaultdict[torch.device, list[tuple[Gradient, Tensor, Tensor | None]]] = defaultdict(list)
     for gradient in gradients:
         gradient.sure = False
+        if not gradient.witness:
+            continue
         before, value = gradient.sample, gradient.value
         gradient.sample = now = None if value is None else taken(value)
         if now is not None:

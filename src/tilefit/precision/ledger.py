@@ -27,7 +27,7 @@ from tilefit.precision import graph
 from tilefit.precision.events import GradientsClipped, MixedLoss, RepeatedStep, ScaledStep, WrongDivision
 from tilefit.precision.gradients import SHARED, Gradient, move, verify
 from tilefit.precision.lines import user_line
-from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
+from tilefit.precision.marks import EMPTY, HAND, Cause, Kind, Mark, State
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import has_values
@@ -280,12 +280,14 @@ class Ledger:
         self._of[optimizer] = [
             self.follow(parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
+        for number, gradient in enumerate(self._of[optimizer]):
+            gradient.speaks(number)
 
     def follow(self, parameter: Tensor) -> Gradient:
         """Follow a parameter."""
         known = self._gradients.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            known = self._gradients[id(parameter)] = Gradient(parameter)
+            known = self._gradients[id(parameter)] = Gradient(parameter, len(self._gradients))
         return known
 
     def followed(self, parameters: Iterable[Tensor]) -> list[Gradient]:
@@ -344,7 +346,7 @@ class Ledger:
         for gradient in self._mine(here):
             change = gradient.change()
             if change is Cause.CLEARED:
-                gradient.state, gradient.sure = State(), False
+                gradient.state, gradient.sure = EMPTY, False
             elif change is not None:
                 gradient.sample = None
                 touched.append(gradient)
@@ -380,7 +382,7 @@ class Ledger:
     def verify(self, here: Here) -> None:
         """Look whether gradients hold what they held, on steps that are looked at closely."""
         self._sampling = True
-        for gradient, cause in verify(self._mine(here)):
+        for gradient, cause in verify(self._mine(here)) if not capturing() else ():
             gradient.state, _ = gradient.state.after(cause)
 
     # ---- backward passes -------------------------------------------------------------------
@@ -405,7 +407,9 @@ class Ledger:
 
         handles = [node.register_prehook(runs) for node in graph.starts(roots)]
         try:
-            with self.passing(roots, inputs or ()) as scan:
+            # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
+            passing = self.passing if self.looked_at in (0, here.thread) else unseen
+            with passing(roots, inputs or ()) as scan:
                 if here.depth == 0:
                     self._begin(here, roots, given, scan)
                 here.depth += 1
@@ -673,7 +677,8 @@ class Ledger:
         for gradient in gradients:
             gradient.sample = None
         self._sampling = True
-        verify(gradients)
+        if not capturing():
+            verify(gradients)
 
     def written(self, here: Here, gradients: Iterable[Gradient]) -> None:
         """What was written to gradients just now is known."""
@@ -706,9 +711,9 @@ class Ledger:
         move(known, lambda state: Cause.CLEARED)
 
     def _clip(self, parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Running:
-        if not self.open:
-            return
         here = self.here
+        if not self.open or not (self._recorder.looking or any(g.state.scaled for g in self._mine(here))):
+            return
         self.observe(here)
         known = self.followed([parameters] if isinstance(parameters, Tensor) else list(parameters))
         source = user_line()
@@ -748,6 +753,11 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is captured, while which nothing may be read."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+
+
 def enabled(scaler: Any) -> bool:
     """Whether a scaler does anything that is to be followed."""
     return bool(scaler._enabled) and not torch.compiler.is_compiling()
@@ -769,7 +779,7 @@ def _constant(given: Sequence[Any], looking: bool) -> float | None:
     for gradient in given:
         if gradient is None:
             continue
-        if not has_values(gradient) or not (looking or gradient.device.type == "cpu"):
+        if not has_values(gradient) or not (gradient.device.type == "cpu" or (looking and not capturing())):
             return None
         with torch._C._DisableTorchDispatch():
             low, high = (float(end) for end in gradient.detach().aminmax())

@@ -143,3 +143,7 @@ class State:
             return State(kind), finding
         kept = frozenset() if cause is Cause.UNSCALED or not self.fresh else self.marks
         return State(kind, kept | marks), finding
+
+
+#: There is no gradient. Many are in one state, which is one object: then the table is asked once for all.
+EMPTY = State()

@@ -101,7 +101,8 @@ class Scalers:
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        left = any(known.mark in gradient.state.marks for gradient in self._ledger.gradients)
+        mark = known.mark
+        left = any(mark in gradient.state.marks for gradient in self._ledger.gradients)
         known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
         with self._explained("update", None):
             yield

@@ -90,7 +90,8 @@ class Window(Observer):
 
     def _forget(self) -> None:
         # Inside a backward pass only hooks are looked at; afterwards there may be new gradients.
-        self._starts, self._held = [], []
+        if self._ledger.closely:
+            self._starts, self._held = [], []
 
     def end(self) -> None:
         self._derived.clear()
@@ -98,13 +99,13 @@ class Window(Observer):
         self._read.clear()
 
     def _begin(self) -> None:
-        self._forget()
-        if self._ledger.closely:
-            values = ((g.value, g) for g in self._ledger.gradients)
-            found = [(v.data_ptr(), g) for v, g in values if v is not None and is_plain(v) and v.numel()]
-            found.sort(key=lambda pair: pair[0])
-            self._starts = [start for start, _ in found]
-            self._held = [gradient for _, gradient in found]
+        if not self._ledger.closely:
+            return  # another thread's
+        values = ((g.value, g) for g in self._ledger.gradients)
+        found = [(v.data_ptr(), g) for v, g in values if v is not None and is_plain(v) and v.numel()]
+        found.sort(key=lambda pair: pair[0])
+        self._starts = [start for start, _ in found]
+        self._held = [gradient for _, gradient in found]
 
     def _on_gave(self, gave: Gave) -> None:
         marks = frozenset(mark for mark in gave.marks if mark.scaler != HAND)
