@@ -378,43 +378,52 @@ def _order(tree: ast.Module) -> list[list[str]]:
 # ---- running --------------------------------------------------------------------------------------
 
 
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def halves(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(part.split(4) for part in batch), strict=True))
+
+
+def add_decay(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.add_(p.detach(), alpha=0.1)  # type: ignore[union-attr]
+
+
+def nan_to_num(model: nn.Module) -> None:
+    for g in gradients(model):
+        torch.nan_to_num(g, nan=0.0, posinf=0.01, neginf=-0.01, out=g)
+        g.clamp_(-0.1, 0.1)
+
+
+def divide(model: nn.Module, by: float) -> None:
+    for g in gradients(model):
+        g.div_(by)
+
+
+def zero_data(model: nn.Module) -> None:
+    for g in gradients(model):
+        g.data.zero_()
+
+
+def own_clip(model: nn.Module, limit: float) -> None:
+    norm = torch.cat([g.flatten() for g in gradients(model)]).norm()
+    for g in gradients(model):
+        g.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+
+def give(model: nn.Module, grads: Any) -> None:
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = g
+
+
+def follow(average: nn.Module, model: nn.Module) -> None:
+    for a, p in zip(average.parameters(), model.parameters(), strict=True):
+        a.data.mul_(0.999).add_(p.data, alpha=0.001)
+
+
 def _helpers() -> dict[str, Any]:
-    def gradients(model: nn.Module) -> list[Tensor]:
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    def halves(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
-        return list(zip(*(part.split(4) for part in batch), strict=True))
-
-    def add_decay(model: nn.Module) -> None:
-        for p in model.parameters():
-            p.grad.add_(p.detach(), alpha=0.1)  # type: ignore[union-attr]
-
-    def nan_to_num(model: nn.Module) -> None:
-        for g in gradients(model):
-            torch.nan_to_num(g, nan=0.0, posinf=0.01, neginf=-0.01, out=g)
-            g.clamp_(-0.1, 0.1)
-
-    def divide(model: nn.Module, by: float) -> None:
-        for g in gradients(model):
-            g.div_(by)
-
-    def zero_data(model: nn.Module) -> None:
-        for g in gradients(model):
-            g.data.zero_()
-
-    def own_clip(model: nn.Module, limit: float) -> None:
-        norm = torch.cat([g.flatten() for g in gradients(model)]).norm()
-        for g in gradients(model):
-            g.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
-
-    def give(model: nn.Module, grads: Any) -> None:
-        for p, g in zip(model.parameters(), grads, strict=True):
-            p.grad = g
-
-    def follow(average: nn.Module, model: nn.Module) -> None:
-        for a, p in zip(average.parameters(), model.parameters(), strict=True):
-            a.data.mul_(0.999).add_(p.data, alpha=0.001)
-
     optim = torch.optim
     return {
         **{name: getattr(optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop")},
