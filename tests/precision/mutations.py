@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -330,6 +330,10 @@ def _mutated(name: str) -> Iterator[tuple[str, str, ast.Module]]:
 _Change = Callable[[list[ast.stmt]], Any]
 
 
+def _move(index: int, to: int, block: list[ast.stmt]) -> None:
+    block.insert(to, block.pop(index))
+
+
 def _changes(text: str, index: int, length: int) -> Iterator[tuple[str, _Change]]:
     if "s.scale(" in text and "backward" in text:
         plain = ast.parse(text.replace("s.scale(", "(", 1)).body[0]
@@ -345,7 +349,7 @@ def _changes(text: str, index: int, length: int) -> Iterator[tuple[str, _Change]
     for to in range(length):
         if to != index:
             kind = "swap" if abs(to - index) == 1 else "move"
-            yield kind, lambda block, to=to: block.insert(to, block.pop(index))
+            yield kind, partial(_move, index, to)
 
 
 def _is_protocol(tree: ast.Module) -> bool:
@@ -383,7 +387,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def halves(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(part.split(4) for part in batch), strict=True))
+    return list(zip(*(part.split(4) for part in batch), strict=True))  # type: ignore[no-untyped-call]
 
 
 def add_decay(model: nn.Module) -> None:
