@@ -26,11 +26,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from precision import loops, test_ranks
-from precision.loops import computation, parts, protocol, storage
+from precision.loops import computation, fresh, parts, protocol, shapes, storage, values
 from tilefit.precision import compare, first_divergence, watch
 
 RESULT = Path(__file__).parent / "results" / "precision_catalogue.json"
-_FILLED_BY = (computation, protocol, storage)
+_FILLED_BY = (computation, fresh, protocol, shapes, storage, values)
 
 
 def watched(run: loops.Loop) -> tuple[Any, ...]:

@@ -185,7 +185,7 @@ def wrong_loop(rule: PrecisionRule) -> Iterator[str]:
         report = run.report()
     seen = tuple(_within(alarm, text) for alarm in report.findings if alarm.code == rule.code)
     assert seen, f"{rule.code} is silent on its loop"
-    report = replace(report, findings=seen, tables=())
+    report = replace(report, findings=seen, tables=(), checks=())
     yield "## Seen"
     yield "On the CPU, with tiny layers; the wrong line is marked `# here`, where it is one:"
     yield f"```python\n{text}\n```"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,58 @@ def test_a_rule_s_page(tilefit) -> None:
     assert ran.code == 0
     assert ran.out.startswith("# AMP001: gradients are clipped before they are unscaled")
     assert "Wrong:" in ran.out
+
+
+_NOTE = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    for _ in range(4):
+        torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.randn(8, 4)).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 1)])
+def test_notes_alone_are_no_failure_unless_one_is_strict(
+    tilefit, script: Path, options: list[str], code: int
+) -> None:
+    script.write_text(_NOTE)
+    ran = tilefit("precision", *options, str(script))
+    assert "AMP018" in ran.out
+    assert ran.code == code
+
+
+def test_under_torchrun_findings_are_no_crash(tilefit, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ran = tilefit("precision", "--steps", "3", str(script))
+    assert "AMP001" in ran.out
+    assert ran.code == 0
+
+
+def test_a_script_that_catches_everything_is_ended_all_the_same(script: Path) -> None:
+    loop = _LOOP.replace("for step in range(20):", "def train():").replace('print("the end")', "")
+    script.write_text(f"{loop}\nwhile True:\n    try:\n        train()\n    except:\n        pass\n")
+    command = [sys.executable, "-m", "tilefit", "precision", "--steps", "3", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 1
+    assert "3 steps watched" in ran.stdout
+    assert "AMP001" in ran.stdout
+
+
+def test_what_became_of_each_rule_is_listed(tilefit, script: Path) -> None:
+    data = json.loads(tilefit("precision", "--steps", "3", "--output-format", "json", str(script)).out)
+    checks = {check["code"]: check for check in data["checks"]}
+    assert len(checks) == 31
+    assert checks["AMP001"]["status"] == "checked"
+    assert checks["AMP013"] == {
+        "code": "AMP013",
+        "status": "not applicable",
+        "why": "the run had no half-precision weights",
+    }
+    books = json.loads(tilefit("precision", "--no-numerics", "--output-format", "json", str(script)).out)
+    checks = {check["code"]: check for check in books["checks"]}
+    assert checks["AMP012"]["status"] == "could not be checked"
+    assert checks["AMP012"]["why"] == "close looks are switched off"

@@ -47,7 +47,7 @@ def test_rules_do_not_import_torch() -> None:
 
 
 def _alarms(code: str, event: Event) -> list[Alarm]:
-    return list(pick(code, all_rules()).check(event))
+    return list(pick(code, all_rules()).judge(event))
 
 
 def _severities(code: str, event: Event) -> list[str]:

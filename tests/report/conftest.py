@@ -203,6 +203,8 @@ def hostile() -> Report:
 
 @pytest.fixture
 def watched() -> Watched:
+    from tilefit.report.watched import Check
+
     return Watched(
         title="train.py",
         setup=("autocast float16", "loss scale 65536", "AdamW"),
@@ -229,5 +231,6 @@ def watched() -> Watched:
         ),
         tables=(Table("Operations", ("operation", "float16"), (("mm", "12"),)),),
         unchecked=("a compiled graph",),
+        checks=(Check("AMP002", "could not be checked", "a compiled graph"),),
         version="1.0",
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -41,13 +42,16 @@ def precision(
         bool, typer.Option("--find-non-finite", help="Check every operation for inf and NaN; slow.")
     ] = False,
     selection: step_options.Codes,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Notes count as findings too, for the exit code.")
+    ] = False,
     shown: report_output.ShownWhole,
 ) -> int:
     """Watch a training script: is its mixed precision silently wrong? Options go before the script.
 
     The script runs as it is, with its output on stderr, and is ended after some steps. Nothing it computes is
-    changed. Ctrl-C ends it too, with what was found until then. Exit code: 0 nothing found, 1 findings, 2
-    could not run.
+    changed. Ctrl-C ends it too, with what was found until then. Exit code: 0 nothing found, or notes alone,
+    1 errors or warnings, 2 could not run. Under torchrun, findings leave it 0: it is the launcher's.
     """
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
@@ -67,12 +71,30 @@ def precision(
         select=selection.select,
         ignore=selection.ignore,
     )
+    # One rank speaks for all; what ranks disagree on, it knows.
+    first = os.environ.get("RANK", "0") == "0"
+
+    def show() -> int:
+        document = watch.report(script.name)
+        if first:
+            shown.show(document)
+        # A launcher takes every other code for a crash, and says so over the report.
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        code = int(bool(document.findings)) if strict else document.exit_code
+        return code if first and not launched else 0
+
+    def stuck() -> NoReturn:
+        watch.stop()
+        code = show()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
     interrupted, error = False, None
     try:
-        error = run_script(script, list(arguments or ()), watch)
+        error = run_script(script, list(arguments or ()), watch, stuck)
     except KeyboardInterrupt:
         interrupted = True
-    document = watch.report(script.name)
     if error is None and not watch.steps and not interrupted:
         error = TargetError(
             "no optimizer made a step",
@@ -80,12 +102,9 @@ def precision(
             hint="Watch a script that trains with a torch.optim optimizer, for long enough to make a step. "
             "Processes that it starts are not watched: start them with torchrun.",
         )
-    # One rank speaks for all; what ranks disagree on, it knows.
-    first = os.environ.get("RANK", "0") == "0"
-    if first and (document.findings or (error is None and watch.steps)):
-        shown.show(document)
+    code = show() if watch.alarms or (error is None and watch.steps) else 0
     if interrupted:
         raise KeyboardInterrupt
     if error is not None:
         raise error
-    return document.exit_code if first else 0
+    return code

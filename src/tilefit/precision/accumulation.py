@@ -1,18 +1,15 @@
-"""Losses at the root of backward passes: how many feed one step, how they were reduced, in which "
-"precision."""
+"""Losses at the root of backward passes: how many feed a step, how they were reduced, in which type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from tilefit.precision.events import Accumulated, HalfSum, LossInHalf
-from tilefit.precision.ledger import Ledger, Stepped
+from tilefit.precision.ledger import Begins, Ledger, Stepped
 from tilefit.precision.lines import user_line
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import name_of
+from tilefit.precision.tensors import HALF, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class Losses:
         recorder: Where events go.
         ledger: Knows backward passes, scales and steps.
         line_of: The line of the forward operation with a sequence number, or empty.
-        in_autocast: Whether an autocast region was entered since the last step.
+        multiplied: What the user multiplied each gradient by since the last step.
         sum_error: The relative error of this step's half-precision sums of gradients, None where none was
             seen.
     """
@@ -40,38 +37,40 @@ class Losses:
         recorder: Recorder,
         ledger: Ledger,
         line_of: Callable[[int], str],
-        in_autocast: Callable[[], bool],
+        multiplied: dict[int, float],
         sum_error: Callable[[], float | None],
     ) -> None:
         self._recorder = recorder
         self._ledger = ledger
         self._line_of = line_of
-        self._in_autocast = in_autocast
+        self._multiplied = multiplied
         self._sum_error = sum_error
         self._passes: list[_Pass] = []
         self._pending: LossInHalf | None = None
-        ledger.on_backward.append(self._on_backward)
-        ledger.on_stepped.append(self._on_stepped)
+        recorder.on(Begins, self._on_backward)
+        recorder.on(Stepped, self._on_stepped)
 
-    def _on_backward(self, roots: Sequence[Tensor] | None) -> None:
-        if roots is None or not self._recorder.looking:
+    def _on_backward(self, begins: Begins) -> None:
+        here = begins.here
+        if not self._recorder.looking:
             return
-        chain = self._ledger.chain
+        chain = here.chain
         source = user_line()
-        if not self._ledger.accumulating:
+        if not here.accumulating:
             self._passes.clear()
         self._passes.append(_Pass(source, chain.factor if chain.mean else None))
+        if len(self._passes) > 1:
+            self._recorder.facts.add("accumulation")
         if chain.half is None:
             return
         operation, dtype, number = chain.half
         line = self._line_of(number)
-        marks = frozenset(chain.marks)
         event = LossInHalf(
             source=line or source,
             operation=operation.removesuffix("0").removesuffix("Backward"),
             dtype=dtype.removeprefix("torch."),
-            autocast=self._in_autocast(),
-            scale=self._ledger.scale_of(marks) if marks else None,
+            autocast="autocast" in self._recorder.facts,
+            scale=self._ledger.scale_of(chain.marks) if chain.marks else None,
         )
         if line:
             self._pending = None
@@ -82,31 +81,22 @@ class Losses:
 
     def _on_stepped(self, stepped: Stepped) -> None:
         passes, self._passes = self._passes, []
+        multiplied = set(self._multiplied.values()) or {1.0}
+        self._multiplied.clear()
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
-        one = passes[0]
-        optimizer = stepped.optimizer
-        name = type(optimizer).__name__
-        if one.factor is not None:
-            factor = one.factor
-            self._recorder.emit_once(
-                ("accumulated", one.source, len(passes)),
-                lambda: Accumulated(source=one.source, module=name, passes=len(passes), factor=factor),
-            )
-        dtypes = {
-            gradient.dtype
-            for known in self._ledger.of(optimizer)
-            if known.reference is not None and (gradient := known.reference()) is not None
-        }
-        half = sorted(name_of(dtype) for dtype in dtypes if dtype.itemsize == 2)
+        source, factor, count = passes[0].source, passes[0].factor, len(passes)
+        name = type(stepped.optimizer).__name__
+        # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
+        if factor is not None and self._ledger.closely and len(multiplied) == 1:
+            event = Accumulated(source=source, module=name, passes=count, factor=factor * multiplied.pop())
+            self._recorder.emit_once(("accumulated", source, count), lambda: event)
+        values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
+        half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})
         if half:
             error = self._sum_error()
-            self._recorder.emit_once(
-                ("half sum", one.source, error is None),
-                lambda: HalfSum(
-                    source=one.source, module=name, dtype=half[0], terms=len(passes), error=error
-                ),
-            )
+            terms = HalfSum(source=source, module=name, dtype=half[0], terms=count, error=error)
+            self._recorder.emit_once(("half sum", source, error is None), lambda: terms)
 
     def finish(self) -> None:
         """Say what was kept for a better line."""

@@ -1,11 +1,11 @@
-"""Checkpoints and schedules: the scaler's state saved and loaded, schedulers that go on without the "
-"optimizer."""
+"""Checkpoints and schedules: the scaler's state saved and loaded, schedules that go on alone."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tilefit.precision.events import ScalerNotLoaded, ScalerNotSaved, SchedulerStepped
-from tilefit.precision.ledger import Ledger, Stepped
+from tilefit.precision.ledger import Ledger, Running, Stepped
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patches, with_subclasses
+from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
 
 #: How deep a checkpoint is searched.
@@ -28,44 +28,36 @@ class Checkpoints:
     A checkpoint may be several files, so a missing scaler is judged at the next step, or at the end.
     """
 
-    def __init__(self, recorder: Recorder, ledger: Ledger, patches: Patches) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
-        self._patches = patches
         self._saved_at = ""
         self._scaler_saved = False
         self._loaded_at = ""
-        ledger.on_stepped.append(lambda stepped: self.judge())
+        recorder.on(Stepped, lambda _: self.judge())
 
-    def start(self) -> None:
+    def start(self, patches: Patches) -> None:
         """Begin."""
-        self._patches.wrap(torch, "save", self._around_save)
-        self._patches.wrap(Optimizer, "load_state_dict", self._around_load)
+        patches.apply((torch, "save", self._save), (Optimizer, "load_state_dict", self._load))
         distributed = sys.modules.get("torch.distributed.checkpoint")
         if distributed is not None:
-            self._patches.wrap(distributed, "save", self._around_save)
+            patches.apply((distributed, "save", self._save))
 
-    def _around_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(obj: Any, *args: Any, **kw: Any) -> Any:
-            if _holds(obj, _is_scaler):
-                self._scaler_saved = True
-            elif _holds(obj, _is_optimizer):
-                self._saved_at = user_line()
-            return original(obj, *args, **kw)
+    def _save(self, obj: Any, *args: Any, **kw: Any) -> Running:
+        if _holds(obj, _is_scaler):
+            self._scaler_saved = True
+        elif _holds(obj, _is_optimizer):
+            self._saved_at = user_line()
+        yield
 
-        return save
-
-    def _around_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_state_dict(optimizer: Optimizer, *args: Any, **kw: Any) -> None:
-            original(optimizer, *args, **kw)
-            if optimizer.state:  # else it only changed places, before the first step
-                self._loaded_at = user_line()
-
-        return load_state_dict
+    def _load(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
+        yield
+        if optimizer.state:  # else it only changed places, before the first step
+            self._loaded_at = user_line()
 
     def judge(self) -> None:
         """What was saved and loaded since the last step is complete now."""
-        used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.used]
+        used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.scaled_at]
         if self._saved_at and not self._scaler_saved and used:
             self._recorder.emit(ScalerNotSaved(source=self._saved_at))
         self._saved_at, self._scaler_saved = "", False
@@ -74,76 +66,65 @@ class Checkpoints:
         self._loaded_at = ""
 
 
+@dataclass(slots=True)
+class _Steps:
+    """An optimizer's steps: those asked for since its scheduler stepped, all of them, whether the last was
+    skipped, and how often its scheduler has stepped all the same."""
+
+    asked: int = 0
+    all: int = 0
+    skipped: bool | None = None
+    counted: int = 0
+
+
 class Schedules:
     """Looks whether schedulers step after steps that the scaler skipped."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger, patches: Patches) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._patches = patches
-        self._asked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._all: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._skipped: weakref.WeakKeyDictionary[Optimizer, bool | None] = weakref.WeakKeyDictionary()
-        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._depth = 0
-        ledger.on_stepped.append(self._on_stepped)
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+        recorder.on(Stepped, self._on_stepped)
 
-    def start(self) -> None:
+    def start(self, patches: Patches) -> None:
         """Begin."""
-        for scheduler in with_subclasses(LRScheduler):
-            if "step" in vars(scheduler):
-                self._patches.wrap(scheduler, "step", self._around_step)
+        patches.apply(*of_all(LRScheduler, step=self._step))
 
     def _on_stepped(self, stepped: Stepped) -> None:
-        optimizer = stepped.optimizer
-        self._asked[optimizer] = self._asked.get(optimizer, 0) + 1
-        self._all[optimizer] = self._all.get(optimizer, 0) + 1
-        self._skipped[optimizer] = stepped.skipped
+        steps = self._steps.setdefault(stepped.optimizer, _Steps())
+        steps.asked += 1
+        steps.all += 1
+        steps.skipped = stepped.skipped
         if stepped.scaler is not None and stepped.skipped is None:
             self._recorder.cannot_check(
-                "AMP021, AMP029: steps skipped by a fused optimizer, which only the device knows"
+                "steps skipped by a fused optimizer, which only the device knows", "AMP021", "AMP029"
             )
 
-    def _around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scheduler: Any, *args: Any, **kw: Any) -> None:
-            outermost = self._depth == 0
-            self._depth += 1
-            try:
-                original(scheduler, *args, **kw)
-            finally:
-                self._depth -= 1
-            optimizer = getattr(scheduler, "optimizer", None)
-            if outermost and isinstance(optimizer, Optimizer):
-                self._judge(optimizer)
-
-        return step
-
-    def _judge(self, optimizer: Optimizer) -> None:
-        asked = self._asked.get(optimizer, 0)
-        self._asked[optimizer] = 0
-        # A scheduler that steps once in many steps counts epochs, not steps.
-        if asked != 1 or not self._skipped.get(optimizer):
+    def _step(self, scheduler: Any, *args: Any, **kw: Any) -> Running:
+        yield
+        self._recorder.facts.add("schedule")
+        optimizer = getattr(scheduler, "optimizer", None)
+        steps = self._steps.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        if steps is None:
             return
-        self._counted[optimizer] = self._counted.get(optimizer, 0) + 1
-        self._recorder.emit(
-            SchedulerStepped(
-                source=user_line(),
-                module=type(optimizer).__name__,
-                skipped=self._counted[optimizer],
-                steps=self._all[optimizer],
+        asked, steps.asked = steps.asked, 0
+        # A scheduler that steps once in many steps counts epochs, not steps.
+        if asked == 1 and steps.skipped:
+            steps.counted += 1
+            self._recorder.emit(
+                SchedulerStepped(
+                    source=user_line(),
+                    module=type(optimizer).__name__,
+                    skipped=steps.counted,
+                    steps=steps.all,
+                )
             )
-        )
 
 
 def _holds(obj: Any, is_it: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
     if is_it(obj):
         return True
-    if depth == 0:
-        return False
-    if isinstance(obj, Mapping):
-        return any(_holds(value, is_it, depth - 1) for value in obj.values())
-    if isinstance(obj, list | tuple):
-        return any(_holds(value, is_it, depth - 1) for value in obj)
-    return False
+    inner = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, list | tuple) else ()
+    return depth > 0 and any(_holds(value, is_it, depth - 1) for value in inner)
 
 
 def _is_optimizer(obj: Any) -> bool:

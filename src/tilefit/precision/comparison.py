@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,14 @@ from tilefit.precision.events import Event, LayerError
 from tilefit.precision.ledger import Ledger
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import Look, Observers
-from tilefit.precision.patches import Patches, with_subclasses
+from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.replay import judged, restored
 from tilefit.precision.statistics import Statistics
+from tilefit.precision.tensors import HALF
 from tilefit.report.watched import Table, Watched
 from tilefit.units import share
 
-_HALF = (torch.float16, torch.bfloat16)
 #: Containers do nothing themselves; what they hold is compared.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 #: Seed of the perturbation.
@@ -81,7 +81,7 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
     Raises:
         UsageError: the weights are in half precision, or nothing runs in half precision.
     """
-    if any(parameter.dtype in _HALF for parameter in model.parameters()):
+    if any(parameter.dtype in HALF for parameter in model.parameters()):
         raise UsageError(
             "the weights are in half precision",
             where=type(model).__name__,
@@ -162,7 +162,7 @@ def _run(
     ]
     try:
         if statistics is not None and Look.possible():
-            with Look(Ledger(Recorder(()), Patches()), Observers(statistics, ()), {}, {}, thorough=False):
+            with Look(Ledger(Recorder(())), Observers(statistics, ()), {}, {}, thorough=False):
                 loss = step()
         else:
             loss = step()
@@ -183,7 +183,7 @@ def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[L
         ran, ref = half.modules.get(name), wide.modules.get(name)
         if ran is None or ref is None or ran.output is None or ref.output is None:
             continue
-        if ran.output.dtype not in _HALF or isinstance(module, _CONTAINERS):
+        if ran.output.dtype not in HALF or isinstance(module, _CONTAINERS):
             continue
         if ran.calls > 1:
             left_out[name] = f"runs {ran.calls} times in a step; its first run alone is compared"
@@ -260,20 +260,15 @@ def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
 def _without_autocast() -> Iterator[None]:
     """Within the block every autocast region is entered switched off."""
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(autocast: Any) -> Any:
-            enabled, autocast._enabled = autocast._enabled, False
-            try:
-                return original(autocast)
-            finally:
-                autocast._enabled = enabled
-
-        return enter
+    def enter(autocast: Any) -> Generator[None, Any, None]:
+        enabled, autocast._enabled = autocast._enabled, False
+        try:
+            yield
+        finally:
+            autocast._enabled = enabled
 
     patches = Patches()
-    for autocast in with_subclasses(torch.amp.autocast_mode.autocast):
-        if "__enter__" in vars(autocast):
-            patches.wrap(autocast, "__enter__", around)
+    patches.apply(*of_all(torch.amp.autocast_mode.autocast, __enter__=enter))
     try:
         yield
     finally:

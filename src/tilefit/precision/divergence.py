@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tilefit.precision.events import Diverged, Event
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import tensors_in
 from tilefit.precision.replay import judged, restored
+from tilefit.precision.tensors import tensors_in
 from tilefit.report.watched import Watched
 
 #: A module call or a gradient: its name, the line that made it, and a hash of its bits.

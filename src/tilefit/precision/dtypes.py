@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision.events import BackwardDtype, GradientLost
-from tilefit.precision.ledger import Ledger
+from tilefit.precision.ledger import Ended, Ledger
 from tilefit.precision.lines import short, user_line
 from tilefit.precision.look import Call, Look, Observer, function_of
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import name_of
+from tilefit.precision.tensors import name_of
 
 #: Operations that autocast runs in half precision.
 PRODUCTS = frozenset(
@@ -120,7 +120,7 @@ class LostGradients:
         self._region = region
         self._without: dict[int, int] = {}
         self._reached: dict[int, tuple[nn.Module, str, str]] = {}
-        ledger.on_backward.append(self._on_backward)
+        recorder.on(Ended, self._on_backward)
 
     def follow(self, look: Look) -> None:
         """Look at the modules that run during a close look."""
@@ -131,7 +131,11 @@ class LostGradients:
         if not self._without and torch.is_grad_enabled():
             return  # nothing ran without gradients
         region = self._region()
-        if not region or self._ledger.depth or not any(p is not None for p in module._parameters.values()):
+        if (
+            not region
+            or self._ledger.here.depth
+            or not any(p is not None for p in module._parameters.values())
+        ):
             return
         if not torch.is_grad_enabled():
             self._without[id(module)] = region
@@ -147,9 +151,7 @@ class LostGradients:
                 lambda _: self._reached.update({id(module): (module, name, source)})
             )
 
-    def _on_backward(self, roots: Any) -> None:
-        if roots is not None:
-            return
+    def _on_backward(self, ended: Ended) -> None:
         reached, self._reached = self._reached, {}
         for module, name, source in reached.values():
             weights = [

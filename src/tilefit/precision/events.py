@@ -16,10 +16,12 @@ class Event:
     Attributes:
         source: The line of the user's code.
         module: The module, parameter or optimizer it happened to, if known.
+        seen: Everything it was concluded from was seen; else a part is inferred.
     """
 
     source: str = ""
     module: str = ""
+    seen: bool = True
 
 
 # ---- the gradient scale ------------------------------------------------------------------------
@@ -42,13 +44,7 @@ class GradientsClipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsWritten(Event):
-    """Something that does not commute with the scale wrote to scaled gradients.
-
-    Attributes:
-        operation: The operation; empty where only the change was seen.
-        scale: What the gradients were multiplied by.
-        parameters: How many gradients.
-    """
+    """An operation that does not commute with the scale wrote to so many gradients that carry one."""
 
     operation: str
     scale: float
@@ -91,12 +87,13 @@ class WrongDivision(Event):
 
     Attributes:
         kind: ``again`` (they had been divided before), ``older`` (they carry the scale before an update),
-            ``mixed`` (parts with and without a scale), ``generations`` (parts of different scales) or
-            ``plain`` (they carry none).
+            ``mixed`` (parts with and without a scale), ``spread`` (parts of different scales) or ``plain``
+            (they carry none).
         scale: What they are divided by.
         carried: The scale they carry, where it is one and known.
         other: The optimizer that stepped between the backward pass and this division, if one did.
         parameters: How many gradients.
+        by_hand: It was the user's own code that divided.
     """
 
     kind: str
@@ -104,6 +101,7 @@ class WrongDivision(Event):
     carried: float | None = None
     other: str = ""
     parameters: int = 0
+    by_hand: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +113,7 @@ class MixedLoss(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerRefused(Event):
-    """A method of the gradient scaler raised.
-
-    Attributes:
-        method: Its name.
-        error: What it said.
-        half_weights: Of the optimizer's parameters, those in half precision.
-        weights: All of them.
-    """
+    """A method of the gradient scaler raised; of the optimizer's weights, some are in half precision."""
 
     method: str
     error: str
@@ -139,13 +130,7 @@ class ScalerUsed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleHistory(Event):
-    """Steps were skipped again and again.
-
-    Attributes:
-        scale: The present scale.
-        skipped: How many steps in a row.
-        loss_finite: Whether the unscaled losses were finite; None where it was not looked at.
-    """
+    """So many steps in a row were skipped; whether the unscaled losses were finite, None where unknown."""
 
     scale: float
     skipped: int
@@ -154,12 +139,8 @@ class ScaleHistory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStepped(Event):
-    """A scheduler that steps with the optimizer stepped although the scaler had skipped the optimizer's step.
-
-    Attributes:
-        skipped: How often that has happened.
-        steps: Steps of the optimizer that were asked for.
-    """
+    """A scheduler that steps with the optimizer stepped although the scaler had skipped the optimizer's step:
+    so often, of so many steps that were asked for."""
 
     skipped: int
     steps: int
@@ -189,12 +170,8 @@ class ResumeDiffers(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnscaledHalf(Event):
-    """An optimizer stepped on gradients that went through fp16 without a loss scale.
-
-    Attributes:
-        values: Gradient values looked at, in fp16.
-        subnormal, zero: Shares of them too small for full precision, and exactly zero.
-    """
+    """An optimizer stepped on gradients that went through fp16 without a loss scale; of so many values looked
+    at there, the shares that are too small for full precision, and exactly zero."""
 
     values: int
     subnormal: float
@@ -203,11 +180,7 @@ class UnscaledHalf(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleCache(Event):
-    """Weights were changed inside an autocast region that goes on using their old half-precision copies.
-
-    Attributes:
-        parameters: How many weights.
-    """
+    """So many weights were changed inside an autocast region that goes on using their old copies."""
 
     parameters: int
 
@@ -236,13 +209,11 @@ class LossInHalf(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfWeights(Event):
-    """Trainable weights are in half precision while autocast is on: ``half`` of ``weights`` of the "
-    "optimizer."""
+    """While autocast is on, so many of an optimizer's trainable weights are in half precision."""
 
     dtype: str
     half: int
     weights: int
-    scaler: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,8 +265,7 @@ class OperationChecked(Event):
     """A half-precision operation gave something else than fp32 gives for the same input.
 
     Attributes:
-        operation: Its name.
-        dtype: Element type.
+        operation, dtype: Its name and element type.
         overflowed: Share of results that are inf or NaN where fp32's are finite.
         vanished: Share of results that are zero where fp32's are not.
         error_ulp: Largest error, in units of the element type's spacing at the result.
@@ -320,14 +290,15 @@ class MaskOverflowed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegersMerged(Event):
-    """A cast to half precision merged values that were different.
+    """A cast to half precision merged or rounded values.
 
     Attributes:
         dtype: The element type cast to.
         integral: All values were whole numbers; else they were a sorted table.
         largest: The largest magnitude.
         before, after: Distinct values of those looked at.
-        likely_data: The shape is that of images: whole numbers by accident.
+        rounded: How many of them are not exact any more.
+        likely_data: They are not used as positions or steps are: whole numbers by accident.
     """
 
     dtype: str
@@ -335,7 +306,8 @@ class IntegersMerged(Event):
     largest: float
     before: int
     after: int
-    likely_data: bool
+    rounded: int = 0
+    likely_data: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,32 +331,22 @@ class Movement(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfState(Event):
-    """An optimizer keeps its state in half precision.
-
-    Attributes:
-        dtype: Element type of the state.
-        eps, beta2, decay: Its constants (``decay`` is 1 - lr * weight_decay), None where it has none.
-        eps_rounded, beta2_rounded, decay_rounded: What they are in ``dtype``.
-    """
+    """An optimizer's constants as they are, None where it has none, and rounded to the half-precision type in
+    which it keeps its state; ``decay`` is 1 - lr * weight_decay, which weights are multiplied by."""
 
     dtype: str
-    eps: float | None
-    eps_rounded: float | None
-    beta2: float | None
-    beta2_rounded: float | None
-    decay: float | None
-    decay_rounded: float | None
+    eps: float | None = None
+    eps_rounded: float | None = None
+    beta2: float | None = None
+    beta2_rounded: float | None = None
+    decay: float | None = None
+    decay_rounded: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Event):
-    """The first operation of a step whose inputs were finite and whose output was not.
-
-    Attributes:
-        operation: Its name; ``weights`` where the weights were not finite before the step.
-        phase: ``forward`` or ``backward``.
-        dtype: Element type of the output.
-    """
+    """The first operation of a step whose inputs were finite and whose output was not; ``weights`` where the
+    weights were not finite before the step. The phase is ``forward`` or ``backward``."""
 
     operation: str
     phase: str
@@ -400,8 +362,7 @@ class RanksDiffer(Event):
 
     Attributes:
         what: ``parameters``, ``gradients``, ``scale``, ``found_inf``, ``steps`` or ``data`` (which is the
-        same
-            on every rank).
+            same on every rank).
         ranks: How many ranks there are.
         name: The first parameter concerned, if it is about parameters or gradients.
         values: A value per rank, where it is about a number.
@@ -415,13 +376,8 @@ class RanksDiffer(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSum(Event):
-    """Many gradients were summed in half precision.
-
-    Attributes:
-        dtype: Element type of the sum.
-        terms: How many terms (ranks times micro-batches).
-        error: Relative error against a sum in fp32, where that was measured; else None.
-    """
+    """So many gradients (ranks times micro-batches) were summed in half precision, with this relative error
+    against a sum in fp32; None where that was not measured."""
 
     dtype: str
     terms: int
@@ -430,7 +386,7 @@ class HalfSum(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError(Event):
-    """A module whose own error against fp32 is far above what its element type explains.
+    """A module's error against fp32.
 
     Attributes:
         what: ``output`` or ``weight gradient``.

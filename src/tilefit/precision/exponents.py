@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision.graph import Kind
-from tilefit.precision.look import HALF, Observer, function_of, is_plain, sampled
+from tilefit.precision.look import Observer, function_of
+from tilefit.precision.tensors import HALF, is_plain, name_of, sampled
+from tilefit.report.watched import Table
+from tilefit.units import share
 
 #: Elements looked at of each gradient, and about as many operations in a step, others in the next one.
 SAMPLE = 1024
@@ -108,7 +111,7 @@ class Exponents(Observer):
     def _count(self, wanted: torch.dtype) -> Histogram:
         """This step's values of an element type, scale included; waits for the device."""
         found = Histogram()
-        for samples in (self._samples[key] for key in self._samples if key[0] == wanted):
+        for samples in [self._samples[key] for key in list(self._samples) if key[0] == wanted]:
             values = torch.cat(samples).float()
             # Short numbers, as they are sorted faster.
             exponents = (torch.frexp(values).exponent.short() - 1).where(values.isfinite(), _NOT_FINITE)
@@ -128,9 +131,17 @@ class Exponents(Observer):
         subnormal = sum(count for exponent, count in found.counts.items() if exponent < NORMAL)
         return found.total, subnormal / found.total, found.zeros / found.total
 
+    def tables(self) -> list[Table]:
+        """What loss scales the gradients seen allow, a table for each element type."""
+        return [
+            _table(name_of(dtype), histogram, *allowed)
+            for dtype, histogram in self.histograms.items()
+            if (allowed := histogram.scale_interval()) is not None
+        ]
+
     def end(self) -> None:
         carried = round(log2(self.scale)) if self.scale > 0 else 0
-        for dtype in {dtype for dtype, _ in self._samples}:
+        for dtype in {dtype for dtype, _ in list(self._samples)}:
             found = self._count(dtype)
             histogram = self.histograms.setdefault(dtype, Histogram())
             histogram.zeros += found.zeros
@@ -139,3 +150,19 @@ class Exponents(Observer):
         self._step = max(1, -(-self._seen // OPERATIONS))
         self._first = (self._first + 1) % self._step
         self._seen = 0
+
+
+def _table(dtype: str, histogram: Histogram, lowest: int, highest: int) -> Table:
+    if lowest > highest:
+        advice = "no loss scale keeps 99 % of them above zero in fp16 and all of them below 65504: use bf16"
+    else:
+        advice = f"in fp16 a loss scale from 2^{lowest} to 2^{highest} fits them"
+        if lowest <= 0 <= highest:
+            advice += "; 1 is among them, so they need none"
+    zero = histogram.zeros / histogram.total
+    exponents = f"2^{min(histogram.counts)} to 2^{max(histogram.counts)}"
+    return Table(
+        "Half-precision gradients, the loss scale divided out",
+        ("type", "values", "zero", "sizes", "advice"),
+        ((dtype, str(histogram.total), share(zero), exponents, advice),),
+    )

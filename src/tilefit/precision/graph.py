@@ -11,39 +11,26 @@ from typing import Any
 
 import torch
 
+from tilefit.precision.marks import Mark
+from tilefit.precision.tensors import HALF
+
 #: Key in a node's metadata under which the ledger leaves its mark.
 MARK = "tilefit_scale"
 
 #: Operations on scalars that only pass a loss on.
-_PASS = (
-    "AddBackward",
-    "SubBackward",
-    "MulBackward",
-    "DivBackward",
-    "NegBackward",
-    "ToCopyBackward",
-    "CloneBackward",
-    "ViewBackward",
-    "SqueezeBackward",
-    "UnsqueezeBackward",
-    "ReshapeAliasBackward",
-    "AliasBackward",
+_PASS = tuple(
+    f"{name}Backward"
+    for name in "Add Sub Mul Div Neg ToCopy Clone View Squeeze Unsqueeze ReshapeAlias Alias".split()
 )
-#: Reductions that divide by the number of elements; the losses among them have a reduction argument.
-_MEANS = ("MeanBackward",)
-_LOSSES = (
-    "NllLossBackward",
-    "NllLoss2DBackward",
-    "MseLossBackward",
-    "L1LossBackward",
-    "SmoothL1LossBackward",
-    "HuberLossBackward",
-    "BinaryCrossEntropyBackward",
-    "BinaryCrossEntropyWithLogitsBackward",
-    "KlDivBackward",
+#: Losses, which have a reduction argument.
+_LOSSES = tuple(
+    f"{name}Backward"
+    for name in """NllLoss NllLoss2D MseLoss L1Loss SmoothL1Loss HuberLoss BinaryCrossEntropy
+    BinaryCrossEntropyWithLogits KlDiv""".split()
 )
 _REDUCTION_MEAN = 1
-_HALF = (torch.float16, torch.bfloat16)
+#: Where losses end whose gradient may be anything: products with a tensor, and Functions.
+_PRODUCTS = ("DotBackward", "MulBackward", "MvBackward", "MmBackward", "BmmBackward", "CompiledFunction")
 #: Nodes that are followed from a root: losses are put together from few scalars.
 _LONGEST = 32
 
@@ -59,19 +46,21 @@ class Chain:
         factor: Product of the constants the loss is multiplied by, on its only branch; None where there are
             several branches or a factor is a tensor on a device.
         mean: Every branch ends in a mean.
+        clean: No branch ends in a product with a tensor that may have brought a scale along.
     """
 
-    marks: set[tuple[int, int]] = field(default_factory=set)
+    marks: set[Mark] = field(default_factory=set)
     plain: int = 0
     half: tuple[str, str, int] | None = None
     factor: float | None = 1.0
     mean: bool = True
+    clean: bool = True
 
 
 def chain(roots: Iterable[torch.Tensor]) -> Chain:
     """Follow the scalars from the roots of a backward pass down to where they were reduced."""
     found = Chain()
-    todo = [(node, False) for node in _starts(roots)]
+    todo = [(node, False) for node in starts(roots)]
     branches = len(todo)
     for _ in range(_LONGEST):
         if not todo:
@@ -87,12 +76,13 @@ def chain(roots: Iterable[torch.Tensor]) -> Chain:
             found.plain += not scaled
             found.mean = False
             continue
-        if found.half is None and metadata.dtype in _HALF:
+        if found.half is None and metadata.dtype in HALF:
             found.half = (name, str(metadata.dtype), node._sequence_nr())
         follow = [child for child, _ in node.next_functions if child is not None]
         if not name.startswith(_PASS):
             found.plain += not scaled
             found.mean &= _is_mean(node, name)
+            found.clean &= not any(map(_may_scale, (node, *follow)))
             continue
         if mark is None and name.startswith(("MulBackward", "DivBackward")):
             found.factor = _multiplied(found.factor, node, name)
@@ -114,11 +104,7 @@ Kind = tuple[str, torch.dtype | None]
 
 @dataclass(slots=True)
 class Scan:
-    """What is below the roots of a backward pass.
-
-    Attributes:
-        nodes: How many nodes there are of each kind.
-    """
+    """How many nodes of each kind are below the roots of a backward pass."""
 
     nodes: Counter[Kind] = field(default_factory=Counter)
 
@@ -146,10 +132,10 @@ def nodes(roots: Iterable[Any], inputs: Sequence[Any] = ()) -> Iterator[tuple[An
         inputs: Where it ends, none for everywhere. What is older than all of them, as their operations'
             numbers say, leads to none of them and is left out.
     """
-    ends = _starts(inputs)
+    ends = starts(inputs)
     # Without a node of its own an input is a parameter or the like, which may be the oldest of all.
     oldest = min(node._sequence_nr() for node in ends) if ends and len(ends) == len(inputs) else -1
-    todo = _starts(roots)
+    todo = starts(roots)
     seen = set(todo)
     while todo:
         node = todo.pop()
@@ -161,7 +147,7 @@ def nodes(roots: Iterable[Any], inputs: Sequence[Any] = ()) -> Iterator[tuple[An
                 todo.append(child)
 
 
-def _starts(roots: Iterable[Any]) -> list[Any]:
+def starts(roots: Iterable[Any]) -> list[Any]:
     """The nodes that a backward pass starts from."""
     # A tensor may have an attribute of the user's that is called as an edge's is.
     nodes = [getattr(root, "grad_fn" if isinstance(root, torch.Tensor) else "node", None) for root in roots]
@@ -174,9 +160,17 @@ def _metadata(node: Any) -> Any:
 
 
 def _is_mean(node: Any, name: str) -> bool:
-    return name.startswith(_MEANS) or (
+    return name.startswith("MeanBackward") or (
         name.startswith(_LOSSES) and getattr(node, "_saved_reduction", None) == _REDUCTION_MEAN
     )
+
+
+def _may_scale(node: Any) -> bool:
+    """Whether what a loss is made of was multiplied by a tensor that no graph leads to, or by a Function."""
+    name = node.name()
+    if getattr(node, "_forward_cls", None) is not None:
+        return True
+    return name.startswith(_PRODUCTS) and any(child is None for child, _ in node.next_functions)
 
 
 def _multiplied(factor: float | None, node: Any, name: str) -> float | None:
@@ -191,4 +185,6 @@ def _multiplied(factor: float | None, node: Any, name: str) -> float | None:
             if other.device.type != "cpu" or other.numel() != 1:
                 return None
             other = float(other)
-    return factor / other if name.startswith("DivBackward") else factor * other
+    if name.startswith("DivBackward"):
+        return factor / other if other else None
+    return factor * other

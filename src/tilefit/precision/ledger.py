@@ -1,16 +1,17 @@
-"""The ledger: which loss scale every gradient carries, exactly, without looking at a single value.
+"""The ledger: which loss scale every gradient carries, without a threshold.
 
-A scaled loss leaves a mark, its scaler and that scaler's generation (a number that ``update()`` counts up),
-on its node of the autograd graph. When a backward pass has ended, every gradient it changed has the marks of
-its roots added. What consumes gradients (``unscale_``, an optimizer's step) is then judged by the marks:
-gradients that are cleared before anybody uses them do not matter. A gradient that is changed by code the
-ledger cannot follow is *unknown*, and nothing is said of it.
+A scaled loss leaves a mark on its node of the autograd graph. When a backward pass has ended, every gradient
+that it changed has the marks of its roots added. What uses gradients (``unscale_``, clipping, an optimizer's
+step) is then judged by their states; gradients that are cleared before anybody uses them do not matter. What
+follows is said only where the gradients' own values, of which some are kept on steps that are looked at
+closely, show that nothing has touched them in between: a write through ``.data`` leaves no other trace.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,144 +24,120 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tilefit.precision import graph
-from tilefit.precision.events import (
-    GradientsClipped,
-    MixedLoss,
-    RepeatedStep,
-    ScaledStep,
-    ScaleHistory,
-    ScalerRefused,
-    WrongDivision,
-)
+from tilefit.precision.events import GradientsClipped, MixedLoss, RepeatedStep, ScaledStep, WrongDivision
+from tilefit.precision.gradients import SHARED, Gradient, move, verify
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patches, with_subclasses
+from tilefit.precision.marks import EMPTY, HAND, Cause, Kind, Mark, State
+from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
+from tilefit.precision.tensors import has_values
 
-#: A scaler's number and its generation.
-Mark = tuple[int, int]
-#: The marks of the parts that make up a gradient; None stands for a part without a scale.
-Marks = frozenset[Mark | None]
-PLAIN: Marks = frozenset([None])
-EMPTY: Marks = frozenset()
+Marks = frozenset[Mark]
+Running = Generator[None, Any, None]
 
-#: From so many skipped steps in a row on, the losses are looked at.
-MANY_SKIPS = 3
 _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "LAMB", "Lamb", "Adafactor", "Lion")
+#: How near a factor is to a scale that it is taken for.
+NEAR = 1e-4
 
 
-class Gradient:
-    """What is known of one parameter's gradient.
+@dataclass(slots=True)
+class Here:
+    """What runs on a thread that trains.
 
     Attributes:
-        parameter: A weak reference to the parameter.
-        marks: The marks of its parts; None where they are not known.
-        fresh: It has changed since an optimizer used it.
-        consumed: An optimizer used it, or was to use it and was skipped.
-        divided: The mark that ``unscale_`` has divided it by, until it changes again.
-        stepped_in: The autocast region in which its parameter was stepped last; 0 for none.
+        thread: Its number.
+        depth: Backward passes that are running, one inside another.
+        reached: Marks met by the outermost of them; ``unknown`` where it was given gradients.
+        inferred: Since the last step something may have brought a scale along unseen, and
+        unclean: a loss was a product with a tensor that may have.
+        unscaled: Parameters, by ``id``, whose hooks have divided the scale out.
+        given: The gradients given to the backward pass that is about to begin.
+        chain, scan: What the graph of the last backward pass says, on steps that are looked at closely.
+        accumulating: The backward pass that begins adds to gradients that nobody has used yet.
+        stepping: Optimizers whose step runs, one inside another.
+        evaluates: The one that steps calls a closure.
+        in_use: An optimizer or a scaler is at work: what it writes is its own.
+        scaler_step: The scaler and the optimizer of the ``scaler.step`` that runs.
+        ran: The optimizer's own step was called within it.
+        scale_met: A scaled loss was met since the last step.
     """
 
-    __slots__ = (
-        "consumed",
-        "divided",
-        "fresh",
-        "marks",
-        "next_version",
-        "parameter",
-        "reference",
-        "stepped_in",
-        "version",
-    )
+    thread: int
+    depth: int = 0
+    reached: set[Mark] = field(default_factory=set)
+    unscaled: set[int] = field(default_factory=set)
+    unknown: bool = False
+    inferred: bool = False
+    unclean: bool = False
+    given: tuple[Any, ...] = ()
+    chain: graph.Chain = field(default_factory=graph.Chain)
+    scan: graph.Scan = field(default_factory=graph.Scan)
+    accumulating: bool = False
+    stepping: list[Optimizer] = field(default_factory=list)
+    evaluates: bool = False
+    in_use: int = 0
+    scaler_step: tuple[Any, Optimizer] | None = None
+    ran: bool = False
+    scale_met: bool = False
 
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.stepped_in = 0
-        self.reference: weakref.ref[Tensor] | None = None
-        self.version = self.next_version = -1
-        self.marks: Marks | None = EMPTY
-        self.fresh = False
-        self.consumed = False
-        self.divided: Mark | None = None
-        gradient = parameter.grad
-        if gradient is not None:
-            # It is older than the watch.
-            self.reference = weakref.ref(gradient)
-            self.version = self.next_version = gradient._version
-            self.marks = None
-            self.fresh = True
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within the block, writes to gradients are an optimizer's or a scaler's own."""
+        self.in_use += 1
+        try:
+            yield
+        finally:
+            self.in_use = max(0, self.in_use - 1)
 
-    def clear(self) -> None:
-        """There is no gradient."""
-        self.reference = None
-        self.version = self.next_version = -1
-        self.marks = EMPTY
-        self.fresh = False
-        self.consumed = False
-        self.divided = None
 
-    @property
-    def value(self) -> Tensor | None:
-        """The gradient itself, as it was seen last."""
-        return self.reference() if self.reference is not None else None
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.here = Here(threading.get_ident())
 
-    @property
-    def scaled(self) -> bool:
-        """Some part of it carries a scale that is known."""
-        return bool(self.marks) and self.marks != PLAIN
 
-    def observe(self, marks: Marks | None) -> bool:
-        """Look whether it has changed; ``marks`` are those of the backward pass that may have changed it.
+@dataclass(frozen=True, slots=True)
+class Begins:
+    """An outermost backward pass begins."""
 
-        Args:
-            marks: None outside of a backward pass: then whatever has changed was changed by hand.
+    roots: Sequence[Any]
+    here: Here
 
-        Returns:
-            Whether it has changed.
-        """
-        parameter = self.parameter()
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            if self.reference is not None:
-                self.clear()
-            return False
-        before = self.value
-        version = gradient._version
-        if before is gradient and version in (self.version, self.next_version):
-            self.version, self.next_version = version, version
-            return False
-        if marks is None:
-            # Clipping and the like after unscale_ leaves a gradient plain; all else is beyond us here.
-            if not (self.marks == PLAIN and before is gradient and not self.consumed):
-                self.marks = None
-        elif self.reference is None:
-            self.marks = marks
-        elif self.marks is not None:
-            self.marks |= marks
-        if self.reference is None or before is not gradient:
-            self.reference = weakref.ref(gradient)
-        self.version = self.next_version = version
-        self.fresh = True
-        if marks is not None:
-            self.consumed = False
-        return True
 
-    def accept(self, marks: Marks | None) -> None:
-        """What was written since is known: the gradient now has these marks."""
-        parameter = self.parameter()
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            self.clear()
-            return
-        if self.value is not gradient:
-            self.reference = weakref.ref(gradient)
-        self.version = self.next_version = gradient._version
-        self.marks = marks
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An outermost backward pass has ended."""
 
-    def written(self, marks: Marks | None) -> None:
-        """An operation that is just ending has written to it, after which it has these marks."""
-        self.accept(marks)
-        # Autograd counts the write when the operation has returned, unless it went through ``.data``.
-        self.next_version = self.version + 1
+
+@dataclass(frozen=True, slots=True)
+class Gave:
+    """An outermost backward pass returned gradients instead of adding them to ``.grad``."""
+
+    gradients: Sequence[Any]
+    marks: Marks
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """An optimizer is about to step on gradients that carry no scale any more."""
+
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """An optimizer has stepped.
+
+    Attributes:
+        optimizer: The optimizer.
+        skipped: The scaler skipped it; None where only the device knows.
+        scaler: The scaler it went through, or None.
+        plain: All of its gradients were without a scale from the start, and none was met since the last step.
+    """
+
+    optimizer: Optimizer
+    skipped: bool | None
+    scaler: Any
+    plain: bool
 
 
 @dataclass(slots=True)
@@ -176,7 +153,6 @@ class Scaler:
         stepped: Names of the optimizers stepped since the last update, and those before it.
         scaled_at: The line of the last ``scale``.
         loaded: ``load_state_dict`` was called.
-        used: It has scaled something.
     """
 
     number: int
@@ -188,101 +164,82 @@ class Scaler:
     stepped_before: dict[int, str] = field(default_factory=dict)
     scaled_at: str = ""
     loaded: bool = False
-    used: bool = False
 
     @property
     def mark(self) -> Mark:
         """The mark of what it scales now."""
-        return self.number, self.generation
+        return Mark(self.number, self.generation)
 
 
-@dataclass(slots=True)
-class Stepped:
-    """What listeners are told about an optimizer's step.
-
-    Attributes:
-        optimizer: The optimizer.
-        skipped: The scaler skipped it; None where only the device knows.
-        scaler: The scaler it went through, or None.
-        plain: All of its gradients were without a scale from the start, and no scale was met since the last
-            step.
-    """
-
-    optimizer: Optimizer
-    skipped: bool | None
-    scaler: Any
-    plain: bool
+def unseen(roots: Sequence[Any], inputs: Sequence[Any]) -> AbstractContextManager[graph.Scan | None]:
+    """Nobody looks at backward passes."""
+    return nullcontext()
 
 
 class Ledger:
-    """Follows scales through backward passes, scalers and optimizers.
+    """Follows scales through backward passes and optimizers.
 
     Args:
         recorder: Where events go.
-        patches: Where replaced attributes are kept.
 
     Attributes:
-        depth: Backward passes that are running, one inside another.
-        on_backward: Called with the roots before, and with None after, an outermost backward pass.
-        on_stepping: Called before an optimizer's step on gradients that carry no scale any more.
-        on_stepped: Called after an optimizer's step, or one that was skipped.
+        open: Some gradient was changed by a backward pass and has not been used yet.
         region: The number of the present outermost autocast region with a cache; 0 for none.
-        in_use: An optimizer or a scaler is at work: what it writes is its own.
-        accumulating: The backward pass that begins adds to gradients that nobody has used yet; kept up on
-            steps that are looked at closely.
-        chain, scan: What the graph of the last backward pass says, on such steps.
-        open: Some gradient carries a scale and has not been used yet.
         before_observing: Called before gradients that were changed by hand are looked for.
         passing: Entered around each backward pass, with its roots and the inputs it goes to, none for all.
             It gives what the graph says, where it has gone through it.
+        looked_at: The thread whose operations all pass by; 0 for none.
     """
 
-    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._gradients: dict[int, Gradient] = {}
         self._of: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
         self._group_sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
-        self._reached: set[Mark] = set()
-        self._stepping: list[Optimizer] = []
-        self._evaluates = False  # the optimizer that steps calls a closure
-        self._scaler_step: tuple[Any, Optimizer] | None = None
-        self._ran = False
         self._skipped_last: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._patches = patches
+        self._local = _Local()
+        self._tasks: dict[int, Here] = {}
+        self._threads: set[int] = set()
+        self._sampling = False
+        self._ignoring = False
         self._handles: list[Any] = []
-        self.depth = 0
-        self.in_use = 0
+        #: Clips and writes of gradients that a constant may be divided out of yet, and what they would be.
+        self.pending: list[tuple[float, Callable[[], object]]] = []
         self.open = False
-        self.accumulating = False
-        self.chain = graph.Chain()
-        self.scan = graph.Scan()
-        self._scale_seen = False
+        self.looked_at = 0
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
         self.passing: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[graph.Scan | None]] = (
             unseen
         )
-        self.on_backward: list[Callable[[Sequence[Tensor] | None], None]] = []
-        self.on_stepping: list[Callable[[Optimizer], None]] = []
-        self.on_stepped: list[Callable[[Stepped], None]] = []
-        self._ignoring = False
 
     # ---- what is known ---------------------------------------------------------------------
 
     @property
-    def gradients(self) -> Iterator[Gradient]:
+    def here(self) -> Here:
+        """What runs on this thread; on one of autograd's own, on the thread that its backward pass is of."""
+        known = self._tasks.get(torch._C._current_graph_task_id()) if self._tasks else None
+        return self._local.here if known is None else known
+
+    @property
+    def closely(self) -> bool:
+        """Every operation of this thread passes by, so that nothing can write to a gradient unseen."""
+        return self.looked_at == self.here.thread
+
+    @property
+    def gradients(self) -> Iterable[Gradient]:
         """All gradients."""
-        return iter(self._gradients.values())
+        return list(self._gradients.values())  # another thread may add some
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers seen."""
         return list(self._of)
 
-    def values_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
+    def present(self, optimizer: Optimizer) -> list[Gradient]:
         """The gradients of an optimizer, those there are."""
-        return (value for gradient in self.of(optimizer) if (value := gradient.value) is not None)
+        return [gradient for gradient in self.of(optimizer) if gradient.present]
 
     def of(self, optimizer: Optimizer) -> list[Gradient]:
         """The gradients of an optimizer."""
@@ -300,16 +257,14 @@ class Ledger:
         """The scalers seen."""
         return list(self._scalers.items())
 
-    def scale_of(self, marks: Marks | None) -> float:
+    def scale_of(self, marks: Iterable[Mark]) -> float:
         """The scale of the first mark: waits for the device."""
-        for scaler, known in self._scalers.items():
-            if any(mark is not None and mark[0] == known.number for mark in marks or ()):
-                return _scale(scaler)
-        return 1.0
+        numbers = {mark.scaler for mark in marks}
+        return next((scale_of(s) for s, known in self._scalers.items() if known.number in numbers), 1.0)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is followed, or the gradient of one."""
-        return self.is_parameter(tensor) or any(g.value is tensor for g in self._gradients.values())
+        return self.is_parameter(tensor) or any(g.value is tensor for g in self.gradients)
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is followed."""
@@ -325,13 +280,19 @@ class Ledger:
         self._of[optimizer] = [
             self.follow(parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
+        for number, gradient in enumerate(self._of[optimizer]):
+            gradient.speaks(number)
 
     def follow(self, parameter: Tensor) -> Gradient:
         """Follow a parameter."""
         known = self._gradients.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            known = self._gradients[id(parameter)] = Gradient(parameter)
+            known = self._gradients[id(parameter)] = Gradient(parameter, len(self._gradients))
         return known
+
+    def followed(self, parameters: Iterable[Tensor]) -> list[Gradient]:
+        """The gradients of those of the parameters that are followed."""
+        return [known for p in parameters if (known := self._gradients.get(id(p))) is not None]
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -344,24 +305,16 @@ class Ledger:
 
     # ---- watching --------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, patches: Patches) -> None:
         """Begin."""
-        wrap = self._patches.wrap
-        wrap(torch.autograd, "_engine_run_backward", self._around_backward)
-        for scaler_class in with_subclasses(torch.amp.GradScaler):
-            for name, around in (
-                ("scale", self._around_scale),
-                ("unscale_", self._around_unscale),
-                ("step", self._around_scaler_step),
-                ("update", self._around_update),
-                ("load_state_dict", self._around_load),
-            ):
-                if name in vars(scaler_class):
-                    wrap(scaler_class, name, around)
-        for owner in (Optimizer, torch.nn.Module):
-            wrap(owner, "zero_grad", self._around_zero_grad)
-        wrap(Optimizer, "add_param_group", self._around_add_param_group)
-        wrap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._around_clip)
+        patches.apply(
+            (torch.autograd, "_make_grads", self._gradients_are_given),
+            (torch.autograd, "_engine_run_backward", self._backward),
+            (Optimizer, "zero_grad", self._zero_grad),
+            (torch.nn.Module, "zero_grad", self._zero_grad),
+            (Optimizer, "add_param_group", self._add_param_group),
+            (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip),
+        )
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -373,279 +326,302 @@ class Ledger:
             handle.remove()
         self._handles.clear()
 
+    def _mine(self, here: Here) -> Iterator[Gradient]:
+        return (gradient for gradient in self.gradients if gradient.thread in (None, here.thread))
+
+    def owned(self, here: Here, optimizer: Optimizer) -> None:
+        """A thread uses an optimizer."""
+        for gradient in self.of(optimizer):
+            if gradient.thread is None:
+                gradient.thread = here.thread
+            elif gradient.thread not in (here.thread, SHARED):
+                gradient.thread = SHARED
+                self._recorder.cannot_check("gradients that several threads use", "AMP00", "AMP019")
+
+    def observe(self, here: Here, marks: Marks | None = None) -> None:
+        """Look which gradients have changed: by a backward pass with marks, or by hand."""
+        if marks is None:
+            self.before_observing()
+        touched: list[Gradient] = []
+        for gradient in self._mine(here):
+            change = gradient.change()
+            if change is Cause.CLEARED:
+                gradient.state, gradient.sure = EMPTY, False
+            elif change is not None:
+                gradient.sample = None
+                touched.append(gradient)
+        if marks is None:
+            # Only a close look can tell whether what was done to them matters.
+            if any(gradient.state.scaled for gradient in touched):
+                self._recorder.suspect()
+            move(touched, lambda state: Cause.WRITTEN)
+        else:
+            self._add(here, touched, marks)
+        if self._recorder.looking:
+            self.verify(here)
+        elif self._sampling:
+            self._sampling = False
+            for gradient in self.gradients:
+                gradient.sample, gradient.sure = None, False
+
+    def _add(self, here: Here, gradients: list[Gradient], marks: Marks) -> None:
+        blind: list[Gradient] = []
+        if here.unknown:
+            blind, gradients = gradients, []
+        elif len(self._threads) > 1:
+            blind = [gradient for gradient in gradients if gradient.thread is None]
+        if not self.closely:
+            blind += [g for g in gradients if (p := g.parameter()) is not None and has_hooks(p)]
+        move(blind, lambda state: Cause.ADD_UNKNOWN)
+        plain = [gradient for gradient in gradients if id(gradient.parameter()) in here.unscaled]
+        move(plain, lambda state: Cause.ADD_PLAIN)
+        if blind or plain:
+            gradients = [gradient for gradient in gradients if gradient not in (*blind, *plain)]
+        move(gradients, lambda state: state.adding(marks), marks)
+
+    def verify(self, here: Here) -> None:
+        """Look whether gradients hold what they held, on steps that are looked at closely."""
+        self._sampling = True
+        for gradient, cause in verify(self._mine(here)) if not capturing() else ():
+            gradient.state, _ = gradient.state.after(cause)
+
     # ---- backward passes -------------------------------------------------------------------
 
-    def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(roots: Sequence[Tensor], *args: Any, **kw: Any) -> Any:
-            if any(isinstance(root, FakeTensor | FunctionalTensor) for root in roots):
-                return original(roots, *args, **kw)  # a compiler traces
-            # The fourth of the engine's arguments after the roots are the inputs, none for all.
-            inputs = args[3] if len(args) > 3 else kw.get("inputs")
-            try:
-                with self.passing(roots, inputs or ()) as scan:
-                    if self.depth == 0:
-                        self._begin(roots, scan)
-                    self.depth += 1
-                    try:
-                        return original(roots, *args, **kw)
-                    finally:
-                        self.depth -= 1
-            finally:
-                if self.depth == 0:
-                    self._end()
+    def _gradients_are_given(self, outputs: Any, grads: Sequence[Any], *args: Any, **kw: Any) -> Running:
+        here = self.here
+        yield
+        here.given = tuple(grads)
 
-        return run
+    def _backward(self, roots: Sequence[Tensor], grads: Any = (), *args: Any, **kw: Any) -> Running:
+        if any(isinstance(root, FakeTensor | FunctionalTensor) for root in roots):
+            return  # a compiler traces
+        here = self.here
+        given, here.given = here.given, ()
+        inputs = args[2] if len(args) > 2 else kw.get("inputs")
+        tasks: list[int] = []
 
-    def _begin(self, roots: Sequence[Tensor], scan: graph.Scan | None) -> None:
-        if self._stepping and not self._evaluates:
+        def runs(_: Any) -> None:
+            task = torch._C._current_graph_task_id()
+            self._tasks[task] = here
+            tasks.append(task)
+
+        handles = [node.register_prehook(runs) for node in graph.starts(roots)]
+        try:
+            # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
+            passing = self.passing if self.looked_at in (0, here.thread) else unseen
+            with passing(roots, inputs or ()) as scan:
+                if here.depth == 0:
+                    self._begin(here, roots, given, scan)
+                here.depth += 1
+                try:
+                    result = yield
+                finally:
+                    here.depth -= 1
+        finally:
+            for handle in handles:
+                handle.remove()
+            for task in tasks:
+                self._tasks.pop(task, None)
+            if here.depth == 0:
+                self._end(here)
+        if here.depth == 0 and here.reached and result:
+            self._recorder.tell(Gave(result, frozenset(here.reached)))
+
+    def _begin(self, here: Here, roots: Sequence[Tensor], given: Any, scan: graph.Scan | None) -> None:
+        self._threads.add(here.thread)
+        if here.stepping and not here.evaluates:
             # No step is running: the last one raised.
-            self._stepping.clear()
-            self.in_use = 0
-        self._reached.clear()
-        self.observe()
-        self.chain, self.scan = graph.Chain(), graph.Scan()
-        if self._recorder.looking:
-            self.chain, self.scan = graph.chain(roots), scan or graph.scan(roots)
-            self.accumulating = any(gradient.fresh and gradient.marks != EMPTY for gradient in self.gradients)
-            if self.chain.marks and self.chain.plain:
-                marks: Marks = frozenset(self.chain.marks)
+            here.stepping.clear()
+            here.in_use = 0
+        here.reached.clear()
+        here.unscaled.clear()
+        self.observe(here)
+        here.chain, here.scan = graph.Chain(), graph.Scan()
+        looking = self._recorder.looking
+        factor = _constant(given, looking)
+        here.unknown = factor is None
+        if looking:
+            here.chain, here.scan = graph.chain(roots), scan or graph.scan(roots)
+            here.accumulating = any(gradient.state.fresh for gradient in self._mine(here))
+            chain = here.chain
+            here.inferred |= not self.closely
+            here.unclean |= not chain.clean
+            chain.factor = None if chain.factor is None or factor is None else chain.factor * factor
+            if chain.factor not in (None, 1.0) and not chain.marks:
+                here.reached.add(Mark(HAND, 0, chain.factor))
+            if chain.marks and chain.plain:
+                marks = frozenset(chain.marks)
                 source = user_line()
                 self._recorder.emit_once(
                     ("mixed loss", source), lambda: MixedLoss(source=source, scale=self.scale_of(marks))
                 )
-        for listener in self.on_backward:
-            listener(roots)
+        elif factor not in (None, 1.0):
+            here.reached.add(Mark(HAND, 0, factor))
+        self._recorder.tell(Begins(roots, here))
 
-    def _end(self) -> None:
-        marks = self._marks()
-        for gradient in self._gradients.values():
-            gradient.observe(marks)
-        self.open |= bool(self._reached)
-        for listener in self.on_backward:
-            listener(None)
+    def _end(self, here: Here) -> None:
+        self.observe(here, frozenset(here.reached))
+        self.open = True
+        self._recorder.tell(Ended())
 
-    def _note_open(self) -> None:
-        self.open = self.open and any(g.scaled and not g.consumed for g in self._gradients.values())
-
-    def _marks(self) -> Marks:
-        return frozenset(self._reached) if self._reached else PLAIN
-
-    def observe(self) -> None:
-        """Look which gradients were changed by hand since the last look."""
-        self.before_observing()
-        touched = False
-        for gradient in self._gradients.values():
-            scaled = gradient.scaled
-            touched |= gradient.observe(None) and scaled
-        # Only a close look can tell whether what was done to them matters.
-        self._recorder.look_soon |= touched
+    def reach(self, mark: Mark) -> None:
+        """A backward pass goes through a scaled loss."""
+        here = self.here
+        if here.depth:
+            here.reached.add(mark)
+        here.scale_met = True
 
     def replay_ran(self) -> None:
         """A CUDA graph was replayed: gradients may have changed without a trace."""
-        for gradient in self._gradients.values():
-            gradient.marks = None
-            gradient.fresh = True
+        move(self.gradients, lambda state: Cause.WRITTEN)
 
-    # ---- scalers ---------------------------------------------------------------------------
+    # ---- judging ---------------------------------------------------------------------------
 
-    def _around_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
-            if not _enabled(scaler):
-                return scaled
-            known = self.scaler(scaler)
-            known.used = True
-            known.scaled_at = user_line()
-            mark = known.mark
-            if known.skipped and isinstance(outputs, Tensor):
-                # The step before was skipped, for which the scaler has waited for the device already.
-                finite = bool(torch.isfinite(outputs.detach()).all())
-                known.bad_losses = 0 if finite else known.bad_losses + 1
-            for tensor in _tensors(scaled):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    node: Any = tensor.grad_fn
-                    node.metadata[graph.MARK] = mark
-                    tensor.register_hook(lambda _, mark=mark: self._reach(mark))  # type: ignore[no-untyped-call]
-            return scaled
+    def judge(
+        self,
+        here: Here,
+        gradients: Iterable[Gradient],
+        cause: Callable[[State], Cause],
+        make: Callable[[str, list[Gradient], bool], tuple[tuple[Any, ...], Callable[[], Any]] | None],
+    ) -> None:
+        """Let something use gradients, and say what is wrong with it where that is certain.
 
-        return scale
-
-    def _reach(self, mark: Mark) -> None:
-        if self.depth:
-            self._reached.add(mark)
-        self._scale_seen = True
-
-    def _around_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale_(scaler: Any, optimizer: Optimizer) -> None:
-            if not _enabled(scaler):
-                original(scaler, optimizer)
-                return
-            self.adopt(optimizer)
-            self.observe()
-            self._judge_division(scaler, optimizer)
-            with self._at_work():
-                self._explained("unscale_", optimizer, original, scaler, optimizer)
-            mark = self.scaler(scaler).mark
-            for gradient in self.of(optimizer):
-                if gradient.reference is not None:
-                    gradient.marks, gradient.divided = PLAIN, mark
-            self._note_open()
-
-        return unscale_
-
-    def _around_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
-            if not _enabled(scaler):
-                return original(scaler, optimizer, *args, **kw)
-            self.adopt(optimizer)
-            known = self.scaler(scaler)
-            self._scaler_step, self._ran = (scaler, optimizer), False
-            fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-            try:
-                with self._at_work():
-                    result = self._explained("step", optimizer, original, scaler, optimizer, *args, **kw)
-            finally:
-                self._scaler_step = None
-            skipped = None if fused else not self._ran
-            if skipped is not None:
-                known.skipped = known.skipped + 1 if skipped else 0
-                if not skipped:
-                    known.bad_losses = 0
-            known.stepped[id(optimizer)] = type(optimizer).__name__
-            self._consumed(optimizer, skipped)
-            self._told(Stepped(optimizer, skipped, scaler, plain=False))
-            return result
-
-        return step
-
-    def _around_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update(scaler: Any, *args: Any, **kw: Any) -> None:
-            if not _enabled(scaler):
-                original(scaler, *args, **kw)
-                return
-            known = self.scaler(scaler)
-            left = any(
-                gradient.marks is not None and known.mark in gradient.marks and not gradient.consumed
-                for gradient in self._gradients.values()
-            )
-            known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
-            self._explained("update", None, original, scaler, *args, **kw)
-            known.generation += 1
-            known.stepped_before, known.stepped = known.stepped, {}
-            if known.skipped >= MANY_SKIPS:
-                self._judge_history(scaler, known)
-
-        return update
-
-    def _around_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_state_dict(scaler: Any, *args: Any, **kw: Any) -> None:
-            original(scaler, *args, **kw)
-            self.scaler(scaler).loaded = True
-
-        return load_state_dict
-
-    def judge_scale(self, scaler: Any, scale: float) -> None:
-        """Judge a scale where steps are skipped on the device, as fused optimizers do."""
-        known = self.scaler(scaler)
-        if known.skipped < MANY_SKIPS and scale < 1:
-            self._judge_history(scaler, known)
-
-    def _judge_history(self, scaler: Any, known: Scaler) -> None:
-        scale = _scale(scaler)
-        bad = known.bad_losses >= MANY_SKIPS - 1
-        if bad or scale < 1:
-            self._recorder.look_soon = True
-            self._recorder.emit(
-                ScaleHistory(
-                    source=known.scaled_at,
-                    scale=scale,
-                    skipped=known.skipped,
-                    loss_finite=False if bad else None,
-                )
-            )
-
-    def _judge_division(self, scaler: Any, optimizer: Optimizer) -> None:
-        known = self.scaler(scaler)
-        kinds: dict[str, int] = {}
-        carried: Mark | None = None
-        used = [gradient for gradient in self.of(optimizer) if gradient.reference is not None]
-        if used and all(gradient.consumed and not gradient.fresh for gradient in used):
-            self._repeated(optimizer, scaler=True)
-            return
-        for gradient in used:
-            marks = gradient.marks
-            if not marks or marks == {known.mark} or (gradient.consumed and not gradient.fresh):
+        Args:
+            here: Where it happens.
+            gradients: The gradients.
+            cause: What it is to a state.
+            make: Gives, of what is wrong, a key that its repetitions have too, and what makes the event.
+        """
+        before = {id(gradient): gradient.state for gradient in gradients}
+        recorder = self._recorder
+        for wrong, those in move(gradients, cause).items():
+            # What carries no scale is never seen to carry none.
+            absent = wrong in ("plain", "mixed")
+            inferred = absent and here.inferred
+            found = make(wrong, those, not inferred)
+            by_hand = wrong == "plain" and self._scaled_by_hand([before[id(one)] for one in those])
+            if found is None or by_hand:
                 continue
-            if None in marks:
-                kind = "mixed" if len(marks) > 1 else "again" if gradient.divided else "plain"
-            elif len(marks) > 1:
-                kind = "generations"
-            else:
-                kind = "older"
-                (carried,) = marks
-            kinds[kind] = kinds.get(kind, 0) + 1
-        source = user_line()
-        name = type(optimizer).__name__
-        other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
-        for kind, count in kinds.items():
-            own = carried is not None and carried[0] == known.number
-            previous = known.previous if kind == "older" and own else None
+            key, event = found[0] + (inferred,), found[1]
+            certain = recorder.looking and any(gradient.sure for gradient in those)
+            if recorder.knows(key) and wrong == "older":
+                # Whether the scale has changed decides how bad it is, each time.
+                recorder.emit(event())
+            elif recorder.knows(key) or (certain and not (absent and here.unclean)):
+                recorder.emit_once(key, event)
+            elif not recorder.looking:
+                recorder.suspect()
 
-            def event(
-                kind: str = kind, count: int = count, previous: Tensor | None = previous
-            ) -> WrongDivision:
+    def _scaled_by_hand(self, states: list[State]) -> bool:
+        scales = [scale_of(scaler) for scaler, _ in self.scalers]
+        return any(abs(state.by_hand / scale - 1) < NEAR for state in states for scale in scales if scale)
+
+    def divide(self, here: Here, scaler: Any, optimizer: Optimizer) -> None:
+        """Judge that a scaler divides an optimizer's gradients by its scale, which they lose."""
+        known = self.scaler(scaler)
+        source, name = user_line(), type(optimizer).__name__
+        other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
+        present = self.present(optimizer)
+        if self._repeats(here, optimizer, present, scaler=True):
+            return
+
+        def make(kind: str, those: list[Gradient], seen: bool) -> Any:
+            previous = known.previous if kind == "older" else None
+
+            def event() -> WrongDivision:
                 return WrongDivision(
                     source=source,
                     module=name,
+                    seen=seen,
                     kind=kind,
-                    scale=_scale(scaler),
+                    scale=scale_of(scaler),
                     carried=None if previous is None else float(previous),
                     other=other if kind == "older" else "",
-                    parameters=count,
+                    parameters=len(those),
                 )
 
-            if kind == "older":
-                # Whether the scale has changed decides how bad it is, each time.
-                self._recorder.emit(event())
-            else:
-                self._recorder.emit_once((kind, source, name), event)
+            return (kind, source, name), event
 
-    def _explained(
-        self, method: str, optimizer: Optimizer | None, original: Callable[..., Any], *args: Any, **kw: Any
-    ) -> Any:
-        """Call the original; where it raises, say why before it does."""
-        try:
-            return original(*args, **kw)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            weights = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-            self._recorder.emit(
-                ScalerRefused(
-                    source=user_line(),
-                    method=method,
-                    error=str(error),
-                    half_weights=sum(weight.dtype == torch.float16 for weight in weights),
-                    weights=len(weights),
-                )
+        def cause(state: State) -> Cause:
+            return Cause.UNSCALE_OWN if state.marks == {known.mark} else Cause.UNSCALE_OTHER
+
+        self.judge(here, present, cause, make)
+
+    def _repeats(self, here: Here, optimizer: Optimizer, present: list[Gradient], *, scaler: bool) -> bool:
+        kinds = {gradient.state.kind for gradient in present}
+        used = bool(kinds) and kinds <= {Kind.LEFT, Kind.USED, Kind.NONE} and kinds != {Kind.NONE}
+        if not used:
+            return False
+        source, name = user_line(), type(optimizer).__name__
+        key, recorder = ("repeated", source, name), self._recorder
+        if Kind.LEFT in kinds or recorder.knows(key):
+            skipped = self._skipped_last.get(optimizer, False)
+            recorder.emit_once(
+                key, lambda: RepeatedStep(source=source, module=name, skipped=skipped, scaler=scaler)
             )
-            raise
+        elif not recorder.looking:
+            recorder.suspect()
+        return True
+
+    def _judge_step(self, here: Here, optimizer: Optimizer) -> None:
+        self.owned(here, optimizer)
+        divides = getattr(optimizer, "grad_scale", None) is not None
+        if here.depth:  # an optimizer that steps within the backward pass
+            marks = frozenset(here.reached)
+            changed = [g for g in self.of(optimizer) if g.change() is Cause.WRITTEN]
+            self._add(here, changed, marks)
+            for gradient in changed:
+                gradient.sure = self.closely
+        elif here.scaler_step is None or divides:
+            self.observe(here)
+        if here.scaler_step is not None:
+            if divides:
+                self.divide(here, here.scaler_step[0], optimizer)
+        elif not divides and not self._repeats(here, optimizer, self.present(optimizer), scaler=False):
+            self._judge_scaled(here, optimizer)
+        if not divides:
+            self._recorder.tell(Stepping(optimizer))
+
+    def _judge_scaled(self, here: Here, optimizer: Optimizer) -> None:
+        source, name = user_line(), type(optimizer).__name__
+        group = optimizer.param_groups[0]
+
+        def make(wrong: str, those: list[Gradient], seen: bool) -> Any:
+            marks = frozenset().union(*(gradient.state.marks for gradient in those))
+            place: dict[str, Any] = {"source": source, "module": name, "seen": seen}
+            if wrong == "mixed":
+                return ("mixed", source, name), lambda: WrongDivision(
+                    **place, kind="mixed", scale=self.scale_of(marks), parameters=len(those)
+                )
+            return ("scaled step", source, name), lambda: ScaledStep(
+                **place,
+                scale=self.scale_of(marks),
+                lr=_number(group.get("lr")),
+                eps=_number(group.get("eps")),
+                weight_decay=_number(group.get("weight_decay")),
+                adaptive=name.startswith(_ADAPTIVE),
+            )
+
+        self.judge(here, self.present(optimizer), lambda state: Cause.STEPPED, make)
 
     # ---- optimizers ------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kw: Any) -> tuple[Any, Any] | None:
-        if optimizer in self._stepping:
-            self._stepping.clear()  # its last step raised
-        self._stepping.append(optimizer)
-        if len(self._stepping) > 1:
+        here = self.here
+        if optimizer in here.stepping:
+            here.stepping.clear()  # its last step raised
+        here.stepping.append(optimizer)
+        if len(here.stepping) > 1:
             return None  # an optimizer inside another one
-        self._evaluates = False
-        self._ran = True
+        here.evaluates = False
+        here.ran = True
         self.adopt(optimizer)
-        closure = kw.get("closure") if "closure" in kw else args[1] if len(args) > 1 else None
-        if not callable(closure):
-            self._judge_step(optimizer)
-            self.in_use += 1
+        closure = _closure(args, kw)
+        if closure is None:
+            self._judge_step(here, optimizer)
+            here.in_use += 1
             return None
-        self._evaluates = True
+        here.evaluates = True
         judged = False
 
         def evaluate() -> Any:
@@ -653,7 +629,7 @@ class Ledger:
             value = closure()
             if not judged:
                 judged = True
-                self._judge_step(optimizer)
+                self._judge_step(here, optimizer)
             return value
 
         if "closure" in kw:
@@ -661,209 +637,157 @@ class Ledger:
         return (args[0], evaluate, *args[2:]), kw
 
     def _after_step(self, optimizer: Optimizer, args: Any, kw: Any) -> None:
-        if optimizer not in self._stepping:
+        here = self.here
+        if optimizer not in here.stepping:
             return
-        outermost = self._stepping[0] is optimizer
-        del self._stepping[self._stepping.index(optimizer) :]
+        outermost = here.stepping[0] is optimizer
+        del here.stepping[here.stepping.index(optimizer) :]
         if not outermost:
             return
-        closure = kw.get("closure") if "closure" in kw else args[1] if len(args) > 1 else None
-        if not callable(closure):
-            self.in_use = max(0, self.in_use - 1)
-        if self._scaler_step is not None and self._scaler_step[1] is optimizer:
+        if _closure(args, kw) is None:
+            here.in_use = max(0, here.in_use - 1)
+        if here.scaler_step is not None and here.scaler_step[1] is optimizer:
             return  # the scaler's own step ends after it
-        plain = not self._scale_seen and all(
-            gradient.marks == PLAIN for gradient in self.of(optimizer) if gradient.reference is not None
+        plain = not here.scale_met and all(
+            gradient.state.kind is Kind.PLAIN for gradient in self.present(optimizer)
         )
-        self._consumed(optimizer, skipped=False)
-        self._told(Stepped(optimizer, False, None, plain))
+        self.used(here, Stepped(optimizer, False, None, plain))
 
-    def _judge_step(self, optimizer: Optimizer) -> None:
-        self._judge_marks(optimizer)
-        if getattr(optimizer, "grad_scale", None) is None:
-            for listener in self.on_stepping:
-                listener(optimizer)
-
-    def _judge_marks(self, optimizer: Optimizer) -> None:
-        divides = getattr(optimizer, "grad_scale", None) is not None
-        if self.depth:  # an optimizer that steps within the backward pass
-            marks = self._marks()
-            for gradient in self.of(optimizer):
-                gradient.observe(marks)
-        elif self._scaler_step is None or divides:
-            self.observe()
-        if self._scaler_step is not None:
-            scaler = self._scaler_step[0]
-            if divides:
-                self._judge_division(scaler, optimizer)
-                for gradient in self.of(optimizer):
-                    if gradient.reference is not None:
-                        gradient.marks, gradient.divided = PLAIN, self.scaler(scaler).mark
-            return
-        if divides:
-            return  # it unscales by itself
-        used = [gradient for gradient in self.of(optimizer) if gradient.reference is not None]
-        if used and all(gradient.consumed and not gradient.fresh for gradient in used):
-            self._repeated(optimizer, scaler=False)
-            return
-        scaled = [gradient for gradient in used if gradient.scaled and not gradient.consumed]
-        if not scaled:
-            return
-        source, name = user_line(), type(optimizer).__name__
-        marks = frozenset().union(*(gradient.marks or () for gradient in scaled))
-        if None in marks:
-            self._recorder.emit_once(
-                ("mixed", source, name),
-                lambda: WrongDivision(
-                    source=source,
-                    module=name,
-                    kind="mixed",
-                    scale=self.scale_of(marks),
-                    parameters=len(scaled),
-                ),
-            )
-            return
-        group = optimizer.param_groups[0]
-        self._recorder.emit_once(
-            ("scaled step", source, name),
-            lambda: ScaledStep(
-                source=source,
-                module=name,
-                scale=self.scale_of(marks),
-                lr=_number(group.get("lr")),
-                eps=_number(group.get("eps")),
-                weight_decay=_number(group.get("weight_decay")),
-                adaptive=name.startswith(_ADAPTIVE),
-            ),
-        )
-
-    def _repeated(self, optimizer: Optimizer, scaler: bool) -> None:
-        self._recorder.emit(
-            RepeatedStep(
-                source=user_line(),
-                module=type(optimizer).__name__,
-                skipped=self._skipped_last.get(optimizer, False),
-                scaler=scaler,
-            )
-        )
-
-    def _consumed(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        self._skipped_last[optimizer] = bool(skipped)
+    def used(self, here: Here, stepped: Stepped) -> None:
+        """An optimizer used its gradients, or was to use them and was skipped."""
+        optimizer = stepped.optimizer
+        self._skipped_last[optimizer] = bool(stepped.skipped)
         region = self.region()
-        for gradient in self.of(optimizer):
-            if gradient.reference is None:
-                continue
-            if not self.depth:
-                # Whatever the optimizer did to it is no news.
-                gradient.accept(gradient.marks)
-            gradient.fresh = False
-            gradient.consumed = True
-            if region and not skipped:
-                gradient.stepped_in = region
-        self._note_open()
+        gradients = self.present(optimizer)
+        if not here.depth:
+            # Whatever the optimizer did to them is no news.
+            for gradient in gradients:
+                gradient.change()
+        move(gradients, lambda state: Cause.USED)
+        if self._recorder.looking and not here.depth:
+            self._renew(gradients)
+        for gradient in gradients if region and not stepped.skipped else ():
+            gradient.stepped_in = region
+        self.open = any(g.state.fresh for g in self.gradients)
+        self.pending.clear()
+        here.scale_met = here.inferred = here.unclean = False
+        self._recorder.tell(stepped)
 
-    def _told(self, stepped: Stepped) -> None:
-        self._scale_seen = False
-        for listener in self.on_stepped:
-            listener(stepped)
+    def _renew(self, gradients: Iterable[Gradient]) -> None:
+        for gradient in gradients:
+            gradient.sample = None
+        self._sampling = True
+        if not capturing():
+            verify(gradients)
 
-    def _around_add_param_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def add_param_group(optimizer: Optimizer, *args: Any, **kw: Any) -> None:
-            original(optimizer, *args, **kw)
-            if not self._ignoring:
-                self.adopt(optimizer)
+    def written(self, here: Here, gradients: Iterable[Gradient]) -> None:
+        """What was written to gradients just now is known."""
+        gradients = [gradient for gradient in gradients if gradient.present]
+        for gradient in gradients:
+            gradient.change()
+        if self._recorder.looking:
+            self._renew(gradients)
 
-        return add_param_group
+    def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
+        yield
+        if not self._ignoring:
+            self.adopt(optimizer)
 
-    def _around_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
-            with self._at_work():
-                original(owner, set_to_none)
-            if set_to_none:
-                return  # that there is no gradient will be seen
-            parameters: Iterable[Tensor] = (
-                (p for group in owner.param_groups for p in group["params"])
-                if isinstance(owner, Optimizer)
-                else owner.parameters()
-            )
-            for parameter in parameters:
-                known = self._gradients.get(id(parameter))
-                if known is not None:
-                    known.accept(EMPTY)
-                    known.fresh = known.consumed = False
-                    known.divided = None
-            self._note_open()
+    def _zero_grad(self, owner: Any, set_to_none: bool = True) -> Running:
+        here = self.here
+        with here.at_work():
+            yield
+        if set_to_none:
+            return  # that there is no gradient will be seen
+        parameters = (
+            (p for group in owner.param_groups for p in group["params"])
+            if isinstance(owner, Optimizer)
+            else owner.parameters()
+        )
+        known = self.followed(parameters)
+        for gradient in known:
+            gradient.change()
+            gradient.sample = None
+        move(known, lambda state: Cause.CLEARED)
 
-        return zero_grad
+    def _clip(self, parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Running:
+        here = self.here
+        if not self.open or not (self._recorder.looking or any(g.state.scaled for g in self._mine(here))):
+            return
+        self.observe(here)
+        known = self.followed([parameters] if isinstance(parameters, Tensor) else list(parameters))
+        source = user_line()
 
-    def _around_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kw: Any) -> None:
-            if not self.open:
-                # What is done to gradients without a scale is the user's business.
-                original(parameters, max_norm, total_norm, *args, **kw)
-                return
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self.observe()
-            known = [g for p in parameters if (g := self._gradients.get(id(p))) is not None]
-            scaled = [gradient for gradient in known if gradient.scaled and not gradient.consumed]
-            if scaled:
-                source = user_line()
-                marks = scaled[0].marks
-                self._recorder.emit_once(
-                    ("clip", source),
-                    lambda: GradientsClipped(
-                        source=source, limit=float(max_norm), scale=self.scale_of(marks)
-                    ),
-                )
-            with self._at_work():
-                original(parameters, max_norm, total_norm, *args, **kw)
-            for gradient in known:
-                if gradient.reference is not None:
-                    gradient.accept(gradient.marks)
+        def make(wrong: str, those: list[Gradient], seen: bool) -> Any:
+            marks = those[0].state.marks
 
-        return clip
+            def event(scale: float = 0.0) -> GradientsClipped:
+                scale = scale or self.scale_of(marks)
+                return GradientsClipped(source=source, limit=float(max_norm), scale=scale)
 
-    def _at_work(self) -> _AtWork:
-        return _AtWork(self)
+            if wrong == "hand":
+                by = those[0].state.by_hand
+                self.wait(by, ("clip", source), lambda: event(by))
+                return None
+            return ("clip", source), event
 
+        self.judge(here, [g for g in known if g.present], lambda state: Cause.CLIPPED, make)
+        with here.at_work():
+            yield
+        self.written(here, known)
 
-def unseen(roots: Sequence[Any], inputs: Sequence[Any]) -> AbstractContextManager[graph.Scan | None]:
-    """Nobody looks at backward passes."""
-    return nullcontext()
+    def wait(self, constant: float, key: object, event: Callable[[], Any]) -> None:
+        """What was done to gradients is wrong if a constant that their loss was multiplied by is a scale."""
+        if constant:
+            self.pending.append((constant, lambda: self._recorder.emit_once(key, event)))
 
-
-class _AtWork:
-    """While it is entered, writes to gradients are an optimizer's or a scaler's own."""
-
-    __slots__ = ("_ledger",)
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def __enter__(self) -> None:
-        self._ledger.in_use += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._ledger.in_use = max(0, self._ledger.in_use - 1)
+    def settle(self, factor: float) -> None:
+        """Gradients are multiplied by hand: if it undoes a constant, what was done before is wrong."""
+        for constant, emit in self.pending:
+            if abs(constant * factor - 1) < NEAR:
+                emit()
 
 
-def _enabled(scaler: Any) -> bool:
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of the user's may change a parameter's gradient within a backward pass."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is captured, while which nothing may be read."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+
+
+def enabled(scaler: Any) -> bool:
+    """Whether a scaler does anything that is to be followed."""
     return bool(scaler._enabled) and not torch.compiler.is_compiling()
 
 
-def _scale(scaler: Any) -> float:
+def scale_of(scaler: Any) -> float:
     """The scale; waits for the device."""
     return float(scaler.get_scale())
 
 
+def _closure(args: Any, kw: Any) -> Callable[[], Any] | None:
+    closure = kw.get("closure") if "closure" in kw else args[1] if len(args) > 1 else None
+    return closure if callable(closure) else None
+
+
+def _constant(given: Sequence[Any], looking: bool) -> float | None:
+    """The number that the gradients given to a backward pass all are; None where that is not known."""
+    found = 1.0
+    for gradient in given:
+        if gradient is None:
+            continue
+        if not has_values(gradient) or not (gradient.device.type == "cpu" or (looking and not capturing())):
+            return None
+        with torch._C._DisableTorchDispatch():
+            low, high = (float(end) for end in gradient.detach().aminmax())
+        if low != high or (len(given) > 1 and low != found):
+            return None
+        found = low
+    return found
+
+
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float | Tensor) else None
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists and tuples; an iterator is left alone, as it can be read once only."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, list | tuple):
-        for output in outputs:
-            yield from _tensors(output)

@@ -16,27 +16,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision import graph
-from tilefit.precision.ledger import Ledger, unseen
+from tilefit.precision.ledger import Ledger, has_hooks, unseen
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.statistics import Statistics
-
-HALF = (torch.float16, torch.bfloat16)
+from tilefit.precision.tensors import HALF, tensors_in
 
 #: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do;
 #: within one; and within one in a module, which activation checkpointing runs again.
@@ -182,17 +181,27 @@ class Observers:
             observer.end()
 
 
+#: Entered with a parameter and a gradient; what it gives is called with the hook's result.
+HookOf = Callable[[Tensor, Tensor], AbstractContextManager[Callable[[Any], None]]]
+
+
+def _unjudged(parameter: Tensor, gradient: Tensor) -> AbstractContextManager[Callable[[Any], None]]:
+    return nullcontext(lambda result: None)
+
+
 class _Running(threading.local):
     """What runs on a thread: autograd has threads of its own, and checkpointing runs modules there.
 
     Attributes:
         modules: The modules that run, one inside another.
         pushed: The mode was pushed for the outermost of them, within a backward pass.
+        hook: A hook on a parameter's gradient runs.
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.pushed = False
+        self.hook = False
 
 
 class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -205,6 +214,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             half-precision scalars.
         names, parameter_names: Names of modules and of parameters by ``id``; what is not in them is named
             when it runs.
+        hook_of: Entered around each hook of the user's on a parameter's gradient.
     """
 
     def __init__(
@@ -215,6 +225,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameter_names: dict[int, str],
         *,
         thorough: bool,
+        hook_of: HookOf = _unjudged,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
@@ -232,6 +243,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._waits = False
         #: While a CUDA graph is captured nothing may be read.
         self._capturing = _is_capturing()
+        self.hook_of = hook_of
+        self.on_new_model: list[Callable[[nn.Module], None]] = []
+        self._met: set[int] = set()
         self.on_module: list[Callable[[nn.Module, str, Any], None]] = []
 
     # ---- entering and leaving --------------------------------------------------------------
@@ -253,11 +267,12 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nn_module.register_module_forward_pre_hook(self._entered),
             nn_module.register_module_forward_hook(self._left, always_call=True),
         ]
-        self._patches.wrap(BackwardCFunction, "apply", self._around_function)
+        self._patches.apply((BackwardCFunction, "apply", self._function))
         self._ledger.passing = self._passing
         self._waits = _in_backward()
         if not self._waits:
             self.switch_on()
+            self._ledger.looked_at = threading.get_ident()
 
     def passed(self) -> None:
         """An outermost backward pass has ended: push the mode where it had to wait for that."""
@@ -276,6 +291,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles.clear()
         self._patches.undo()
         self._ledger.passing = unseen
+        self._ledger.looked_at = 0
         again, self._paused = self._paused, True
         stack = _get_current_dispatch_mode_stack()
         if self in stack and (self._thorough or again) and _in_backward():
@@ -328,7 +344,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._lines.get(sequence, "")
 
     def _entered(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self._names:
+        if id(module) not in self._names or (not self._running.modules and id(module) not in self._met):
+            if not self._running.modules and not _in_backward():
+                self._met.add(id(module))
+                for listener in self.on_new_model:
+                    listener(module)
             for name, inner in module.named_modules():
                 self._names.setdefault(id(inner), name or type(module).__name__)
             for name, parameter in module.named_parameters():
@@ -370,6 +390,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         running.modules, running.pushed = [], False
         off = not self._thorough and self._switch_off()
         handles: list[RemovableHandle] = []
+        replaced = self._hooks_of_parameters()
         ran: list[graph.Kind] = []
         try:
             # Nothing may be read while a CUDA graph is captured.
@@ -379,6 +400,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
+            for hooks, before in replaced:
+                hooks.update({key: before[key] for key in hooks if key in before})
             running.modules, running.pushed = outer
             if off or (self._paused and not _in_backward()):
                 # Where a module or a Function raised, or the step has ended within the pass.
@@ -410,18 +433,51 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handles.append(node.register_prehook(lambda _, kind=kind: ran.append(kind)))
         return found
 
-    def _around_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, node: Any, *args: Any) -> Generator[None, Any, None]:
         """What a Function of the user's does going backward is seen as operations."""
+        pushed = function_of(node) is not None and self.switch_on()
+        try:
+            yield
+        finally:
+            if pushed:
+                self._switch_off()
 
-        def apply(node: Any, *args: Any) -> Any:
-            pushed = function_of(node) is not None and self.switch_on()
-            try:
-                return original(node, *args)
-            finally:
-                if pushed:
-                    self._switch_off()
+    def _hooks_of_parameters(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Have the user's hooks on gradients seen as operations; what to put back afterwards."""
+        replaced = []
+        for gradient in self._ledger.gradients:
+            parameter = gradient.parameter()
+            if parameter is None or not has_hooks(parameter):
+                continue
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                if hooks:
+                    replaced.append((hooks, dict(hooks)))
+                    hooks.update(
+                        {
+                            key: partial(self._run_hook, hook, gradient.parameter)
+                            for key, hook in hooks.items()
+                        }
+                    )
+        return replaced
 
-        return apply
+    def _run_hook(
+        self, hook: Callable[[Any], Any], reference: Callable[[], Tensor | None], value: Tensor
+    ) -> Any:
+        parameter = reference()
+        gradient = value.grad if parameter is value else value
+        if parameter is None or gradient is None or self._running.hook:
+            return hook(value)
+        self._running.hook = True
+        pushed = self.switch_on()
+        try:
+            with self.hook_of(parameter, gradient) as gave:
+                result = hook(value)
+                gave(result if gradient is value else gradient)
+        finally:
+            self._running.hook = False
+            if pushed:
+                self._switch_off()
+        return result
 
     # ---- operations ------------------------------------------------------------------------
 
@@ -431,11 +487,10 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        ledger = self._ledger
-        if ledger.depth and _in_backward():
+        if _in_backward() and not self._running.hook:
             phase = RECOMPUTED if self._running.modules else BACKWARD
         else:
-            phase = OPEN if ledger.open else FORWARD
+            phase = OPEN if self._running.hook or self._ledger.open else FORWARD
         plan = self._plans[phase].get(id(func))
         if plan is None:
             plan = self._observers.plan(func, phase)
@@ -486,57 +541,6 @@ def function_of(node: Any) -> type | None:
     """The Function of the user's that a node of the graph is of; None for all other nodes."""
     function: type | None = getattr(node, "_forward_cls", None)
     return None if function is None or function.__module__.startswith("torch.") else function
-
-
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among values and in lists of them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
-
-
-def mutated(func: Any) -> tuple[int, ...]:
-    """Positions of the arguments an operation writes to."""
-    return tuple(
-        index
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is just that: it has values, dense ones, and is of no subclass that stands for "
-    "more."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor._is_zerotensor()
-        and not stands_for_another(tensor)
-    )
-
-
-def stands_for_another(tensor: Tensor) -> bool:
-    """Whether a tensor is one that ``torch.func`` works with, of which nothing can be read."""
-    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
-
-
-def sampled(tensor: Tensor, most: int) -> Tensor:
-    """About ``most`` elements, evenly spread over memory; a view, except of unusual layouts."""
-    number = tensor.numel()
-    step = max(1, number // most)
-    dense = tensor.is_contiguous() or (
-        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
-    # One operation, of which there is one for every gradient.
-    return tensor.as_strided((-(-number // step),), (step,)) if dense else tensor.reshape(-1)[::step]
 
 
 def _first(out: Any) -> Tensor | None:

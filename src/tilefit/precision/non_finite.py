@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tilefit.precision.events import NonFinite
-from tilefit.precision.look import Call, Observer, is_plain, mutated, tensors_in
+from tilefit.precision.look import Call, Observer
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import name_of
+from tilefit.precision.tensors import has_values, name_of, targets, tensors_in
 
 #: Operations that make or move values without computing: what they hold comes from elsewhere, or is meant.
 _INNOCENT = frozenset(
@@ -49,7 +49,7 @@ class Origin(Observer):
         self._flags: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._checked: list[_Checked] = []
         self._inputs: list[Tensor] = []
-        flags = [_finite(weight) for weight in weights if _checkable(weight)]
+        flags = [_finite(weight) for weight in weights if has_values(weight)]
         self._weights = torch.stack([flag.cpu() for flag in flags]).all() if flags else None
 
     def wants(self, func: Any, name: str) -> bool:
@@ -57,15 +57,14 @@ class Origin(Observer):
 
     def before(self, call: Call) -> None:
         # Now, as the operation may write to them.
-        self._inputs = [self._flag(tensor) for tensor in call.tensors() if _checkable(tensor)]
+        self._inputs = [self._flag(tensor) for tensor in call.tensors() if has_values(tensor)]
 
     def after(self, call: Call) -> None:
-        for index in mutated(call.func):
-            for tensor in tensors_in(call.args[index : index + 1]):
-                self._flags.pop(id(tensor), None)
+        for tensor in targets(call.func, call.args, call.kwargs):
+            self._flags.pop(id(tensor), None)
         if call.backward and not (self._backward or call.look.recomputes):
             return
-        outs = [t for t in tensors_in([call.out]) if _checkable(t)]
+        outs = [t for t in tensors_in([call.out]) if has_values(t)]
         if not outs:
             return
         known = self._inputs
@@ -105,13 +104,9 @@ class Origin(Observer):
                 break
 
 
-def _checkable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and is_plain(tensor) and bool(tensor.numel())
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; waits for the device."""
-    return not _checkable(tensor) or bool(_finite(tensor))
+    return not has_values(tensor) or bool(_finite(tensor))
 
 
 def _finite(tensor: Tensor) -> Tensor:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any
 
 _ABSENT = object()
+
+#: What runs around a call, with its arguments: up to its only ``yield`` before it, and after it with its
+#: result, or with what it raised. Without a ``yield`` the call is none of its business.
+Around = Callable[..., Generator[None, Any, None]]
+#: Rows of a table of patches: on what, which attributes, and what runs around each.
+Patch = tuple[Any, str, Around]
+
+
+class _Running(threading.local):
+    """The calls that run on a thread, a name and an object each: a subclass's method calls its base's."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
 
 
 class Patches:
@@ -18,16 +33,36 @@ class Patches:
     def __init__(self) -> None:
         self.active = True
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._running = _Running()
 
-    def wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace ``owner.name`` by ``around(owner.name)``; a class attribute as the class itself holds "
-        "it."""
+    def apply(self, *table: Patch) -> None:
+        """Replace attributes."""
+        for owner, name, around in table:
+            self._wrap(owner, name, around)
+
+    def _wrap(self, owner: Any, name: str, around: Around) -> None:
         kept = vars(owner).get(name, _ABSENT)
         original = getattr(owner, name)
-        inner = around(original)
 
         def outer(*args: Any, **kw: Any) -> Any:
-            return (inner if self.active else original)(*args, **kw)
+            calls, call = self._running.calls, (name, id(args[0]) if args else 0)
+            if not self.active or call in calls:
+                return original(*args, **kw)
+            running = around(*args, **kw)
+            try:
+                next(running)
+            except StopIteration:
+                return original(*args, **kw)
+            calls.append(call)
+            try:
+                result = original(*args, **kw)
+            except BaseException as error:
+                calls.remove(call)
+                _resume(running.throw, error)
+                raise
+            calls.remove(call)
+            _resume(running.send, result)
+            return result
 
         outer.__name__, outer.__doc__ = name, original.__doc__
         outer.__wrapped__ = original  # type: ignore[attr-defined]
@@ -47,10 +82,15 @@ class Patches:
         self._replaced.clear()
 
 
-def with_subclasses(base: type) -> list[type]:
-    """A class and every subclass of it that is loaded."""
+def _resume(how: Callable[[Any], None], value: Any) -> None:
+    with suppress(StopIteration):
+        how(value)
+
+
+def of_all(base: type, **methods: Around) -> list[Patch]:
+    """Rows for the methods of a class, and of every subclass of it that is loaded and has its own."""
     classes: list[type] = [base]
     for found in classes:
-        inner: list[type] = found.__subclasses__()
+        inner: list[type] = type.__subclasses__(found)
         classes += [one for one in inner if one not in classes]
-    return classes
+    return [(one, name, methods[name]) for one in classes for name in methods if name in vars(one)]

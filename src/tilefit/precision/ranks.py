@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tilefit.precision.events import HalfSum, RanksDiffer
-from tilefit.precision.ledger import Gradient, Ledger, Stepped
+from tilefit.precision.gradients import Gradient
+from tilefit.precision.ledger import Begins, Ledger, Stepped, Stepping
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import is_plain
 from tilefit.precision.recorder import Recorder
+from tilefit.precision.tensors import is_plain
 
 #: How long rank 0 waits for what the others say of a step.
 TIMEOUT_S = 20.0
@@ -86,9 +86,9 @@ class Ranks:
         self._same_data = 0
         self._passes = 0
         self._given_up = False
-        ledger.on_backward.append(self._on_backward)
-        ledger.on_stepping.append(self._on_stepping)
-        ledger.on_stepped.append(self._on_stepped)
+        recorder.on(Begins, self._on_backward)
+        recorder.on(Stepping, self._on_stepping)
+        recorder.on(Stepped, self._on_stepped)
 
     def compare(self, stepped: Stepped, models: Sequence[torch.nn.Module], *, due: bool) -> None:
         """Exchange and judge, where there are several ranks.
@@ -102,6 +102,7 @@ class Ranks:
         if not due or self._given_up or not _several_ranks():
             self._before = None
             return
+        self._recorder.facts.add("several ranks")
         import torch.distributed as dist
 
         self._judge_hooks(models, passes)
@@ -132,8 +133,9 @@ class Ranks:
         except (RuntimeError, dist.DistStoreError):
             self._given_up = True
             self._recorder.cannot_check(
-                f"AMP023: some rank said nothing of step {self._recorder.step} within {TIMEOUT_S:g} s; every "
-                "rank must be watched"
+                f"some rank said nothing of step {self._recorder.step} within {TIMEOUT_S:g} s; every rank "
+                "must be watched",
+                "AMP023",
             )
             return
         reports = [report, *(_Report.unpack(store.get(other)) for other in others)]
@@ -143,17 +145,17 @@ class Ranks:
 
     # ---- what happens ----------------------------------------------------------------------
 
-    def _on_backward(self, roots: Any) -> None:
-        if roots is None or not self._recorder.looking:
+    def _on_backward(self, begins: Begins) -> None:
+        if not self._recorder.looking:
             return
         self._passes += 1
         if _several_ranks():
-            values = [root.detach() for root in roots if isinstance(root, Tensor) and is_plain(root)]
+            values = [root.detach() for root in begins.roots if isinstance(root, Tensor) and is_plain(root)]
             self._data = _hash([self._data, *(_checksum(value) for value in values)])
 
-    def _on_stepping(self, optimizer: Optimizer) -> None:
+    def _on_stepping(self, stepping: Stepping) -> None:
         if self._recorder.looking and not self._given_up and _several_ranks():
-            self._before = (optimizer, *_checksums(self._comparable(optimizer)))
+            self._before = (stepping.optimizer, *_checksums(self._comparable(stepping.optimizer)))
 
     def _on_stepped(self, stepped: Stepped) -> None:
         self._steps += not stepped.skipped
@@ -170,7 +172,7 @@ class Ranks:
             else:
                 found.append(gradient)
         if left_out:
-            self._recorder.cannot_check(f"AMP023: {left_out} sharded parameters, which ranks do not share")
+            self._recorder.cannot_check(f"{left_out} sharded parameters, which ranks do not share", "AMP023")
         return found
 
     def _judge_hooks(self, models: Sequence[torch.nn.Module], passes: int) -> None:
@@ -197,7 +199,7 @@ class Ranks:
             )
 
         if any(report.structure != first.structure for report in reports):
-            self._recorder.cannot_check("AMP023: ranks hold different parameters by design")
+            self._recorder.cannot_check("parameters that ranks hold differently by design", "AMP023")
             return
         if len({report.skipped for report in reports}) > 1:
             differ("found_inf", values=tuple(float(report.skipped) for report in reports))

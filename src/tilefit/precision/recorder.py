@@ -1,10 +1,13 @@
-"""What all trackers share: the step that is running, and where their events go."""
+"""The bus that trackers and rules are on, and what the rules have found."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from tilefit.precision.events import Event
 from tilefit.precision.rules import PrecisionRule
@@ -14,10 +17,14 @@ _log = logging.getLogger("tilefit.precision")
 #: What makes alarms one: code, line, module where it matters, and what to do.
 _Place = tuple[str, str, str, str]
 _ORDER = (NOTE, WARNING, ERROR)
+#: So many steps are looked at closely for the sake of a suspicion that none of them confirms.
+_LOOKS = 4
+
+_E = TypeVar("_E")
 
 
 class Recorder:
-    """Judges events by the rules and keeps what they find.
+    """Passes events on to those that asked for their type, the rules among them, and keeps the alarms.
 
     Args:
         rules: The rules that judge.
@@ -27,17 +34,22 @@ class Recorder:
         looking: Whether this step is looked at closely: only then may a tracker wait for the device.
         look_soon: A tracker wants a close look at the next step.
         names: Names of parameters by ``id``.
+        facts: What the run has: what a rule needs before there is anything to check.
     """
 
-    def __init__(self, rules: Iterable[PrecisionRule]) -> None:
-        self._rules = tuple(rules)
+    def __init__(self, rules: Iterable[PrecisionRule[Any]]) -> None:
+        self.rules = tuple(rules)
+        self._subscribers: defaultdict[type, list[Callable[[Any], object]]] = defaultdict(list)
         self._alarms: dict[_Place, Alarm] = {}
-        self._unchecked: dict[str, None] = {}
+        self._unchecked: dict[str, tuple[str, ...]] = {}
         self._known: dict[object, list[_Place]] = {}
+        self._suspicions = 0
+        self._process = os.getpid()
         self.step = 0
         self.looking = True
         self.look_soon = False
         self.names: dict[int, str] = {}
+        self.facts: set[str] = set()
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
@@ -50,17 +62,31 @@ class Recorder:
         )
 
     @property
-    def unchecked(self) -> tuple[str, ...]:
-        """What could not be looked at."""
-        return tuple(self._unchecked)
+    def unchecked(self) -> dict[str, tuple[str, ...]]:
+        """What could not be looked at, and the rules that needed it."""
+        return self._unchecked
 
-    def cannot_check(self, what: str) -> None:
-        """Say once what could not be looked at, and why."""
-        self._unchecked[what] = None
+    def cannot_check(self, what: str, *codes: str) -> None:
+        """Say once what could not be looked at, and why; and which rules needed it."""
+        self._unchecked[what] = codes
 
-    def emit(self, event: Event) -> None:
-        """Judge an event."""
-        self._judge(event)
+    def on(self, kind: type[_E], listener: Callable[[_E], object]) -> None:
+        """Have a listener called with every event of a type."""
+        self._subscribers[kind].append(listener)
+
+    def tell(self, event: object) -> None:
+        """Pass an event of the run on to the trackers that asked for it."""
+        for listener in self._subscribers[type(event)]:
+            listener(event)
+
+    def suspect(self) -> None:
+        """Something looks wrong that only a close look can confirm."""
+        self._suspicions += 1
+        self.look_soon |= self._suspicions <= _LOOKS
+
+    def knows(self, key: object) -> bool:
+        """Whether a mistake was judged before."""
+        return key in self._known
 
     def emit_once(self, key: object, make: Callable[[], Event]) -> None:
         """Judge the event ``make()`` the first time; afterwards only count.
@@ -69,34 +95,32 @@ class Recorder:
         not do that again and again.
         """
         if key not in self._known:
-            self._known[key] = self._judge(make())
+            self._known[key] = self.emit(make())
             return
         for place in self._known[key]:
             alarm = self._alarms[place]
             self._alarms[place] = replace(alarm, steps=alarm.steps + 1)
 
-    def _judge(self, event: Event) -> list[_Place]:
+    def emit(self, event: Event) -> list[_Place]:
+        """Judge an event."""
         places = []
-        for rule in self._rules:
-            if not isinstance(event, rule.sees):
-                continue
-            for alarm in rule.check(event):
+        for rule in self.rules:
+            for alarm in rule.judge(event):
                 module = alarm.module if rule.by_module or not alarm.source else ""
                 place = (alarm.code, alarm.source, module, alarm.fix)
                 places.append(place)
                 before = self._alarms.get(place)
                 if before is None:
                     self._alarms[place] = replace(alarm, first_step=self.step)
-                    _log.log(
-                        logging.INFO if alarm.severity == NOTE else logging.WARNING,
-                        "step %d: %s %s: %s (%s)",
-                        self.step,
-                        alarm.source,
-                        alarm.code,
-                        alarm.message,
-                        alarm.severity,
-                    )
+                    self._say(alarm)
                     continue
                 worse = alarm if _ORDER.index(alarm.severity) >= _ORDER.index(before.severity) else before
                 self._alarms[place] = replace(worse, first_step=before.first_step, steps=before.steps + 1)
         return places
+
+    def _say(self, alarm: Alarm) -> None:
+        if os.getpid() != self._process:
+            return  # a child: its steps are in nobody's report
+        level = logging.INFO if alarm.severity == NOTE else logging.WARNING
+        words = (self.step, alarm.source, alarm.code, alarm.message, alarm.severity)
+        _log.log(level, "step %d: %s %s: %s (%s)", *words)

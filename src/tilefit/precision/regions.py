@@ -1,12 +1,11 @@
-"""Autocast regions: which are open, in which element types forward passes ran, and what their cache "
-"still holds."""
+"""Autocast regions: which are open, in which element types forward passes ran, and what their cache holds."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,23 +20,17 @@ from tilefit.precision.events import (
     StaleCache,
     UnscaledHalf,
 )
-from tilefit.precision.ledger import Ledger, Stepped
+from tilefit.precision.ledger import Begins, Ledger, Running, Stepped
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patches, with_subclasses
+from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
-
-_HALF = (torch.float16, torch.bfloat16)
+from tilefit.precision.tensors import HALF, name_of
 
 
 @dataclass(slots=True)
 class Region:
-    """An outermost autocast region.
-
-    Attributes:
-        number: Its number, from 1 on; a new one where the cache is cleared.
-        source: The line that entered it.
-        cache: Its cache is on.
-    """
+    """An outermost autocast region: its number, a new one where the cache is cleared; the line that entered
+    it; and whether its cache is on."""
 
     number: int
     source: str
@@ -63,13 +56,23 @@ class Cycle:
     backward_at: str = ""
 
 
+class _Here(threading.local):
+    """What is open on a thread: regions, the outermost of them, and calls of ``Module.train``."""
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []
+        self.region: Region | None = None
+        self.cycle = Cycle()
+        self.in_train = 0
+        self.entered = 0
+
+
 class Regions:
     """Follows autocast regions.
 
     Args:
         recorder: Where events go.
         ledger: Knows the backward passes and the steps.
-        patches: Where replaced attributes are kept.
         fp16_values: Gives what was measured of fp16 gradients in this step: values, and shares of them that
             are subnormal and zero.
 
@@ -78,37 +81,27 @@ class Regions:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        ledger: Ledger,
-        patches: Patches,
-        fp16_values: Callable[[], tuple[int, float, float]],
+        self, recorder: Recorder, ledger: Ledger, fp16_values: Callable[[], tuple[int, float, float]]
     ) -> None:
         self._recorder = recorder
         self._ledger = ledger
-        self._patches = patches
         self._fp16_values = fp16_values
-        self._open: list[Any] = []
-        self._inside: Any = None
-        self._region: Region | None = None
+        self._here = _Here()
         self._numbers = 0
-        self._cycle = Cycle()
         self.trained: set[torch.dtype] = set()
-        self._in_train = 0
         self._evaluated: dict[nn.Module, list[Any]] = {}
-        self._entered = 0
         ledger.region = self.cached_region
-        ledger.on_backward.append(self._on_backward)
-        ledger.on_stepped.append(self._on_stepped)
+        recorder.on(Begins, self._on_backward)
+        recorder.on(Stepped, self._on_stepped)
 
-    def start(self) -> None:
+    def start(self, patches: Patches) -> None:
         """Begin."""
-        for autocast in with_subclasses(torch.amp.autocast_mode.autocast):
-            if "__enter__" in vars(autocast):
-                self._patches.wrap(autocast, "__enter__", self._around_enter)
-                self._patches.wrap(autocast, "__exit__", self._around_exit)
-        self._patches.wrap(torch, "clear_autocast_cache", self._around_clear)
-        self._patches.wrap(nn.Module, "train", self._around_train)
+        autocast = torch.amp.autocast_mode.autocast
+        patches.apply(
+            *of_all(autocast, __enter__=self._enter, __exit__=self._exit),
+            (torch, "clear_autocast_cache", self._clear),
+            (nn.Module, "train", self._train),
+        )
 
     def stop(self) -> None:
         """End."""
@@ -117,177 +110,143 @@ class Regions:
 
     # ---- regions ---------------------------------------------------------------------------
 
-    def _around_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(autocast: Any) -> Any:
-            if self._inside is autocast:  # a subclass's method calls the one of its base
-                return original(autocast)
-            self._inside = autocast
-            try:
-                self._enter(autocast)
-                self._open.append(autocast)
-                return original(autocast)
-            finally:
-                self._inside = None
-
-        return enter
-
-    def _around_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def leave(autocast: Any, *args: Any) -> Any:
-            if self._inside is autocast:
-                return original(autocast, *args)
-            self._inside = autocast
-            try:
-                if autocast in self._open:  # it may have been entered before the watch
-                    self._open.remove(autocast)
-                if not self._open:
-                    self._region = None
-                return original(autocast, *args)
-            finally:
-                self._inside = None
-
-        return leave
-
-    def _enter(self, autocast: Any) -> None:
-        enabled, dtype = bool(autocast._enabled), autocast.fast_dtype
+    def _enter(self, autocast: Any) -> Running:
+        here = self._here
+        dtype = autocast.fast_dtype
         source = ""
-        if self._region is None:
+        if here.region is None:
             source = user_line()
             self._numbers += 1
-            self._region = Region(self._numbers, source, bool(autocast._cache_enabled))
-        if not enabled:
-            return
-        self._entered += 1
-        if self._ledger.depth:
-            self._entered_going_back(dtype, source or user_line())
-        elif torch.is_grad_enabled():
-            self._cycle.dtypes.add(dtype)
-            self._cycle.source = self._region.source
-            if len(self.trained) < len(_HALF):
+            here.region = Region(self._numbers, source, bool(autocast._cache_enabled))
+        if autocast._enabled:
+            here.entered += 1
+            self._recorder.facts.update(("autocast", "half precision"))
+            cycle = here.cycle
+            if self._ledger.here.depth:
+                self._entered_going_back(cycle, dtype, source or user_line())
+            elif torch.is_grad_enabled():
+                cycle.dtypes.add(dtype)
+                cycle.source = here.region.source
                 self.trained.add(dtype)
+        here.open.append(autocast)
+        yield
 
-    def _entered_going_back(self, dtype: torch.dtype, source: str) -> None:
-        if self._cycle.dtypes and dtype not in self._cycle.dtypes:
-            forward = "/".join(sorted(map(name_of, self._cycle.dtypes)))
-            self._recorder.emit_once(
-                ("region", source),
-                lambda: BackwardDtype(
-                    source=source, kind="region", name="", forward=forward, backward=name_of(dtype)
-                ),
+    def _exit(self, autocast: Any, *args: Any) -> Running:
+        here = self._here
+        if autocast in here.open:  # it may have been entered before the watch
+            here.open.remove(autocast)
+        if not here.open:
+            here.region = None
+        yield
+
+    def _entered_going_back(self, cycle: Cycle, dtype: torch.dtype, source: str) -> None:
+        if cycle.dtypes and dtype not in cycle.dtypes:
+            event = BackwardDtype(
+                source=source, kind="region", name="", forward=_names(cycle.dtypes), backward=name_of(dtype)
             )
+            self._recorder.emit_once(("region", source), lambda: event)
 
-    def _around_clear(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clear_autocast_cache() -> None:
-            original()
-            if self._region is not None:
-                self._numbers += 1
-                self._region.number = self._numbers
-
-        return clear_autocast_cache
+    def _clear(self) -> Running:
+        yield
+        if self._here.region is not None:
+            self._numbers += 1
+            self._here.region.number = self._numbers
 
     def cached_region(self) -> int:
         """The number of the present outermost region, 0 if there is none or its cache is off."""
-        return self._region.number if self._region is not None and self._region.cache else 0
+        region = self._here.region
+        return region.number if region is not None and region.cache else 0
 
     # ---- backward passes and steps ---------------------------------------------------------
 
-    def _on_backward(self, roots: Sequence[Tensor] | None) -> None:
-        if roots is None:
-            return
-        number = self.cached_region()
-        if number:
+    def _on_backward(self, begins: Begins) -> None:
+        region = self._here.region
+        if region is not None and region.cache:
             stale = [
                 gradient
                 for gradient in self._ledger.gradients
-                if gradient.stepped_in == number and _is_cached(gradient.parameter())
+                if gradient.stepped_in == region.number and _is_cached(gradient.parameter())
             ]
-            if stale and graph.scan(roots).dtypes & set(_HALF):
-                region = self._region
-                assert region is not None
+            if stale and graph.scan(begins.roots).dtypes & set(HALF):
                 self._recorder.emit_once(
-                    ("stale", region.source),
-                    lambda: StaleCache(source=region.source, parameters=len(stale)),
+                    ("stale", region.source), lambda: StaleCache(source=region.source, parameters=len(stale))
                 )
         if not self._recorder.looking:
             return
-        self._cycle.backward_at = user_line()
-        if torch.float16 in self._cycle.dtypes:
-            self._cycle.fp16 |= torch.float16 in self._ledger.scan.dtypes
-            factor = self._ledger.chain.factor
-            self._cycle.hand_scaled |= factor is None or factor > 1
+        cycle, here = self._here.cycle, begins.here
+        cycle.backward_at = user_line()
+        fp16 = torch.float16 in here.scan.dtypes
+        if fp16:
+            self._recorder.facts.add("fp16")
+        cycle.fp16 |= fp16
+        factor = here.chain.factor
+        cycle.hand_scaled |= here.unknown or factor is None or factor > 1
 
     def _on_stepped(self, stepped: Stepped) -> None:
-        cycle, optimizer = self._cycle, stepped.optimizer
-        self._cycle = Cycle()
-        if not cycle.dtypes:
-            return
-        if stepped.scaler is not None and self._recorder.looking:
-            source = self._ledger.scaler(stepped.scaler).scaled_at
-            dtypes = frozenset(map(name_of, cycle.dtypes))
-            self._recorder.emit_once(
-                ("scaler", source, dtypes), lambda: ScalerUsed(source=source, dtypes=dtypes)
-            )
+        cycle, optimizer = self._here.cycle, stepped.optimizer
+        self._here.cycle = Cycle()
         if stepped.plain and cycle.fp16 and not cycle.hand_scaled:
             values, subnormal, zero = self._fp16_values()
             self._recorder.emit(
                 UnscaledHalf(source=cycle.backward_at, values=values, subnormal=subnormal, zero=zero)
             )
-        if self._recorder.looking:
-            self._judge_weights(optimizer, cycle, stepped.scaler is not None)
-
-    def _judge_weights(self, optimizer: torch.optim.Optimizer, cycle: Cycle, scaler: bool) -> None:
-        weights = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.ndim >= 2 and parameter.requires_grad
-        ]
-        half = [parameter for parameter in weights if parameter.dtype in _HALF]
-        if 2 * len(half) > len(weights):
+        if not self._recorder.looking:
+            return
+        if stepped.scaler is not None and cycle.dtypes:
+            source = self._ledger.scaler(stepped.scaler).scaled_at
+            dtypes = frozenset(map(name_of, cycle.dtypes))
             self._recorder.emit_once(
-                ("half weights", cycle.source),
-                lambda: HalfWeights(
-                    source=cycle.source,
-                    module=type(optimizer).__name__,
-                    dtype=name_of(half[0].dtype),
-                    half=len(half),
-                    weights=len(weights),
-                    scaler=scaler,
-                ),
+                ("scaler", source, dtypes), lambda: ScalerUsed(source=source, dtypes=dtypes)
             )
+        self._judge_weights(optimizer, cycle)
+
+    def _judge_weights(self, optimizer: torch.optim.Optimizer, cycle: Cycle) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter.dtype in HALF for parameter in parameters):
+            self._recorder.facts.update(("half-precision weights", "half precision"))
+        weights = [parameter for parameter in parameters if parameter.ndim >= 2 and parameter.requires_grad]
+        half = [parameter for parameter in weights if parameter.dtype in HALF]
+        if cycle.dtypes and 2 * len(half) > len(weights):
+            event = HalfWeights(
+                source=cycle.source,
+                module=type(optimizer).__name__,
+                dtype=name_of(half[0].dtype),
+                half=len(half),
+                weights=len(weights),
+            )
+            self._recorder.emit_once(("half weights", cycle.source), lambda: event)
 
     # ---- evaluation ------------------------------------------------------------------------
 
-    def _around_train(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def train(model: nn.Module, mode: bool = True) -> Any:
-            self._in_train += 1
-            try:
-                result = original(model, mode)
-            finally:
-                self._in_train -= 1
-            if not self._in_train and not torch.compiler.is_compiling():
-                if mode:
-                    self._unhook(model)
-                else:
-                    self._hook(model)
-            return result
-
-        return train
+    def _train(self, model: nn.Module, mode: bool = True) -> Running:
+        here = self._here
+        here.in_train += 1
+        try:
+            yield
+        finally:
+            here.in_train -= 1
+        if not here.in_train and not torch.compiler.is_compiling():
+            if mode:
+                self._unhook(model)
+            else:
+                self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
         """Look at the autocast state of a model's forward passes until it trains again."""
         if model in self._evaluated:
             return
+        self._recorder.facts.add("evaluation")
         if is_compiled(model):
-            self._recorder.cannot_check("AMP025: the evaluation of a compiled model")
+            self._recorder.cannot_check("the evaluation of a compiled model", "AMP025")
             return
         before: list[int] = []
 
         def entered(module: nn.Module, args: Any) -> None:
-            before.append(self._entered)
+            before.append(self._here.entered)
 
         def left(module: nn.Module, args: Any, output: Any) -> None:
-            active = [a for a in self._open if a._enabled]
-            inside = self._entered != before.pop() if before else False
+            active = [a for a in self._here.open if a._enabled]
+            inside = self._here.entered != before.pop() if before else False
             self._judge_evaluation(model, active, inside)
 
         self._evaluated[model] = [
@@ -301,29 +260,22 @@ class Regions:
 
     def _judge_evaluation(self, model: nn.Module, active: list[Any], inside: bool) -> None:
         # A model that enters regions of its own does so in training too.
-        if inside or not self.trained or self._ledger.depth or torch.compiler.is_compiling():
+        if inside or not self.trained or self._ledger.here.depth or torch.compiler.is_compiling():
             return
-        if not any(self._knows(parameter) for parameter in model.parameters()):
+        if not self._ledger.followed(model.parameters()):
             return
-        training = "/".join(sorted(map(name_of, self.trained)))
-        evaluation = name_of(active[-1].fast_dtype) if active else name_of(_weight_dtype(model))
+        training = _names(self.trained)
+        evaluation = name_of(active[-1].fast_dtype if active else _weight_dtype(model))
         source = user_line()
         if evaluation not in training:
-            self._recorder.emit_once(
-                ("evaluation", source, evaluation),
-                lambda: EvaluationDtype(
-                    source=source, module=type(model).__name__, training=training, evaluation=evaluation
-                ),
+            event = EvaluationDtype(
+                source=source, module=type(model).__name__, training=training, evaluation=evaluation
             )
-
-    def _knows(self, parameter: Tensor) -> bool:
-        return any(gradient.parameter() is parameter for gradient in self._ledger.gradients)
+            self._recorder.emit_once(("evaluation", source, evaluation), lambda: event)
 
 
-@cache
-def name_of(dtype: torch.dtype) -> str:
-    """``float16`` for ``torch.float16``."""
-    return str(dtype).removeprefix("torch.")
+def _names(dtypes: set[torch.dtype]) -> str:
+    return "/".join(sorted(map(name_of, dtypes)))
 
 
 def _is_cached(parameter: Tensor | None) -> bool:

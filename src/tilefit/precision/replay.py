@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,16 +111,13 @@ def check_accumulation(
     """
     sources: list[str] = []
 
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kw: Any) -> Any:
-            sources.append(user_line())
-            return original(*args, **kw)
-
-        return run
+    def counted(*args: Any, **kw: Any) -> Generator[None, Any, None]:
+        sources.append(user_line())
+        yield
 
     with restored(model) as again:
         patches = Patches()
-        patches.wrap(torch.autograd, "_engine_run_backward", counted)
+        patches.apply((torch.autograd, "_engine_run_backward", counted))
         try:
             accumulate()
         finally:

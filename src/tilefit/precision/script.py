@@ -6,17 +6,21 @@ import runpy
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from tilefit.capture.packages import imports_relatively, package_of
 from tilefit.capture.sites import user_line
 from tilefit.errors import TargetError, TilefitError
 
+#: So often a script is asked to end that catches everything, before the process is ended for it.
+_REQUESTS = 3
+
 
 class _Enough(BaseException):
-    """The watch has seen its steps. No script catches what is no Exception."""
+    """The watch has seen its steps. Few scripts catch what is no Exception."""
 
 
 class Watching(Protocol):
@@ -31,7 +35,9 @@ class Watching(Protocol):
     ) -> None: ...
 
 
-def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitError | None:
+def run_script(
+    script: Path, arguments: list[str], watch: Watching, stuck: Callable[[], NoReturn] | None = None
+) -> TilefitError | None:
     """Run a script as ``python script arguments`` does, under a watch, until it ends or the watch has.
 
     A script that imports from the package it is in runs as ``python -m package.script arguments`` does. What
@@ -41,14 +47,23 @@ def run_script(script: Path, arguments: list[str], watch: Watching) -> TilefitEr
         script: The script.
         arguments: Its arguments.
         watch: The watch, not started yet.
+        stuck: Ends the process, where the script goes on whatever it is told, by a bare ``except:``.
 
     Returns:
         What went wrong in the script; None where it ended well or was ended.
     """
     argv, path = sys.argv[:], sys.path[:]
+    requests, stdout = count(1), sys.stdout
+
+    def end() -> None:
+        if next(requests) > _REQUESTS and stuck is not None:
+            with redirect_stdout(stdout):
+                stuck()
+        raise _Enough
+
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    watch.on_end = _end
+    watch.on_end = end
     try:
         with redirect_stdout(sys.stderr), watch:
             _run(script)
@@ -77,7 +92,3 @@ def _run(script: Path) -> None:
         runpy.run_module(f"{package}.{script.stem}", run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(str(script), run_name="__main__")
-
-
-def _end() -> None:
-    raise _Enough

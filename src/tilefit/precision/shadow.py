@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tilefit.precision.events import IntegersMerged, MaskOverflowed, OperationChecked
-from tilefit.precision.look import FORWARD, HALF, OPEN, RECOMPUTED, Call, Observer, is_plain, sampled
+from tilefit.precision.look import FORWARD, OPEN, RECOMPUTED, Call, Observer
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import name_of
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
+from tilefit.precision.tensors import HALF, has_values, is_plain, name_of, sampled, tensors_in
 
 #: Elements looked at of an operation's input, and of a table of integers.
 SAMPLE = 65536
 RUN = 8192
+#: So many values in order are no accident.
+LINE = 8
 #: Calls of one operation on one line that are looked at, per step.
 CALLS = 2
 #: Spacing relative to the value, and the smallest normal number, by element type.
@@ -36,13 +38,17 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
     "rsqrt": lambda call, x: torch.rsqrt(x),
     "reciprocal": lambda call, x: torch.reciprocal(x),
 }
-#: Operations through which a mask stays one.
+#: Operations through which a mask stays one, and a table a table.
 _PASSING = frozenset(
-    "view _unsafe_view expand unsqueeze slice select clone permute transpose add_ sub_".split()
+    "view _unsafe_view expand unsqueeze slice select clone permute transpose t add_ sub_ copy_".split()
 )
 _REDUCTIONS = frozenset(
     "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
 )
+#: What positions and steps go into; what else is made of whole numbers survives the rounding of some.
+_ANGLES = frozenset("mm addmm bmm baddbmm mkldnn_linear linear sin cos sin_ cos_ outer ger".split())
+_TABLES = frozenset("index index_select embedding gather take".split())
+_SCALED = frozenset("mul div mul_ div_ cat stack _to_copy".split())
 
 
 @dataclass(slots=True)
@@ -68,6 +74,13 @@ class _Mask(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(slots=True)
+class _Table:
+    """Values that were cast to half precision, and the operations that they have gone into."""
+
+    into: set[str] = field(default_factory=set)
+
+
 class Shadows(Observer):
     """Repeats risky operations in fp32, looks for merged integers and for masks that overflow.
 
@@ -85,13 +98,19 @@ class Shadows(Observer):
         self._calls: dict[tuple[str, str], int] = {}
         self._underflowed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._masks: dict[int, _Mask] = {}
+        self._tables: dict[int, tuple[weakref.ref[Tensor], _Table]] = {}
 
     def wants(self, func: Any, name: str) -> bool:
-        return name in _POINTWISE or name in _REDUCTIONS or name in _HANDLERS
+        return any(name in names for names in (_POINTWISE, _REDUCTIONS, _HANDLERS, _ANGLES, _TABLES, _SCALED))
 
     def after(self, call: Call) -> None:
+        if self._tables:
+            self._use(call)
         if call.name in _PASSING and not self._masks:
             return  # no mask that could be passed on
+        if call.name == "arange":
+            self._cast(call, call.out)
+            return
         first = call.args[0] if call.args else None
         if not isinstance(first, Tensor) or not is_plain(first) or not first.numel():
             return
@@ -109,9 +128,8 @@ class Shadows(Observer):
 
     def end(self) -> None:
         pending, self._pending = self._pending, []
-        self._calls.clear()
-        self._underflowed.clear()
-        self._masks.clear()
+        for kept in (self._calls, self._underflowed, self._masks, self._tables):
+            kept.clear()
         by_device: dict[torch.device, list[_Pending]] = {}
         for one in pending:
             by_device.setdefault(one.numbers.device, []).append(one)
@@ -158,49 +176,51 @@ class Shadows(Observer):
         spacing = wide.abs().clamp_min(_SMALLEST[dtype]) * _EPS[dtype]
         error = torch.where(good & torch.isfinite(got), (wide - got).abs() / spacing, 0.0).max()
         largest = torch.where(good, wide.abs(), 0.0).max()
-        source, module, operation = call.source, call.module, call.name
+        # A value below the smallest normal number is allowed to vanish in a sum or a softmax.
+        may_vanish = call.name not in _POINTWISE
+        self._checked(
+            call,
+            call.name,
+            dtype,
+            torch.stack([overflowed, vanished, error, largest]),
+            lambda n: (n[0], 0.0 if may_vanish else n[1], n[2], n[3]),
+        )
+
+    def _checked(
+        self,
+        call: Call,
+        operation: str,
+        dtype: torch.dtype,
+        numbers: Tensor,
+        figures: Callable[[list[float]], tuple[float, float, float, float]],
+    ) -> None:
+        source, module = call.source, call.module
 
         def judge(numbers: list[float]) -> None:
+            overflowed, vanished, error, largest = figures(numbers)
             self._recorder.emit(
                 OperationChecked(
                     source=source,
                     module=module,
                     operation=operation,
                     dtype=name_of(dtype),
-                    overflowed=numbers[0],
-                    # A value below the smallest normal number is allowed to vanish in a sum or a softmax.
-                    vanished=numbers[1] if operation in _POINTWISE else 0.0,
-                    error_ulp=numbers[2],
-                    largest=numbers[3],
+                    overflowed=overflowed,
+                    vanished=vanished,
+                    error_ulp=error,
+                    largest=largest,
                 )
             )
 
-        self._pending.append(_Pending(torch.stack([overflowed, vanished, error, largest]), judge))
+        self._pending.append(_Pending(numbers, judge))
 
     def _after_underflow(self, call: Call, x: Tensor, out: Tensor) -> None:
         """A logarithm of probabilities some of which became zero in half precision."""
         known = self._underflowed.get(id(x))
-        if known is None or known[0]() is not x:
-            return
-        infinite = torch.isneginf(out).float().mean()
-        source, module = call.source, call.module
-
-        def judge(numbers: list[float]) -> None:
-            if numbers[0] and numbers[1]:
-                self._recorder.emit(
-                    OperationChecked(
-                        source=source,
-                        module=module,
-                        operation="log(softmax)",
-                        dtype=name_of(out.dtype),
-                        overflowed=numbers[1],
-                        vanished=0.0,
-                        error_ulp=0.0,
-                        largest=0.0,
-                    )
-                )
-
-        self._pending.append(_Pending(torch.stack([known[1].float(), infinite]), judge))
+        if known is not None and known[0]() is x:
+            numbers = torch.stack([known[1].float(), torch.isneginf(out).float().mean()])
+            self._checked(
+                call, "log(softmax)", out.dtype, numbers, lambda n: (n[1] if n[0] else 0.0, 0.0, 0.0, 0.0)
+            )
 
     # ---- masks -----------------------------------------------------------------------------
 
@@ -209,11 +229,7 @@ class Shadows(Observer):
         if not isinstance(out, Tensor) or out.dtype not in HALF or not self._counts(call):
             self._pass_on(call, first)
             return
-        terms = [
-            t
-            for t in call.tensors()
-            if t.is_floating_point() and is_plain(t) and t.numel() and t.device == out.device
-        ]
+        terms = [t for t in call.tensors() if has_values(t) and t.device == out.device]
         finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
         flag = finite & torch.isneginf(out.amin())
         before = self._mask_of(first) or next(filter(None, map(self._mask_of, terms)), None)
@@ -252,14 +268,17 @@ class Shadows(Observer):
         out = call.out
         if self._masks:
             self._pass_on(call, x)
-        if out.dtype not in HALF or x.dtype in HALF or x.dtype == torch.bool or self._is_parameter(x):
+        made = x is out  # an arange in half precision
+        if out.dtype not in HALF or x.dtype == torch.bool or self._is_parameter(x):
             return
-        if x.numel() < 2 ** (8 if out.dtype == torch.bfloat16 else 11) or not self._counts(call):
+        if (x.dtype in HALF and not made) or not is_plain(out) or not self._counts(call):
             return
-        values = _ends(x).double()
+        values = (_progression(call) if made else _ends(x)).double()
+        exact = 2 ** SIGNIFICAND_BITS[name_of(out.dtype)]
         ordered = values.sort().values
         cast = ordered.to(out.dtype).double()
-        steps = values.diff()
+        row, axes = _along(x)
+        steps = row.double().diff() if row.numel() > 1 else row.double()
         numbers = torch.stack(
             [
                 (values == values.floor()).all().double(),
@@ -267,28 +286,50 @@ class Shadows(Observer):
                 values.abs().max(),
                 (ordered.diff() > 0).sum().double() + 1,
                 (cast.diff() > 0).sum().double() + 1,
+                (cast != ordered).sum().double(),
             ]
         )
-        images = x.ndim >= 4 or (x.ndim == 3 and x.shape[0] in (1, 3, 4))
         source, module, dtype = call.source, call.module, name_of(out.dtype)
+        table = _Table()
+        self._tables[id(out)] = weakref.ref(out), table
 
         def judge(numbers: list[float]) -> None:
-            integral, monotone, largest, before, after = numbers
-            if after < before and (integral or monotone):
-                self._recorder.emit(
-                    IntegersMerged(
-                        source=source,
-                        module=module,
-                        dtype=dtype,
-                        integral=bool(integral),
-                        largest=largest,
-                        before=int(before),
-                        after=int(after),
-                        likely_data=images,
-                    )
+            integral, monotone, largest, before, after, rounded = numbers
+            beyond = integral and largest > exact and rounded
+            merged = after < before and monotone
+            # What only divides, or is an image, may be rounded.
+            if not (beyond or merged) or not table.into & (_ANGLES if integral else _TABLES):
+                return
+            in_order = bool(monotone) and row.numel() >= LINE
+            self._recorder.emit(
+                IntegersMerged(
+                    source=source,
+                    module=module,
+                    dtype=dtype,
+                    integral=bool(integral),
+                    largest=largest,
+                    before=int(before),
+                    after=int(after),
+                    rounded=int(rounded),
+                    # A batch of features holds whole numbers by accident; positions lie along an axis.
+                    likely_data=axes > 1 and not in_order,
                 )
+            )
 
         self._pending.append(_Pending(numbers.float(), judge))
+
+    def _use(self, call: Call) -> None:
+        """Note what tables go into; what is made of one by scaling or reshaping it still is one."""
+        for tensor in call.tensors():
+            known = self._tables.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                continue
+            known[1].into.add(call.name)
+            if call.name in _PASSING or call.name in _SCALED:
+                for out in tensors_in([call.out]):
+                    # Only what is divided is still one; the divisor's rounding is one of many.
+                    if call.name not in ("div", "div_") or tensor is call.args[0]:
+                        self._tables[id(out)] = weakref.ref(out), known[1]
 
     def _counts(self, call: Call, kind: str = "") -> bool:
         """Whether this call is among the first few of its kind (its name) on its line."""
@@ -311,24 +352,37 @@ def judge_buffers(recorder: Recorder, model: nn.Module) -> None:
             continue
         steps = values.diff()
         if bool((values == values.floor()).all()) and bool((steps >= 0).all()) and bool((steps == 0).any()):
-            recorder.emit(
-                IntegersMerged(
-                    module=name,
-                    dtype=name_of(buffer.dtype),
-                    integral=True,
-                    largest=float(values.abs().max()),
-                    before=values.numel(),
-                    after=int((steps > 0).sum()) + 1,
-                    likely_data=False,
-                )
+            event = IntegersMerged(
+                module=name,
+                dtype=name_of(buffer.dtype),
+                integral=True,
+                largest=float(values.abs().max()),
+                before=values.numel(),
+                after=int((steps > 0).sum()) + 1,
             )
+            recorder.emit_once(("buffer", id(buffer)), lambda event=event: event)  # type: ignore[misc]
 
 
 _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
     "_to_copy": Shadows._cast,
+    "arange": Shadows._cast,
     **dict.fromkeys(("add", "sub"), Shadows._sum),
     **dict.fromkeys(_PASSING, Shadows._pass_on),
 }
+
+
+def _progression(call: Call) -> Tensor:
+    """What an arange counts, exactly."""
+    return torch.arange(*call.args, dtype=torch.float64, device=call.out.device)
+
+
+def _along(x: Tensor) -> tuple[Tensor, int]:
+    """The first values along the last axis that has several, and how many axes have."""
+    axes = [axis for axis, size in enumerate(x.shape) if size > 1]
+    if not axes:
+        return x.reshape(-1), 0
+    first = [slice(None) if axis == axes[-1] else 0 for axis in range(x.ndim)]
+    return x[tuple(first)][:RUN], len(axes)
 
 
 def _ends(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +16,26 @@ from tilefit.errors import UsageError
 from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.checkpoints import Checkpoints, Schedules
+from tilefit.precision.coverage import checks
 from tilefit.precision.dtypes import LostGradients, Products
-from tilefit.precision.exponents import Exponents, Histogram
-from tilefit.precision.ledger import Ledger, Stepped
-from tilefit.precision.look import Look, Observer, Observers, stands_for_another
-from tilefit.precision.movement import Accumulators, GradientSums, OptimizerStates, Weights
+from tilefit.precision.exponents import Exponents
+from tilefit.precision.ledger import Begins, Ended, Ledger, Stepped
+from tilefit.precision.look import Look, Observer, Observers
+from tilefit.precision.movement import Accumulators, GradientSums, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import Regions, is_compiled, name_of
+from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
+from tilefit.precision.scalers import Scalers
 from tilefit.precision.shadow import Shadows, judge_buffers
 from tilefit.precision.statistics import Statistics
+from tilefit.precision.tensors import name_of, stands_for_another
 from tilefit.precision.window import Window
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import Alarm
 from tilefit.rules.registry import choose, pages
-from tilefit.units import share
 from tilefit.version import __version__
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 #: The first steps are looked at closely, then one in so many.
 FIRST_STEPS = 4
 EVERY = 100
+#: The rules that a close look is for.
+CLOSELY = tuple(rule.code for rule in all_rules() if rule.closely)
 
 _active: Watch | None = None
 
@@ -50,9 +54,8 @@ class Watch:
     """Watches mixed-precision training, without changing it.
 
     Between :meth:`start` and :meth:`stop` every step's bookkeeping is followed: which loss scale each
-    gradient carries, which autocast regions are open. It costs some microseconds per parameter and never
-    waits for the device. The first steps, and one in ``every`` after that, are looked at closely: every
-    operation passes by, and risky ones are repeated in fp32 on samples.
+    gradient carries, which autocast regions are open. The first four steps, and one in ``every`` after that,
+    are looked at closely: every operation passes by, and risky ones are repeated in fp32 on samples.
 
     Args:
         model: The model, or several; found by itself where it is not given, but then without parameter names
@@ -95,21 +98,40 @@ class Watch:
         self._last = steps
         self._find_non_finite = find_non_finite
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
-        self._patches = patches = Patches()
-        self._ledger = ledger = Ledger(recorder, patches)
+        self._make_trackers(recorder)
+        self._module_names: dict[int, str] = {}
+        self._look: Look | None = None
+        self._looks = 0
+        self._seek_origin = False
+        self._origin: Origin | None = None
+        self._losses_finite: list[Tensor] = []
+        self._primary: weakref.ref[Optimizer] | None = None
+        self._running = False
+        self._ended = False
+        self._compiled_seen = False
+        self._frames_before = 0
+        self._scale: float | None = None
+        self._stepped: dict[str, None] = {}
+        #: Called when the steps asked for have ended, and again where the loop goes on all the same.
+        self.on_end: Callable[[], None] = lambda: None
+        recorder.on(Begins, self._on_backward)
+        recorder.on(Ended, self._on_backward_ended)
+        recorder.on(Stepped, self._on_stepped)
+
+    def _make_trackers(self, recorder: Recorder) -> None:
+        # Events reach them in this order: what one leaves for another comes first.
+        self._patches = Patches()
+        self._ledger = ledger = Ledger(recorder)
+        self._scalers = Scalers(recorder, ledger)
         self._exponents = Exponents()
         self._statistics = Statistics()
-        self._regions = Regions(recorder, ledger, patches, self._exponents.fp16)
-        self._checkpoints = Checkpoints(recorder, ledger, patches)
-        self._schedules = Schedules(recorder, ledger, patches)
+        self._regions = Regions(recorder, ledger, self._exponents.fp16)
+        self._checkpoints = Checkpoints(recorder, ledger)
+        self._schedules = Schedules(recorder)
         self._sums = GradientSums()
-        self._losses = Losses(
-            recorder, ledger, self._line_of, lambda: bool(self._regions.trained), self._sums.error
-        )
-        self._weights = Weights(recorder, ledger)
-        OptimizerStates(recorder, ledger)
         self._window = Window(recorder, ledger)
-        ledger.before_observing = lambda: self._window.replaced(ledger.gradients)
+        self._losses = Losses(recorder, ledger, self._line_of, self._window.multiplied, self._sums.error)
+        self._weights = Weights(recorder, ledger)
         self._numerical: tuple[Observer, ...] = (
             self._window,
             Shadows(recorder, ledger.is_parameter),
@@ -121,22 +143,6 @@ class Watch:
         self._observers = Observers(self._statistics, self._numerical)
         self._lost = LostGradients(recorder, ledger, self._regions.cached_region)
         self._ranks = Ranks(recorder, ledger)
-        self._module_names: dict[int, str] = {}
-        self._look: Look | None = None
-        self._seek_origin = False
-        self._origin: Origin | None = None
-        self._losses_finite: list[Tensor] = []
-        self._primary: weakref.ref[Optimizer] | None = None
-        self._running = False
-        self._ended = False
-        self._compiled_seen = False
-        self._frames_before = 0
-        self._scale: float | None = None
-        self._stepped: dict[str, None] = {}
-        #: Called when the steps asked for have ended.
-        self.on_end: Callable[[], None] = lambda: None
-        ledger.on_backward.append(self._on_backward)
-        ledger.on_stepped.append(self._on_stepped)
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -175,11 +181,11 @@ class Watch:
             self._ledger.adopt(optimizer)
         if self._given_scaler is not None and not self._given_scaler.is_enabled():
             self._recorder.cannot_check("the gradient scaler: it is switched off")
-        for part in (self._ledger, self._regions, self._checkpoints, self._schedules):
-            part.start()
+        for part in (self._ledger, self._scalers, self._regions, self._checkpoints, self._schedules):
+            part.start(self._patches)
         # Not is_available(), which fixes the visible devices before the script can choose them.
         if torch.version.cuda is not None:
-            self._patches.wrap(torch.cuda.CUDAGraph, "replay", self._around_replay)
+            self._patches.apply((torch.cuda.CUDAGraph, "replay", self._replay))
         if self._find_non_finite and self._numerics:
             # The first step is the likeliest; whether a scale is at work is not known yet.
             self._begin_look(scaled=self._given_scaler is not None)
@@ -228,13 +234,15 @@ class Watch:
             title: What was watched; by default the model's class.
         """
         names = [type(model).__name__ for model in self._models]
+        unchecked = self._recorder.unchecked.items()
         return Watched(
             title=title or ", ".join(names) or "training",
             setup=tuple(self._setup()),
             steps=self.steps,
             findings=self.alarms,
             tables=tuple(self._tables()),
-            unchecked=self._recorder.unchecked,
+            unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
+            checks=tuple(checks(self._recorder, self._looks, self._numerics)),
             version=__version__,
             rules=pages((alarm.code for alarm in self.alarms), all_rules()),
         )
@@ -248,26 +256,29 @@ class Watch:
         ]
 
     def _tables(self) -> list[Table]:
-        tables = []
-        for dtype, histogram in self._exponents.histograms.items():
-            allowed = histogram.scale_interval()
-            if allowed is not None:
-                tables.append(_gradients_table(name_of(dtype), histogram, *allowed))
         operations = self._statistics.table()
-        if operations.rows:
-            tables.append(operations)
-        return tables
+        return [*self._exponents.tables(), *([operations] if operations.rows else [])]
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def _on_backward(self, roots: Any) -> None:
-        if self._ended:
-            self.stop()
-        if roots is None and self._look is not None:
+    def _on_backward_ended(self, ended: Ended) -> None:
+        self._end_if_due()
+        if self._look is not None:
             self._look.passed()
-        if roots is None or not self._recorder.looking:
+
+    def _end_if_due(self) -> None:
+        if self._ended:
+            try:
+                self.on_end()
+            finally:
+                self._finish_look()
+            self.stop()
+
+    def _on_backward(self, begins: Begins) -> None:
+        self._end_if_due()
+        if not self._recorder.looking:
             return
-        scan = self._ledger.scan
+        scan = begins.here.scan
         self._compiled_seen |= scan.compiled
         if scan.nodes.total() >= graph.MOST:
             self._recorder.cannot_check(
@@ -275,12 +286,13 @@ class Watch:
             )
         self._losses_finite += [
             torch.isfinite(root.detach()).all()
-            for root in roots
+            for root in begins.roots
             if isinstance(root, Tensor) and not stands_for_another(root)
         ]
 
     def _on_stepped(self, stepped: Stepped) -> None:
         if self._ended:
+            self._end_if_due()
             return
         self._stepped[type(stepped.optimizer).__name__] = None
         primary = self._primary() if self._primary is not None else None
@@ -293,20 +305,12 @@ class Watch:
 
     def _end_step(self, stepped: Stepped) -> None:
         recorder = self._recorder
-        if recorder.looking and stepped.scaler is not None:
+        scaled = stepped.scaler is not None
+        if recorder.looking and scaled:
             self._scale = float(stepped.scaler.get_scale())
             self._exponents.scale = self._scale
-            self._ledger.judge_scale(stepped.scaler, self._scale)
-        scaled = stepped.scaler is not None
-        # Under a scale an overflow is normal once; the scaler's history says when it is not.
-        collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
-        if not all(map(bool, self._losses_finite)):
-            self._seek_origin |= collapsed if scaled else True
-            recorder.look_soon |= self._seek_origin
-        self._losses_finite.clear()
-        if self._origin is not None and not self._origin.armed:
-            spoilt = not scaled and not all(map(is_finite, self._ledger.values_of(stepped.optimizer)))
-            self._origin.armed = self._seek_origin or collapsed or spoilt
+            self._scalers.judge_scale(stepped.scaler, self._scale)
+        self._judge_finiteness(stepped, scaled)
         self._finish_look()
         recorder.step += 1
         if self._last is not None and recorder.step >= self._last:
@@ -320,6 +324,18 @@ class Watch:
         if recorder.looking and self._numerics:
             self._begin_look(scaled)
 
+    def _judge_finiteness(self, stepped: Stepped, scaled: bool) -> None:
+        # Under a scale an overflow is normal once; the scaler's history says when it is not.
+        collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
+        if not all(map(bool, self._losses_finite)):
+            self._seek_origin |= collapsed if scaled else True
+            self._recorder.look_soon |= self._seek_origin
+        self._losses_finite.clear()
+        if self._origin is not None and not self._origin.armed:
+            values = [gradient.value for gradient in self._ledger.present(stepped.optimizer)]
+            spoilt = not scaled and not all(is_finite(value) for value in values if value is not None)
+            self._origin.armed = self._seek_origin or collapsed or spoilt
+
     def _is_due(self) -> bool:
         """Whether this step is looked at closely on every rank."""
         step = self._recorder.step
@@ -328,15 +344,12 @@ class Watch:
     def _begin_look(self, scaled: bool) -> None:
         if self._look is not None:
             return
+        what = "numerics and writes to gradients: "
         if self._compiled():
-            self._recorder.cannot_check(
-                "numerics and writes to gradients: a compiled graph shows none of its operations"
-            )
+            self._recorder.cannot_check(f"{what}a compiled graph shows none of its operations", *CLOSELY)
             return
         if not Look.possible():
-            self._recorder.cannot_check(
-                "numerics and writes to gradients: a dispatch mode of your own is active"
-            )
+            self._recorder.cannot_check(f"{what}a dispatch mode of your own is active", *CLOSELY)
             return
         observers = self._observers
         self._origin = None
@@ -344,16 +357,19 @@ class Watch:
             weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=self._seek_origin)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        self._look = Look(
+        self._look = look = Look(
             self._ledger,
             observers,
             self._module_names,
             self._recorder.names,
             thorough=self._origin is not None,
+            hook_of=self._window.hook_of,
         )
-        self._lost.follow(self._look)
+        look.on_new_model.append(lambda model: judge_buffers(self._recorder, model))
+        self._lost.follow(look)
         self._seek_origin = False
-        self._look.begin()
+        look.begin()
+        self._looks += 1
 
     def _finish_look(self) -> None:
         if self._look is not None and self._look.finish():
@@ -368,30 +384,10 @@ class Watch:
     def _line_of(self, sequence: int) -> str:
         return self._look.line_of(sequence) if self._look is not None else ""
 
-    def _around_replay(self, original: Any) -> Any:
-        def replay(captured: Any) -> None:
-            self._recorder.cannot_check("what runs inside CUDA graphs")
-            original(captured)
-            self._ledger.replay_ran()
-
-        return replay
-
-
-def _gradients_table(dtype: str, histogram: Histogram, lowest: int, highest: int) -> Table:
-    """What loss scales the gradients seen allow."""
-    if lowest > highest:
-        advice = "no loss scale keeps 99 % of them above zero in fp16 and all of them below 65504: use bf16"
-    else:
-        advice = f"in fp16 a loss scale from 2^{lowest} to 2^{highest} fits them"
-        if lowest <= 0 <= highest:
-            advice += "; 1 is among them, so they need none"
-    zero = histogram.zeros / histogram.total
-    exponents = f"2^{min(histogram.counts)} to 2^{max(histogram.counts)}"
-    return Table(
-        "Half-precision gradients, the loss scale divided out",
-        ("type", "values", "zero", "sizes", "advice"),
-        ((dtype, str(histogram.total), share(zero), exponents, advice),),
-    )
+    def _replay(self, captured: Any, *args: Any, **kw: Any) -> Generator[None, Any, None]:
+        self._recorder.cannot_check("what runs inside CUDA graphs")
+        yield
+        self._ledger.replay_ran()
 
 
 def _frames_compiled() -> int:

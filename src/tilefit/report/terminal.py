@@ -211,7 +211,9 @@ def _watched(document: Watched, width: int, show_all: bool) -> Iterator[Renderab
         foot.add_row("Not checked", Text(text.plain(what)))
     for alarm in document.findings[:1]:
         foot.add_row("Next", Text(f"tilefit rule {alarm.code}", style="cyan"))
-    if document.unchecked or document.findings:
+    for name, what in text.checks(document, show_all):
+        foot.add_row(name, Text(text.plain(what)))
+    if foot.row_count:
         yield foot
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PRODUCTS
 from tilefit.report.report import Document, MeasuredStep, OpRow, Report
-from tilefit.report.watched import Watched
+from tilefit.report.watched import CANNOT, CHECKED, Watched
 from tilefit.rules.finding import ERROR, Alarm, Finding
 from tilefit.rules.sites import pattern
 
@@ -119,6 +119,21 @@ def gain(finding: Finding) -> str:
 def price(item: Finding | Alarm) -> str:
     """What a finding saves, or how often an alarm was seen."""
     return gain(item) if isinstance(item, Finding) else seen(item)
+
+
+def checks(document: Watched, show_all: bool) -> Iterator[tuple[str, str]]:
+    """What became of the rules in a run that was watched: all, or those that could not look.
+
+    Yields:
+        A word on what follows, and what became of some rules.
+    """
+    if show_all:
+        yield from ((f"{check.code} {check.status}", check.why) for check in document.checks)
+        return
+    blind = [check.code for check in document.checks if check.status == CANNOT]
+    if blind:
+        done = sum(check.status == CHECKED for check in document.checks)
+        yield "Checked", f"{done} rules; {', '.join(blind)} could not be (--all says why)"
 
 
 def watched_heading(document: Watched) -> str:

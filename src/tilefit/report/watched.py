@@ -6,7 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilefit.report.report import REPORT_SCHEMA, Document, Report
-from tilefit.rules.finding import Alarm, RulePage
+from tilefit.rules.finding import NOTE, Alarm, RulePage
+
+#: What became of a rule in a run.
+CHECKED = "checked"
+INAPPLICABLE = "not applicable"
+CANNOT = "could not be checked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,21 @@ class Table:
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What became of one rule in a run that was watched.
+
+    Attributes:
+        code: The rule's code.
+        status: ``checked``, ``not applicable`` or ``could not be checked``.
+        why: Why not, or what of it is never looked at; may be empty.
+    """
+
+    code: str
+    status: str
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +51,7 @@ class Watched(Document):
         unchecked: What could not be looked at, and why.
         version: The version of tilefit.
         rules: The documentation of the rules behind the findings.
+        checks: What became of each rule: whether it could look at what it judges.
     """
 
     title: str
@@ -41,6 +62,7 @@ class Watched(Document):
     unchecked: tuple[str, ...]
     version: str
     rules: tuple[RulePage, ...] = ()
+    checks: tuple[Check, ...] = ()
 
     @property
     def reports(self) -> tuple[Report, ...]:  # type: ignore[override]  # it is about no GPU
@@ -49,8 +71,8 @@ class Watched(Document):
 
     @property
     def exit_code(self) -> int:
-        """1 if there are findings, 0 if not."""
-        return int(bool(self.findings))
+        """1 with errors or warnings; notes are hints."""
+        return int(any(alarm.severity != NOTE for alarm in self.findings))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data; ``kind`` tells it from the report of a check."""

@@ -1,8 +1,9 @@
-"""The debugger's rules: one file each, found without being listed. They see events, never a tensor."""
+"""The debugger's rules, by family, found without being listed. They see events, never a tensor."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from tilefit.precision.rules.base import PrecisionRule
 from tilefit.rules.registry import discover
@@ -11,6 +12,6 @@ __all__ = ["PrecisionRule", "all_rules"]
 
 
 @cache
-def all_rules() -> tuple[PrecisionRule, ...]:
+def all_rules() -> tuple[PrecisionRule[Any], ...]:
     """Every rule, by code."""
     return discover(PrecisionRule, __name__)  # type: ignore[type-abstract]

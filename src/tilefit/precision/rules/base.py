@@ -4,43 +4,59 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from tilefit.precision.events import Event
-from tilefit.rules.finding import Alarm
+from tilefit.rules.finding import ERROR, WARNING, Alarm
 
 #: Largest finite value, and the smallest normal one, of the half-precision types.
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 #: Bits of their significand, with the implicit one: integers are exact up to 2 to this power.
 SIGNIFICAND_BITS = {"float16": 11, "bfloat16": 8}
 
+E = TypeVar("E", bound=Event)
 
-class PrecisionRule(ABC):
-    """A rule judges one kind of event.
+
+class PrecisionRule(ABC, Generic[E]):
+    """A rule judges events of one type, or of several: ``PrecisionRule[Clipped | Written]``.
 
     A subclass's docstring is its page: what it sees, why nobody notices, the wrong loop, the right loop, the
-    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``sees`` the class of its events;
-    ``by_module`` says that modules that share a line are told apart.
+    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``by_module`` says that modules that share a
+    line are told apart. ``needs`` are the facts of a run without all of which there is nothing to check, as
+    the report says it; ``closely`` says that it takes close looks; ``replay`` names the function that checks
+    it, where that is not done while training; ``limit`` is what it never sees.
     """
 
     code: ClassVar[str]
     title: ClassVar[str]
-    sees: ClassVar[type[Event]]
+    sees: ClassVar[tuple[type[Event], ...]]
     by_module: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+    closely: ClassVar[bool] = False
+    replay: ClassVar[str] = ""
+    limit: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ((events,),) = (get_args(base) for base in vars(cls)["__orig_bases__"])
+        cls.sees = get_args(events) or (events,)
 
     @abstractmethod
-    def check(self, event: Event) -> Iterator[Alarm]:
-        """Yield what is wrong."""
+    def check(self, event: E) -> Alarm | None:
+        """What is wrong, if anything is."""
 
-    def alarm(
-        self, event: Event, severity: str, message: str, fix: str, *arithmetic: str, module: str | None = None
-    ) -> Alarm:
-        """An alarm at the event's place."""
+    def judge(self, event: Any) -> Iterator[Alarm]:
+        """The alarm that an event of any type gives rise to."""
+        if isinstance(event, self.sees) and (alarm := self.check(event)) is not None:  # type: ignore[arg-type]
+            yield alarm
+
+    def alarm(self, event: Event, severity: str, message: str, fix: str, *arithmetic: str) -> Alarm:
+        """An alarm at the event's place: an error only if all that it follows from was seen."""
         return Alarm(
             code=self.code,
-            severity=severity,
+            severity=WARNING if severity == ERROR and not event.seen else severity,
             source=event.source,
-            module=event.module if module is None else module,
+            module=event.module,
             message=message,
             fix=fix,
             arithmetic=arithmetic,

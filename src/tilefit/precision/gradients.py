@@ -1,0 +1,184 @@
+"""The gradients that are followed: which have changed, and whether they still hold what they held."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from tilefit.precision.marks import EMPTY, Cause, Kind, Mark, State
+from tilefit.precision.tensors import has_values
+
+#: Elements by which a gradient is recognised.
+WIDTH = 8
+#: The values of so many gradients are kept of each optimizer, and of one in so many others: it takes time.
+WITNESSES, APART = 8, 32
+#: The thread of gradients that several threads use.
+SHARED = -1
+
+
+class Gradient:
+    """One parameter's gradient.
+
+    Attributes:
+        parameter: A weak reference to the parameter.
+        state: What is known of its scale.
+        thread: The thread whose optimizer uses it; None before one did.
+        stepped_in: The autocast region in which its parameter was stepped last; 0 for none.
+        sample: Some of its values, taken when it was last known, while a step is looked at closely.
+        sure: These were there, not all of them zero, when it was looked at last.
+        witness: It is one of those whose values are kept, which speak for the others.
+    """
+
+    __slots__ = (
+        "_expected",
+        "_reference",
+        "_version",
+        "parameter",
+        "sample",
+        "state",
+        "stepped_in",
+        "sure",
+        "thread",
+        "witness",
+    )
+
+    def __init__(self, parameter: Tensor, number: int) -> None:
+        self.witness = False
+        self.speaks(number)
+        self.parameter = weakref.ref(parameter)
+        self.state = EMPTY
+        self.thread: int | None = None
+        self.stepped_in = 0
+        self.sample: Tensor | None = None
+        self.sure = False
+        self._reference: weakref.ref[Tensor] | None = None
+        self._version = self._expected = -1
+        if self.change() is not None:  # it is older than the watch
+            self.state = State(Kind.UNKNOWN)
+
+    def speaks(self, number: int) -> None:
+        """It is the gradient of this number among an optimizer's."""
+        self.witness |= number < WITNESSES or number % APART == 0
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient itself, as it was seen last."""
+        return self._reference() if self._reference is not None else None
+
+    @property
+    def present(self) -> bool:
+        """There was one when it was seen last."""
+        return self._reference is not None
+
+    def current(self) -> Tensor | None:
+        """The gradient itself, as it is now."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
+
+    def change(self) -> Cause | None:
+        """What has happened to it since the last time; a write through ``.data`` leaves no trace here."""
+        parameter = self.parameter()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            if self._reference is None:
+                return None
+            self._reference, self._version, self.sample = None, -1, None
+            return Cause.CLEARED
+        version = gradient._version
+        same = self._reference is not None and self._reference() is gradient
+        if same and version == self._version == self._expected:
+            return None
+        if same and version in (self._version, self._expected):
+            self._version = self._expected = version
+            return None
+        if not same:
+            self._reference = weakref.ref(gradient)
+        self._version = self._expected = version
+        return Cause.WRITTEN
+
+    def accept(self, *, ending: bool = False) -> None:
+        """What was written to it is known; ``ending`` says that autograd has yet to count the write."""
+        self.change()
+        if self.sample is not None and (value := self.value) is not None:
+            self.sample = taken(value)
+        if ending:
+            self._expected = self._version + 1
+
+
+def taken(value: Tensor) -> Tensor | None:
+    """A copy of some elements, in fp32; None where it has no values of its own."""
+    value = getattr(value, "_local_tensor", value)
+    if not has_values(value):
+        return None
+    with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+        value = value.detach()
+        flat = value.as_strided((value.numel(),), (1,)) if value.is_contiguous() else value.reshape(-1)
+        return flat[:: -(-flat.numel() // WIDTH)].to(torch.float32, copy=True)
+
+
+def verify(gradients: Iterable[Gradient]) -> list[tuple[Gradient, Cause]]:
+    """Compare gradients with their samples, and take new ones. Waits for the device.
+
+    Returns:
+        Those that were changed without a trace, were cleared, or were used and are there as they were.
+    """
+    by_device: defaultdict[torch.device, list[tuple[Gradient, Tensor, Tensor | None]]] = defaultdict(list)
+    for gradient in gradients:
+        gradient.sure = False
+        if not gradient.witness:
+            continue
+        before, value = gradient.sample, gradient.value
+        gradient.sample = now = None if value is None else taken(value)
+        if now is not None:
+            by_device[now.device].append((gradient, now, before))
+    found = []
+    with torch._C._DisableTorchDispatch():
+        for rows in by_device.values():
+            now = torch.cat([now for _, now, _ in rows])
+            before = torch.cat([now if before is None else before for _, now, before in rows])
+            differs = (now != before) & ~(now.isnan() & before.isnan())
+            flags = torch.stack([differs, now != 0, now.isfinite() & (now != 0)]).tolist()
+            start = 0
+            for gradient, sample, old in rows:
+                end = start + sample.numel()
+                changed, filled, telling = (any(flag[start:end]) for flag in flags)
+                start = end
+                gradient.sure = old is not None and telling and not changed
+                cause = _meaning(gradient, changed, filled)
+                if cause is not None:
+                    found.append((gradient, cause))
+    return found
+
+
+def _meaning(gradient: Gradient, changed: bool, filled: bool) -> Cause | None:
+    kind = gradient.state.kind
+    if not filled and (changed or kind in (Kind.USED, Kind.SPENT, Kind.LEFT, Kind.UNKNOWN)):
+        value = gradient.value
+        with torch._C._DisableTorchDispatch():
+            if value is not None and not bool(getattr(value, "_local_tensor", value).detach().any()):
+                return Cause.CLEARED
+    if changed:
+        return Cause.WRITTEN
+    return Cause.SEEN if gradient.sure and kind is Kind.USED else None
+
+
+def move(
+    gradients: Iterable[Gradient], cause_of: Callable[[State], Cause], marks: frozenset[Mark] = frozenset()
+) -> dict[str, list[Gradient]]:
+    """Let something happen to gradients; what is wrong with it, and of which."""
+    wrong: defaultdict[str, list[Gradient]] = defaultdict(list)
+    # Most are in one state, which is the same object.
+    known: dict[int, tuple[State, State, str]] = {}
+    for gradient in gradients:
+        state = gradient.state
+        entry = known.get(id(state))
+        if entry is None:
+            entry = known[id(state)] = (state, *state.after(cause_of(state), marks))
+        gradient.state = entry[1]
+        if entry[2]:
+            wrong[entry[2]].append(gradient)
+    return wrong

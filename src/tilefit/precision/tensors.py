@@ -1,0 +1,78 @@
+"""What trackers ask of tensors and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+HALF = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """``float16`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+@cache
+def _mutated(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors an operation writes to, by position or by name."""
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _mutated(func)]
+    return tensors_in(written)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has dense values, and is of no subclass that stands for more."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor._is_zerotensor()
+        and not stands_for_another(tensor)
+    )
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one of floating-point numbers, some of them."""
+    return tensor.is_floating_point() and is_plain(tensor) and bool(tensor.numel())
+
+
+def stands_for_another(tensor: Tensor) -> bool:
+    """Whether a tensor is one that ``torch.func`` works with, of which nothing can be read."""
+    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
+
+
+def sampled(tensor: Tensor, most: int) -> Tensor:
+    """About ``most`` elements, evenly spread over memory; a view, except of unusual layouts."""
+    number = tensor.numel()
+    step = max(1, number // most)
+    dense = tensor.is_contiguous() or (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+    # One operation, of which there is one for every gradient.
+    return tensor.as_strided((-(-number // step),), (step,)) if dense else tensor.reshape(-1)[::step]
