@@ -73,31 +73,31 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, TargetOptions, 
 
     def capture(target: str, options: TargetOptions, timeout_s: float, *, fresh: bool) -> Step:
         calls.append((target, options, timeout_s))
-        return _step(4096 if target == "healthy" else 4095)
+        return _step(4096 if target == "healthy.net:build" else 4095)
 
     monkeypatch.setattr(child, "capture_in_child", capture)
     return calls
 
 
 def test_findings_are_exit_code_1_and_nothing_is_0(tilefit, captured) -> None:
-    found = tilefit("check", "odd", "--gpu", "h200")
+    found = tilefit("check", "odd.net:build", "--gpu", "h200")
     assert found.code == 1
     assert "ALN001" in found.out
     assert found.err == ""
-    nothing = tilefit("check", "healthy", "--gpu", "h200")
+    nothing = tilefit("check", "healthy.net:build", "--gpu", "h200")
     assert (nothing.code, nothing.err) == (0, "")
     assert "Nothing worth changing." in nothing.out
 
 
 def test_output_to_a_pipe_is_plain(tilefit, captured) -> None:
-    assert "\x1b" not in tilefit("check", "odd", "--gpu", "h200").out
+    assert "\x1b" not in tilefit("check", "odd.net:build", "--gpu", "h200").out
 
 
 def test_options_reach_the_capture(tilefit, captured) -> None:
     tilefit(
         *(
             "check",
-            "m.py:f",
+            "m.net:f",
             "--gpu",
             "h200",
             "--input",
@@ -112,7 +112,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
     )
     assert captured == [
         (
-            "m.py:f",
+            "m.net:f",
             TargetOptions(
                 input=("x: fp32[2,3]", "y: int64[2]"),
                 batch=4,
@@ -129,7 +129,7 @@ def test_options_reach_the_capture(tilefit, captured) -> None:
             7.0,
         )
     ]
-    tilefit("check", "m", "--gpu", "h200", "--infer")
+    tilefit("check", "m.net:build", "--gpu", "h200", "--infer")
     assert captured[1][1] == TargetOptions(train=False)
 
 
@@ -146,13 +146,13 @@ def test_an_optimizer_is_not_described_where_none_runs(
     tilefit, captured, verb: str, options: list[str], why: str
 ) -> None:
     over = {"sweep": ["--over", "batch=1,2"], "curve": ["--over", "batch"]}.get(verb, [])
-    ran = tilefit(verb, "m.py:f", "--gpu", "h200", *over, *options)
+    ran = tilefit(verb, "m.net:f", "--gpu", "h200", *over, *options)
     assert (ran.code, ran.out, captured) == (2, "", [])
     assert ran.err.startswith(f"error: {why}")
 
 
 def test_a_forward_pass_may_be_said_to_have_no_optimizer(tilefit, captured) -> None:
-    assert tilefit("check", "m", "--gpu", "h200", "--infer", "--optimizer", "none").err == ""
+    assert tilefit("check", "m.net:build", "--gpu", "h200", "--infer", "--optimizer", "none").err == ""
     assert captured[0][1] == TargetOptions(train=False, optimizer="none")
 
 
@@ -160,24 +160,24 @@ def test_a_step_of_very_many_operations_is_said_to_take_long(
     tilefit, captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tilefit.cli.check._MANY_OPS", 3)
-    assert tilefit("check", "m", "--gpu", "h200").err == ""  # it has three
+    assert tilefit("check", "m.net:build", "--gpu", "h200").err == ""  # it has three
     monkeypatch.setattr("tilefit.cli.check._MANY_OPS", 2)
-    assert "the step has 3 operations" in tilefit("check", "m", "--gpu", "h200").err
+    assert "the step has 3 operations" in tilefit("check", "m.net:build", "--gpu", "h200").err
 
 
 def test_defaults_are_a_training_step_as_pytorch_runs_it(tilefit, captured) -> None:
-    tilefit("check", "m", "--gpu", "h200")
+    tilefit("check", "m.net:build", "--gpu", "h200")
     assert captured[0][1] == TargetOptions()
 
 
 def test_rules_are_selected_and_ignored(tilefit, captured) -> None:
-    assert tilefit("check", "odd", "--gpu", "h200", "--ignore", "ALN,QNT,LAY").code == 0
-    assert tilefit("check", "odd", "--gpu", "h200", "--select", "ALN001").code == 1
-    assert tilefit("check", "odd", "--gpu", "h200", "--select", "RNN").code == 0
+    assert tilefit("check", "odd.net:build", "--gpu", "h200", "--ignore", "ALN,QNT,LAY").code == 0
+    assert tilefit("check", "odd.net:build", "--gpu", "h200", "--select", "ALN001").code == 1
+    assert tilefit("check", "odd.net:build", "--gpu", "h200", "--select", "RNN").code == 0
 
 
 def test_gains_too_small_to_care_about_are_left_out(tilefit, captured) -> None:
-    assert tilefit("check", "odd", "--gpu", "h200", "--min-gain", "1").code == 0
+    assert tilefit("check", "odd.net:build", "--gpu", "h200", "--min-gain", "1").code == 0
 
 
 def test_the_project_s_configuration_holds_and_options_go_before_it(
@@ -185,26 +185,26 @@ def test_the_project_s_configuration_holds_and_options_go_before_it(
 ) -> None:
     config = tmp_path / "pyproject.toml"
     config.write_text('[tool.tilefit]\ngpu = "h200"\nselect = ["RNN"]\n')
-    assert tilefit("check", "odd").code == 0
-    assert tilefit("check", "odd", "--select", "ALN").code == 1
+    assert tilefit("check", "odd.net:build").code == 0
+    assert tilefit("check", "odd.net:build", "--select", "ALN").code == 1
     config.write_text(
         '[tool.tilefit]\ngpu = "h200"\n[tool.tilefit.per-module-ignores]\n"net.*" = ["ALN", "QNT", "LAY"]\n'
     )
-    assert tilefit("check", "odd").code == 0
+    assert tilefit("check", "odd.net:build").code == 0
     config.write_text("[tool.tilefit]\ngpus = 1")
-    ran = tilefit("check", "odd")
+    ran = tilefit("check", "odd.net:build")
     assert ran.code == 2
     assert "Did you mean gpu?" in ran.err
 
 
 @pytest.mark.parametrize("options", [["--gpu", "nope"], ["--gpu", "h200", "--select", "XXX"]])
 def test_what_is_wrong_without_the_model_is_found_before_it_is_loaded(tilefit, captured, options) -> None:
-    assert tilefit("check", "m", *options).code == 2
+    assert tilefit("check", "m.net:build", *options).code == 2
     assert not captured
 
 
 def test_json_is_data_on_stdout(tilefit, captured) -> None:
-    ran = tilefit("check", "odd", "--gpu", "h200", "--output-format", "json", "--ops")
+    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--output-format", "json", "--ops")
     data = json.loads(ran.out)
     assert data["gpu"] == "h200"
     assert len(data["ops"]) == 3
@@ -212,30 +212,30 @@ def test_json_is_data_on_stdout(tilefit, captured) -> None:
 
 
 def test_concise_names_file_and_line(tilefit, captured) -> None:
-    ran = tilefit("check", "odd", "--gpu", "h200", "--output-format", "concise", "--select", "ALN")
+    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--output-format", "concise", "--select", "ALN")
     assert ran.out.startswith("model.py:7: ALN001 ")
 
 
 def test_several_gpus_are_compared(tilefit, captured) -> None:
-    ran = tilefit("check", "odd", "--gpu", "h200", "--gpu", "l4")
+    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--gpu", "l4")
     assert "on 2 GPUs" in ran.out
-    data = json.loads(tilefit("check", "odd", "--gpu", "h200", "--gpu", "l4", "--output-format", "json").out)
+    data = json.loads(tilefit("check", "odd.net:build", "--gpu", "h200", "--gpu", "l4", "--output-format", "json").out)
     assert [report["gpu"] for report in data["reports"]] == ["h200", "l4"]
 
 
 def test_a_gpu_named_twice_counts_once(tilefit, captured) -> None:
-    assert "on NVIDIA H200" in tilefit("check", "odd", "--gpu", "h200", "--gpu", "H200").out
+    assert "on NVIDIA H200" in tilefit("check", "odd.net:build", "--gpu", "h200", "--gpu", "H200").out
 
 
 def test_a_report_goes_to_a_file(tilefit, captured, tmp_path: Path) -> None:
     path = tmp_path / "report.md"
-    ran = tilefit("check", "odd", "--gpu", "h200", "--output-format", "markdown", "--output-file", str(path))
+    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--output-format", "markdown", "--output-file", str(path))
     assert (ran.code, ran.out) == (1, "")
     assert path.read_text().startswith("# net")
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tilefit, captured, tmp_path: Path) -> None:
-    ran = tilefit("check", "odd", "--gpu", "h200", "--output-file", str(tmp_path / "no" / "report.txt"))
+    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--output-file", str(tmp_path / "no" / "report.txt"))
     assert ran.code == 2
     assert "report.txt: cannot be written" in ran.err
 

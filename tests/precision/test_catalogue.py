@@ -56,6 +56,12 @@ _OF_THE_CPU = {
     "recomputation_in_another_type",
     "function_with_decorators",
     "model_that_enters_its_own_region",
+    "variance_by_hand",
+    "exponential_by_hand",
+    "norm_of_activations_in_fp16",
+    "a_mask_of_the_smallest_number_added_twice",
+    "a_loss_by_hand_in_bf16",  # on a GPU autocast sums in fp32
+    "a_training_in_a_thread_that_forgets_the_scaler",  # the default device is the main thread's
 }
 
 

@@ -112,7 +112,9 @@ def _assert_bit_identical(name: str, dtype: torch.dtype, device: str) -> None:
     assert w.report().tables  # it did look closely
     for before, after in zip(losses + weights, watched_losses + watched_weights, strict=True):
         assert torch.equal(before, after)
-    assert [alarm for alarm in w.alarms if alarm.severity != "note"] == []
+    # Under autocast to bf16 PyTorch casts what cuDNN's recurrent layers read to fp16 all the same.
+    half = (name, dtype, device) == ("lstm", BF16, "cuda")
+    assert [alarm.code for alarm in w.alarms if alarm.severity != "note"] == ["AMP007"] * half
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])

@@ -28,6 +28,7 @@ AMP018  train.py:12  note, in step 2
 
 Not checked  a compiled graph
 Next         tilefit rule AMP001
+Checked      0 rules; AMP002 could not be (--all says why)
 """)
 
 

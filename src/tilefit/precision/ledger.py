@@ -200,6 +200,7 @@ class Ledger:
         self._skipped_last: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._local = _Local()
         self._tasks: dict[int, Here] = {}
+        self._passes: list[Here] = []
         self._threads: set[int] = set()
         self._sampling = False
         self._ignoring = False
@@ -219,8 +220,21 @@ class Ledger:
     @property
     def here(self) -> Here:
         """What runs on this thread; on one of autograd's own, on the thread that its backward pass is of."""
-        known = self._tasks.get(torch._C._current_graph_task_id()) if self._tasks else None
-        return self._local.here if known is None else known
+        mine = self._local.here
+        if mine.depth or not self._passes:
+            return mine
+        # On a GPU autograd runs nodes on threads of its own; the hooks of a root come before those that tell
+        # which pass it is of.
+        known = self._tasks.get(torch._C._current_graph_task_id())
+        if known is not None or torch._C._current_graph_task_id() < 0:
+            return known or mine
+        passes = {id(here): here for here in self._passes}
+        if len(passes) == 1:
+            return self._passes[0]
+        for here in self._passes:
+            here.unknown = True  # it may be any one's
+        self._recorder.cannot_check("backward passes of several threads on a GPU", "AMP00", "AMP019")
+        return mine
 
     @property
     def closely(self) -> bool:
@@ -406,6 +420,7 @@ class Ledger:
             tasks.append(task)
 
         handles = [node.register_prehook(runs) for node in graph.starts(roots)]
+        self._passes.append(here)
         try:
             # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
             passing = self.passing if self.looked_at in (0, here.thread) else unseen
@@ -418,6 +433,7 @@ class Ledger:
                 finally:
                     here.depth -= 1
         finally:
+            self._passes.remove(here)
             for handle in handles:
                 handle.remove()
             for task in tasks:
