@@ -219,7 +219,9 @@ def test_concise_names_file_and_line(tilefit, captured) -> None:
 def test_several_gpus_are_compared(tilefit, captured) -> None:
     ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--gpu", "l4")
     assert "on 2 GPUs" in ran.out
-    data = json.loads(tilefit("check", "odd.net:build", "--gpu", "h200", "--gpu", "l4", "--output-format", "json").out)
+    data = json.loads(
+        tilefit("check", "odd.net:build", "--gpu", "h200", "--gpu", "l4", "--output-format", "json").out
+    )
     assert [report["gpu"] for report in data["reports"]] == ["h200", "l4"]
 
 
@@ -229,13 +231,17 @@ def test_a_gpu_named_twice_counts_once(tilefit, captured) -> None:
 
 def test_a_report_goes_to_a_file(tilefit, captured, tmp_path: Path) -> None:
     path = tmp_path / "report.md"
-    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--output-format", "markdown", "--output-file", str(path))
+    ran = tilefit(
+        "check", "odd.net:build", "--gpu", "h200", "--output-format", "markdown", "--output-file", str(path)
+    )
     assert (ran.code, ran.out) == (1, "")
     assert path.read_text().startswith("# net")
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tilefit, captured, tmp_path: Path) -> None:
-    ran = tilefit("check", "odd.net:build", "--gpu", "h200", "--output-file", str(tmp_path / "no" / "report.txt"))
+    ran = tilefit(
+        "check", "odd.net:build", "--gpu", "h200", "--output-file", str(tmp_path / "no" / "report.txt")
+    )
     assert ran.code == 2
     assert "report.txt: cannot be written" in ran.err
 

@@ -27,7 +27,9 @@ def _step(features: int) -> Step:
 @pytest.fixture
 def reports(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:
     """``a.json`` of a layer with an odd size, ``b.json`` of one without; capture is replaced."""
-    monkeypatch.setattr(child, "capture_in_child", lambda target, *_, **__: _step(int(target.partition(":")[2])))
+    monkeypatch.setattr(
+        child, "capture_in_child", lambda target, *_, **__: _step(int(target.partition(":")[2]))
+    )
     for name, features in (("a", 4095), ("b", 4096)):
         options = ("--gpu", "h200", "--output-format", "json", "--output-file", f"{name}.json")
         tilefit("check", f"net:{features}", *options)
