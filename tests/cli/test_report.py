@@ -14,7 +14,7 @@ from tilefit.capture import child
 from tilefit.cli.report_output import Format
 from tilefit.report import FORMATS, load
 
-_CHECK = ("check", "odd", "--gpu", "h200", "--amp", "bf16")
+_CHECK = ("check", "odd.net:build", "--gpu", "h200", "--amp", "bf16")
 
 
 @pytest.fixture
