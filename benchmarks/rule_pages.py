@@ -178,7 +178,9 @@ def wrong_loop(rule: PrecisionRule) -> Iterator[str]:
     if rule.code in _ELSEWHERE:
         text, report = _ELSEWHERE[rule.code]()
     else:
-        found = next(case for case in loops.WRONG if case.code == rule.code)
+        # Which loops others have imported, and in which order, is not to matter.
+        shown = (case for module in _LOOPS for case in loops.WRONG if case.run.__module__ == module.__name__)
+        found = next(case for case in shown if case.code == rule.code)
         text = source(found.run, sys.modules[found.run.__module__])
         with watch() as run:
             found.run()
