@@ -416,7 +416,7 @@ def compare(recorded_rows: Path) -> None:
                 amp="bf16",
                 loss=shapes.loss,
                 channels_last=channels_last,
-                compiled=True,
+                compile=True,
             )
         )
         for phase in ("forward", "backward"):

@@ -167,7 +167,7 @@ def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
         amp="" if run.halved else "bf16",
         loss=shapes.loss,
         channels_last=run.channels_last,
-        compiled=run.compiled,
+        compile=run.compiled,
     )
     step = fuse(step) if run.compiled else step
     device = replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
