@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from tilefit.cli import report_output, step_options
-from tilefit.cli.option_groups import grouped, refuse_given
+from tilefit.cli.option_groups import Group, grouped, refuse_given
 from tilefit.errors import TargetError, UsageError
+from tilefit.options import option
 
-#: Steps a script is watched for.
-STEPS = 100
+
+@dataclass(frozen=True)
+class Looks:
+    """How long a script is watched, and how closely."""
+
+    steps: int = option(100, "End the script after this many steps of its optimizer.", min=1, metavar="N")
+    every: int = option(
+        25, "Look closely at one step in this many, after the first four.", min=1, metavar="N"
+    )
+    numerics: bool = option(True, "Look closely at all, or keep the books alone.", "--numerics/--no-numerics")
+    find_non_finite: bool = option(False, "Check every operation for inf and NaN; slow.")
+    strict: bool = option(False, "Notes count as findings too, for the exit code.")
 
 
 @grouped
@@ -28,23 +40,8 @@ def precision(
         typer.Argument(metavar="[ARGS]...", help="Its own arguments.", show_default=False),
     ] = None,
     *,
-    steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="End the script after this many steps of its optimizer.")
-    ] = STEPS,
-    every: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Look closely at one step in this many, after the first four."),
-    ] = 25,
-    numerics: Annotated[
-        bool, typer.Option("--numerics/--no-numerics", help="Look closely at all, or keep the books alone.")
-    ] = True,
-    find_non_finite: Annotated[
-        bool, typer.Option("--find-non-finite", help="Check every operation for inf and NaN; slow.")
-    ] = False,
+    looks: Annotated[Looks, Group("Options")],
     selection: step_options.Codes,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Notes count as findings too, for the exit code.")
-    ] = False,
     shown: report_output.ShownWhole,
 ) -> int:
     """Watch a training script: is its mixed precision silently wrong? Options go before the script.
@@ -55,19 +52,19 @@ def precision(
     """
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
-    if not numerics:
+    if not looks.numerics:
         refuse_given(context, ("every", "find_non_finite"), "--no-numerics looks at no step closely")
-    if find_non_finite:
+    if looks.find_non_finite:
         refuse_given(context, ["every"], "--find-non-finite looks at every step")
     step_options.note_misplaced(context, str(script), arguments or ())
     from tilefit.precision.script import run_script
     from tilefit.precision.watching import Watch
 
     watch = Watch(
-        every=every,
-        numerics=numerics,
-        steps=steps,
-        find_non_finite=find_non_finite,
+        every=looks.every,
+        numerics=looks.numerics,
+        steps=looks.steps,
+        find_non_finite=looks.find_non_finite,
         select=selection.select,
         ignore=selection.ignore,
     )
@@ -80,7 +77,7 @@ def precision(
             shown.show(document)
         # A launcher takes every other code for a crash, and says so over the report.
         launched = "TORCHELASTIC_RUN_ID" in os.environ
-        code = int(bool(document.findings)) if strict else document.exit_code
+        code = int(bool(document.findings)) if looks.strict else document.exit_code
         return code if first and not launched else 0
 
     def stuck() -> NoReturn:
