@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -14,6 +14,9 @@ from tilefit.cli import report_output, step_options
 from tilefit.cli.option_groups import Group, grouped, refuse_given
 from tilefit.errors import TargetError, UsageError
 from tilefit.options import option
+
+if TYPE_CHECKING:
+    from tilefit.report.watched import Watched
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,10 @@ def precision(
         select=selection.select,
         ignore=selection.ignore,
     )
-    # One rank speaks for all; what ranks disagree on, it knows.
-    first = os.environ.get("RANK", "0") == "0"
-
-    def show() -> int:
-        document = watch.report(script.name)
-        if first:
-            shown.show(document)
-        # A launcher takes every other code for a crash, and says so over the report.
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        code = int(bool(document.findings)) if looks.strict else document.exit_code
-        return code if first and not launched else 0
 
     def stuck() -> NoReturn:
         watch.stop()
-        code = show()
+        code = _show(watch.report(script.name), shown, strict=looks.strict)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -99,9 +91,22 @@ def precision(
             hint="Watch a script that trains with a torch.optim optimizer, for long enough to make a step. "
             "Processes that it starts are not watched: start them with torchrun.",
         )
-    code = show() if watch.alarms or (error is None and watch.steps) else 0
+    code = 0
+    if watch.alarms or (error is None and watch.steps):
+        code = _show(watch.report(script.name), shown, strict=looks.strict)
     if interrupted:
         raise KeyboardInterrupt
     if error is not None:
         raise error
     return code
+
+
+def _show(document: Watched, shown: report_output.Destination, *, strict: bool) -> int:
+    """Show what was found; the exit code. One rank speaks for all: what ranks disagree on, it knows."""
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        shown.show(document)
+    # A launcher takes every other code for a crash, and says so over the report.
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    code = int(bool(document.findings)) if strict else document.exit_code
+    return code if first and not launched else 0
