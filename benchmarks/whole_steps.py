@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
 from operator import sub
@@ -53,6 +53,7 @@ from tilefit.ops import Step, StepOp
 from tilefit.options import TargetOptions
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
+FURTHER = Path(__file__).resolve().parent / "compiled_models.py"
 
 #: Target, sizes, channels-last.
 MODELS: list[tuple[str, dict[str, int], bool]] = [
@@ -76,6 +77,75 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
     (f"{EXAMPLES}:odd_cnn", {}, False),
     (f"{EXAMPLES}:recommender", {}, False),
     (f"{EXAMPLES}:lstm_lm", {}, False),
+]
+
+#: Sizes of a transformer, as its configuration names them.
+_DECODER = {"num_hidden_layers": 8, "num_attention_heads": 16, "hidden_size": 1024, "vocab_size": 32000}
+
+#: Training steps that are measured under the compiler alone (``compiled_steps.py``), those that take longest
+#: to compile first: target, sizes, channels-last, sizes of the constructor.
+COMPILED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
+    ("torchvision:densenet121", {"batch": 64}, False, {}),
+    ("torchvision:efficientnet_b0", {"batch": 128}, False, {}),
+    ("timm:hrnet_w18_small", {"batch": 32}, False, {}),
+    ("hf:mobilevit", {"batch": 32}, False, {}),
+    (f"{FURTHER}:deberta", {}, False, {}),
+    ("hf:mobilebert", {"batch": 32, "seq": 256}, False, {"num_hidden_layers": 12}),
+    ("hf:segformer", {"batch": 16, "image_size": 512}, False, {}),
+    (f"{FURTHER}:segformer", {}, False, {}),
+    ("hf:swinv2", {"batch": 32}, False, {}),
+    ("torchvision:regnet_y_1_6gf", {"batch": 64}, False, {}),
+    ("torchvision:shufflenet_v2_x1_0", {"batch": 128}, False, {}),
+    ("torchvision:swin_t", {"batch": 64}, False, {}),
+    ("torchvision:fcn_resnet50", {"batch": 8, "image_size": 512}, False, {}),
+    (f"{FURTHER}:detector", {}, False, {}),
+    (f"{FURTHER}:graph", {}, False, {}),
+    (f"{FURTHER}:segmenter", {}, False, {}),
+    (f"{FURTHER}:points", {}, False, {}),
+    (f"{FURTHER}:autoencoder", {}, False, {}),
+    (f"{FURTHER}:click_rate", {}, False, {}),
+    (f"{FURTHER}:registration", {}, False, {}),
+    (f"{FURTHER}:resolution", {}, False, {}),
+    (f"{FURTHER}:wave", {}, False, {}),
+    (f"{FURTHER}:words", {}, False, {}),
+    (f"{FURTHER}:mlp", {}, False, {}),
+    (f"{FURTHER}:encoder", {}, False, {}),
+    ("hf:electra", {"batch": 32, "seq": 512}, False, {}),
+    (
+        "hf:llama",
+        {"batch": 4, "seq": 2048},
+        False,
+        {**_DECODER, "num_key_value_heads": 4, "intermediate_size": 2816},
+    ),
+    ("timm:poolformer_s12", {"batch": 64}, False, {}),
+    ("timm:mixer_b16_224", {"batch": 64}, False, {}),
+    ("torchvision:resnext50_32x4d", {"batch": 64}, False, {}),
+    ("torchvision:r3d_18", {"batch": 8}, False, {}),
+    ("torchvision:vgg16_bn", {"batch": 64}, False, {}),
+    ("hf:convnextv2", {"batch": 64}, False, {}),
+    ("hf:clip", {"batch": 64}, False, {}),
+    (
+        "hf:bloom",
+        {"batch": 8, "seq": 512},
+        False,
+        {"n_layer": 8, "n_head": 16, "hidden_size": 1024, "vocab_size": 32000},
+    ),
+    (
+        "hf:albert",
+        {"batch": 16, "seq": 512},
+        False,
+        {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    ),
+    ("hf:dinov2", {"batch": 32}, False, {}),
+    ("torchvision:vit_b_16", {"batch": 64}, False, {}),
+    ("hf:gpt_neox", {"batch": 8, "seq": 1024}, False, {**_DECODER, "intermediate_size": 4096}),
+    (
+        "hf:qwen3",
+        {"batch": 4, "seq": 1024},
+        False,
+        {**_DECODER, "num_key_value_heads": 8, "intermediate_size": 3072},
+    ),
+    (f"{EXAMPLES}:speech", {}, False, {}),
 ]
 
 #: Forward passes of one sample.
@@ -108,6 +178,7 @@ class Run:
     compiled: bool = False
     infer: bool = False
     halved: bool = False
+    arguments: dict[str, int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -117,7 +188,10 @@ class Run:
 
     def load(self, device: str) -> Target:
         """The model and its inputs, made on ``device``: meta, or the CPU."""
-        loaded = load(self.target, TargetOptions(train=not self.infer, on_cpu=device == "cpu", **self.sizes))
+        options = TargetOptions(
+            train=not self.infer, on_cpu=device == "cpu", arguments=self.arguments, **self.sizes
+        )
+        loaded = load(self.target, options)
         if not self.halved:
             return loaded
         inputs = tree_map(lambda t: t.bfloat16() if t.is_floating_point() else t, loaded.inputs)
@@ -127,7 +201,11 @@ class Run:
 def runs(infer: bool, compiled: bool) -> list[Run]:
     """What is measured, in order."""
     if not infer:
-        return [Run(*entry, compiled=compiled) for entry in MODELS]
+        further = COMPILED if compiled else []
+        return [
+            *(Run(*entry, compiled=compiled) for entry in MODELS),
+            *(Run(*entry, compiled=True, arguments=arguments) for *entry, arguments in further),
+        ]
     halved = [Run(*entry, compiled, infer, halved=True) for entry in SMALL if entry[0] in HALVED]
     return [*(Run(*entry, compiled, infer) for entry in (*MODELS, *SMALL)), *halved]
 
@@ -348,7 +426,7 @@ def predict_again(recorded: Path, gpu: str, out: Path | None) -> None:
 
 
 def label(target: str, sizes: dict[str, int], channels_last: bool) -> str:
-    name = target.replace(str(EXAMPLES), "examples/models.py")
+    name = target.replace(str(EXAMPLES), "examples/models.py").replace(str(FURTHER), FURTHER.name)
     return name + (" channels-last" if channels_last else "")
 
 

@@ -1,0 +1,361 @@
+"""Measure many models' compiled training steps within a short time on a GPU.
+
+    PYTHONPATH=src python benchmarks/compiled_steps.py --out DIR --budget-s 560
+
+Compiling takes most of it and needs the host alone, so every model has a process of its own, which compiles
+and then waits; one after another they are timed, while nothing else runs. The GPU is one process's at a time
+where something is timed: the compiler's own choices, too, are made by timing. Under ``--out``, as soon as
+each is there: ``rows.jsonl``, the rows of ``whole_steps.py --compiled`` with the graphs and breaks, what
+Inductor scheduled and the same step run eagerly; ``code.tar.gz``, the code that Inductor wrote. Models with a
+row in one of ``--done`` are left out; a failure is a row too, which does not count as done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from whole_steps import MODELS, Measured, Run, runs
+
+RECORDED = Path(__file__).parent / "results" / "whole_steps_compiled.json"
+#: Where processes keep what they compile, and the lock of the GPU.
+WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
+#: Kernels of these differ from layer to layer: each has compiler threads beside its own.
+WIDE = ("densenet121", "efficientnet_b0", "hrnet", "regnet", "mobilevit", "segformer")
+#: Seconds that timing a model is taken to need, before any was timed.
+TIMING_S = 7.0
+STEPS_BEFORE = 3
+READY = "READY"
+ROW = "ROW "
+
+
+def folder(run: Run) -> Path:
+    return WORK / "".join(c if c.isalnum() else "_" for c in run.label)
+
+
+# ---- a process of a model ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def gpu_to_itself() -> Iterator[None]:
+    with (WORK / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def lock_benchmarks() -> None:
+    """Inductor's own timing holds the GPU's lock."""
+    from torch._inductor.runtime import benchmarking
+
+    depth = threading.local()
+
+    def locked(timed: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if getattr(depth, "held", False):
+                return timed(*args, **kwargs)
+            with gpu_to_itself():
+                depth.held = True
+                try:
+                    return timed(*args, **kwargs)
+                finally:
+                    depth.held = False
+
+        return run
+
+    for kind in (benchmarking.Benchmarker, *benchmarking.Benchmarker.__subclasses__()):
+        for name in ("benchmark_gpu", "benchmark_many_gpu"):
+            if name in vars(kind):
+                setattr(kind, name, locked(getattr(kind, name)))
+
+
+def note_schedules(found: list[dict[str, Any]]) -> None:
+    """Note the kernels of every graph that Inductor schedules, as ``inductor_kernels.py`` does."""
+    from inductor_kernels import kernel
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+
+    codegen = Scheduler.codegen
+
+    def noted(scheduler: Any) -> Any:
+        kernels: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        try:
+            for node in scheduler.nodes:
+                each = kernel(node)
+                if each:
+                    kernels[tuple(each.values())] += 1
+        except Exception as error:  # noqa: BLE001 - what it says of itself is not what is measured
+            kernels[f"failed: {error!r}"[:200],] += 1
+        found.append(
+            {
+                "backward": bool(V.graph.is_backward),
+                "channels_last": bool(getattr(V.graph, "layout_opt", False)),
+                "kernels": [[*key, count] for key, count in kernels.items()],
+            }
+        )
+        return codegen(scheduler)
+
+    Scheduler.codegen = noted
+
+
+def patiently(steps: Callable[[], None]) -> None:
+    """Others' activations may fill the GPU while everything is compiled."""
+    for wait_s in (10, 20, 0):
+        try:
+            return steps()
+        except torch.OutOfMemoryError:
+            if not wait_s:
+                raise
+            gc.collect()
+            torch.cuda.empty_cache()
+            time.sleep(wait_s)
+    return None
+
+
+def times(model: Measured, turns: int) -> dict[str, Any]:
+    """A row of a model that is warm; fewer turns where the GPU limits the step."""
+    for _ in range(turns):
+        model.turn()
+        if model.turns[-1]["wall_ms"] > 1.5 * sum(model.turns[-1]["host_ms"]):
+            break
+    model.look_inside()
+    return model.row()
+
+
+def work(run: Run, device: str, turns: int) -> None:
+    """Compile, say so, wait for a line, and print the row."""
+    from torch._dynamo.utils import counters
+
+    graphs: list[dict[str, Any]] = []
+    lock_benchmarks()
+    note_schedules(graphs)
+    start = time.perf_counter()
+    model = Measured(run, device)
+
+    def warm() -> None:
+        for _ in range(STEPS_BEFORE):
+            model.step()
+        model.synchronize()
+
+    patiently(warm)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    compile_s = time.perf_counter() - start
+    print(READY, flush=True)
+    sys.stdin.readline()
+    gc.freeze()
+    with gpu_to_itself():
+        row = {"model": run.label, **run.sizes, "arguments": run.arguments, **times(model, turns)}
+        row["compile_s"] = round(compile_s, 1)
+        row["unique_graphs"] = counters["stats"]["unique_graphs"]
+        row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
+        row["graphs"] = graphs
+        print(ROW + json.dumps(row), flush=True)
+        model.run, model.turns = model.model, []
+        try:
+            eager = times(model, 1)
+        except Exception as error:  # noqa: BLE001 - the compiled row is what counts
+            eager = {"failure": repr(error)[:300]}
+    print(ROW + json.dumps({**row, "eager": eager}), flush=True)
+
+
+# ---- the process that starts them ----------------------------------------------------------------
+
+
+class Worker:
+    """A model's process, and what it has said."""
+
+    def __init__(self, run: Run, arguments: list[str]) -> None:
+        self.run = run
+        self.row: dict[str, Any] | None = None
+        self.ready = threading.Event()
+        self.ended = threading.Event()
+        self.started = time.perf_counter()
+        path = folder(run)
+        path.mkdir(parents=True, exist_ok=True)
+        self.log = path / "log"
+        wide = any(name in run.label for name in WIDE)
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(path / "cache"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "4" if wide else "1",
+            "OMP_NUM_THREADS": "2",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [sys.executable, __file__, "--worker", run.label, *arguments]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(READY):
+                self.ready.set()
+            elif line.startswith(ROW):
+                self.row = json.loads(line.removeprefix(ROW))
+        self.process.wait()
+        self.ended.set()
+
+    @property
+    def compiles(self) -> bool:
+        return not self.ready.is_set() and not self.ended.is_set()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has failed, which its row says
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """End it and the compiler's processes, which are of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+    def result(self, why: str) -> dict[str, Any]:
+        """Its row, or why there is none."""
+        if self.row is not None:
+            return self.row
+        said = self.log.read_text().strip().splitlines()[-12:]
+        return {"model": self.run.label, "failure": why, "log": [line[:300] for line in said]}
+
+
+class Session:
+    """All models within the budget."""
+
+    def __init__(self, wanted: list[Run], options: argparse.Namespace) -> None:
+        self.options = options
+        self.start = time.perf_counter()
+        self.left = wanted
+        self.workers: list[Worker] = []
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.arguments = ["--device", options.device, "--turns", str(options.turns)]
+        self.arguments += ["--tiny"] if options.tiny else []
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.start
+
+    def write(self, row: dict[str, Any]) -> None:
+        with (self.out / "rows.jsonl").open("a") as rows:
+            rows.write(json.dumps(row) + "\n")
+        shown = row.get("failure") or f"{row['sustained_ms']:8.2f} ms, GPU {row['gpu_ms']:8.2f}"
+        print(f"{self.elapsed_s:5.0f} s {row['model']:46} {shown}", flush=True)
+
+    def compile(self) -> None:
+        """Until all are compiled, or only the time is left to time those that are."""
+        while True:
+            busy = [worker for worker in self.workers if worker.compiles]
+            ready = sum(worker.ready.is_set() for worker in self.workers)
+            if self.elapsed_s + TIMING_S * ready + 20 > self.options.budget_s:
+                break
+            for worker in busy:
+                if time.perf_counter() - worker.started > self.options.compile_s:
+                    worker.stop()
+            while self.left and len(busy) < self.options.processes:
+                busy.append(Worker(self.left.pop(0), self.arguments))
+                self.workers.append(busy[-1])
+            if not busy:
+                break
+            time.sleep(0.3)
+        for worker in self.workers:
+            if not worker.ready.is_set():
+                worker.stop()
+                self.write(worker.result("not compiled in time, or failed"))
+        print(f"{self.elapsed_s:5.0f} s compiled; {len(self.left)} were not begun", flush=True)
+
+    def time(self) -> None:
+        for worker in self.workers:
+            if not worker.ready.is_set():
+                continue
+            remaining_s = self.options.budget_s - self.elapsed_s
+            if remaining_s > 4:
+                worker.go()
+                worker.ended.wait(timeout=min(45.0, remaining_s))
+            worker.stop()
+            worker.ended.wait(timeout=5)
+            self.write(worker.result("not timed in time, or failed"))
+
+    def archive(self) -> None:
+        """What Inductor wrote: the files with whole graphs."""
+        with tarfile.open(self.out / "code.tar.gz", "w:gz", compresslevel=6) as archive:
+            for worker in self.workers:
+                for path in sorted(folder(worker.run).glob("cache/*/*.py")):
+                    if "def call(" in path.read_text() and path.stat().st_size < 4_000_000:
+                        archive.add(path, f"{folder(worker.run).name}/{path.name}")
+
+
+def tiny(run: Run) -> Run:
+    """For a trial without a GPU."""
+    small = {"batch": 2, "seq": 16, "image_size": 64}
+    return Run(run.target, {k: small[k] for k in run.sizes}, run.channels_last, True, arguments=run.arguments)
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result, or of lines."""
+    text = path.read_text()
+    if path.suffix == ".json":
+        return list(json.loads(text)["rows"])
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("compiled_steps"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="models whose name contains one of these, by commas")
+    parser.add_argument("--done", type=Path, nargs="*", default=[RECORDED], help="rows that exist")
+    parser.add_argument("--processes", type=int, default=13, help="models that are compiled at a time")
+    parser.add_argument("--compile-s", type=float, default=330.0, help="given up after this time")
+    parser.add_argument("--budget-s", type=float, default=560.0)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
+    parser.add_argument("--worker", default="", help="used by the script itself")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("This measures on a GPU, and PyTorch finds none here.")
+    listed = runs(False, True)
+    listed = listed[len(MODELS) :] + listed[: len(MODELS)]
+    known = [tiny(run) if options.tiny else run for run in listed]
+    if options.worker:
+        work(next(run for run in known if run.label == options.worker), options.device, options.turns)
+        return
+    WORK.mkdir(parents=True, exist_ok=True)
+    done = {row["model"] for path in options.done for row in recorded(path) if "gpu_ms" in row}
+    names = options.only.split(",")
+    wanted = [run for run in known if run.label not in done and any(name in run.label for name in names)]
+    session = Session(wanted, options)
+    session.compile()
+    session.time()
+    session.archive()
+    print(f"{session.elapsed_s:5.0f} s in all", flush=True)
+
+
+if __name__ == "__main__":
+    main()
