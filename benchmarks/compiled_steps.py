@@ -3,11 +3,11 @@
     PYTHONPATH=src python benchmarks/compiled_steps.py --out DIR --budget-s 560
 
 Compiling takes most of it and needs the host alone, so every model has a process of its own, which compiles
-and then waits; one after another they are timed, while nothing else runs. The GPU is one process's at a time
-where something is timed: the compiler's own choices, too, are made by timing. Under ``--out``, as soon as
-each is there: ``rows.jsonl``, the rows of ``whole_steps.py --compiled`` with the graphs and breaks, what
-Inductor scheduled and the same step run eagerly; ``code.tar.gz``, the code that Inductor wrote. Models with a
-row in one of ``--done`` are left out; a failure is a row too, which does not count as done.
+and then waits; one after another they are timed, while nothing else runs; in rounds, where not all fit. The
+GPU is one process's at a time where something is timed: the compiler's own choices, too, are made by timing.
+Under ``--out``, as soon as each is there: ``rows.jsonl``, the rows of ``whole_steps.py --compiled`` with the
+graphs and breaks, what Inductor scheduled and the same step run eagerly; ``code.tar.gz``, the code that
+Inductor wrote. Models with a row in one of ``--done`` are left out; a failure is a row too, and not done.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def lock_benchmarks() -> None:
 
         return run
 
-    for kind in (benchmarking.Benchmarker, *benchmarking.Benchmarker.__subclasses__()):
+    for kind in [each for each in vars(benchmarking).values() if isinstance(each, type)]:
         for name in ("benchmark_gpu", "benchmark_many_gpu"):
             if name in vars(kind):
                 setattr(kind, name, locked(getattr(kind, name)))
@@ -86,8 +86,11 @@ def note_schedules(found: list[dict[str, Any]]) -> None:
     """Note the kernels of every graph that Inductor schedules, as ``inductor_kernels.py`` does."""
     from inductor_kernels import kernel
     from torch._inductor.scheduler import Scheduler
+    from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V
 
+    if not hasattr(SizeVarAllocator, "optimization_hint"):  # its name from 2.12 on
+        SizeVarAllocator.optimization_hint = SizeVarAllocator.size_hint
     codegen = Scheduler.codegen
 
     def noted(scheduler: Any) -> Any:
@@ -250,7 +253,9 @@ class Session:
         self.options = options
         self.start = time.perf_counter()
         self.left = wanted
+        #: Of this round, and of all rounds.
         self.workers: list[Worker] = []
+        self.all: list[Run] = []
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.arguments = ["--device", options.device, "--turns", str(options.turns)]
@@ -267,7 +272,8 @@ class Session:
         print(f"{self.elapsed_s:5.0f} s {row['model']:46} {shown}", flush=True)
 
     def compile(self) -> None:
-        """Until all are compiled, or only the time is left to time those that are."""
+        """Until as many are compiled as may wait, or only the time is left to time those that are."""
+        self.workers = []
         while True:
             busy = [worker for worker in self.workers if worker.compiles]
             ready = sum(worker.ready.is_set() for worker in self.workers)
@@ -276,8 +282,11 @@ class Session:
             for worker in busy:
                 if time.perf_counter() - worker.started > self.options.compile_s:
                     worker.stop()
-            while self.left and len(busy) < self.options.processes:
-                busy.append(Worker(self.left.pop(0), self.arguments))
+            room = self.options.alive - sum(not worker.ended.is_set() for worker in self.workers)
+            for run in self.left[: max(0, min(room, self.options.processes - len(busy)))]:
+                self.left.remove(run)
+                self.all.append(run)
+                busy.append(Worker(run, self.arguments))
                 self.workers.append(busy[-1])
             if not busy:
                 break
@@ -303,10 +312,10 @@ class Session:
     def archive(self) -> None:
         """What Inductor wrote: the files with whole graphs."""
         with tarfile.open(self.out / "code.tar.gz", "w:gz", compresslevel=6) as archive:
-            for worker in self.workers:
-                for path in sorted(folder(worker.run).glob("cache/*/*.py")):
+            for run in self.all:
+                for path in sorted(folder(run).glob("cache/*/*.py")):
                     if "def call(" in path.read_text() and path.stat().st_size < 4_000_000:
-                        archive.add(path, f"{folder(worker.run).name}/{path.name}")
+                        archive.add(path, f"{folder(run).name}/{path.name}")
 
 
 def tiny(run: Run) -> Run:
@@ -332,6 +341,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name contains one of these, by commas")
     parser.add_argument("--done", type=Path, nargs="*", default=[RECORDED], help="rows that exist")
     parser.add_argument("--processes", type=int, default=13, help="models that are compiled at a time")
+    parser.add_argument("--alive", type=int, default=36, help="models that are in memory at a time")
     parser.add_argument("--compile-s", type=float, default=330.0, help="given up after this time")
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--turns", type=int, default=3)
@@ -351,8 +361,9 @@ def main() -> None:
     names = options.only.split(",")
     wanted = [run for run in known if run.label not in done and any(name in run.label for name in names)]
     session = Session(wanted, options)
-    session.compile()
-    session.time()
+    while session.left and session.elapsed_s < options.budget_s - 60:
+        session.compile()
+        session.time()
     session.archive()
     print(f"{session.elapsed_s:5.0f} s in all", flush=True)
 
