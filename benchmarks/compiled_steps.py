@@ -37,7 +37,7 @@ WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 #: Kernels of these differ from layer to layer: each has compiler threads beside its own.
 WIDE = ("densenet121", "efficientnet_b0", "hrnet", "regnet", "mobilevit", "segformer")
 #: Seconds that timing a model is taken to need, before any was timed.
-TIMING_S = 7.0
+TIMING_S = 8.0
 STEPS_BEFORE = 3
 READY = "READY"
 ROW = "ROW "
@@ -95,13 +95,13 @@ def note_schedules(found: list[dict[str, Any]]) -> None:
 
     def noted(scheduler: Any) -> Any:
         kernels: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        try:
-            for node in scheduler.nodes:
+        for node in scheduler.nodes:
+            try:
                 each = kernel(node)
-                if each:
-                    kernels[tuple(each.values())] += 1
-        except Exception as error:  # noqa: BLE001 - what it says of itself is not what is measured
-            kernels[f"failed: {error!r}"[:200],] += 1
+            except Exception as error:  # noqa: BLE001 - what it says of itself is not what is measured
+                each = {"failed": repr(error)[:200]}
+            if each:
+                kernels[tuple(each.values())] += 1
         found.append(
             {
                 "backward": bool(V.graph.is_backward),
@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--alive", type=int, default=36, help="models that are in memory at a time")
     parser.add_argument("--compile-s", type=float, default=330.0, help="given up after this time")
     parser.add_argument("--budget-s", type=float, default=560.0)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
     parser.add_argument("--worker", default="", help="used by the script itself")
     options = parser.parse_args()
