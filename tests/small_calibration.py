@@ -46,7 +46,7 @@ def made(
         "families": [],
         "tiles": [],
         "on_analytic": True,
-        "fingerprint": fingerprint("gemm", gpu),
+        "fingerprint": fingerprint("gemm", gpu, corrects_first_stage=True),
         "trained_rows": 100,
         "held_out_rows": 20,
         "errors": errors or {"datasheet": 0.2, "calibrated": 0.1},

@@ -248,7 +248,8 @@ def test_healthy_sizes_gain_nothing_from_the_next_multiple_of_64(m: int, n: int,
 def test_what_was_not_measured_keeps_the_analytic_stage() -> None:
     for op in (Gemm(512, 512, 512, "fp64"), Streaming("collective", 1000, 4000, 4000)):
         assert estimate(op, H200) == analytic(op, H200)
-    assert priced("a100").calibration is None
+    for op in (Gemm(512, 512, 512), Conv2d(8, 64, 64, 56, 3), Attention(2, 8, 128, 64)):
+        assert estimate(op, "a100") == analytic(op, priced("a100"))
 
 
 def test_the_table_is_small_and_says_where_it_is_from() -> None:

@@ -153,7 +153,7 @@ def test_misalignment_is_milder_where_the_tensor_cores_are_slower() -> None:
 
     assert penalty("h200") > penalty("a100") > 1.5
     # pytorch#181718: on an RTX 4090 an odd size is no slower.
-    assert penalty("rtx-4090") < 1.1
+    assert penalty("rtx-4090") < 1.15
 
 
 def test_fp32_runs_on_cuda_cores_whatever_its_alignment() -> None:

@@ -20,7 +20,7 @@ from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.explain import explain
 from tilefit.cost.priced import PricedGpu, keep, priced, resolve, shipped, user_path
 from tilefit.errors import TilefitError, UsageError
-from tilefit.ops import FORWARD, Attention, Gemm, Site, Step, StepOp
+from tilefit.ops import FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
 
 A100, H200 = gpus.get("a100"), gpus.get("h200")
 PRODUCT = Gemm(4096, 4096, 4096)
@@ -149,7 +149,7 @@ def test_a_cut_calibration_is_reported_once_and_set_aside(own: Path, share: floa
 def test_a_calibration_of_another_version_is_reported_and_set_aside(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tilefit.cost.calibration.fingerprint", lambda kind, gpu: -1)
+    monkeypatch.setattr("tilefit.cost.calibration.fingerprint", lambda *of: -1)
     assert "another version of tilefit" in refused()
     assert not own.exists()
 
@@ -214,5 +214,16 @@ def test_a_calibration_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> 
 
 def test_what_ships_is_what_is_used_without_any_other() -> None:
     assert priced(H200).calibration is shipped("h200") is not None
-    assert priced(A100).calibration is None
-    assert priced(A100).calibration_title == ""
+
+
+def test_a_gpu_nobody_measured_takes_what_another_took() -> None:
+    h100, a100 = priced("h100"), priced(A100)
+    assert h100.donor == a100.donor == priced(H200)
+    assert h100.calibration_title.startswith("the NVIDIA H200")
+    stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
+    assert [estimate(PRODUCT, gpu).provenance for gpu in (h100, a100)] == ["transferred", "estimated"]
+    assert [estimate(stream, gpu).provenance for gpu in (h100, a100)] == ["transferred", "transferred"]
+    # What the memory limits takes as much longer as the memory is slower.
+    slower = H200.memory_bandwidth_bytes_per_s / h100.memory_bandwidth_bytes_per_s
+    ratio = estimate(stream, h100).time_s / estimate(stream, H200).time_s
+    assert 1.1 < ratio < 1.02 * slower

@@ -10,6 +10,7 @@ from tilefit.cost.estimate import (
     MATH,
     MEASURED,
     MEMORY,
+    TRANSFERRED,
     Estimate,
     StepEstimate,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "MATH",
     "MEASURED",
     "MEMORY",
+    "TRANSFERRED",
     "Estimate",
     "GemmExplanation",
     "Neighbour",

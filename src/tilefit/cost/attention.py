@@ -23,20 +23,24 @@ MATH_BACKEND = "math"
 
 #: Query rows that one thread block takes.
 _QUERY_TILE = 128
-#: Share of the Tensor Core peak at long sequences and heads of 128, forward, by backend. cudnn: fitted on
-#: FlashAttention 3 (H100 and H200, 17,936 shapes each), which the cuDNN kernels match. flash:
-#: FlashAttention 2 reaches 73 % of an A100 forward (Dao, arXiv 2307.08691) and 35 % of an H100 (Shah et al.,
-#: arXiv 2407.08608). efficient: about half of flash (the same figures, CUTLASS-based rows).
-_SHARES = {CUDNN: 0.64, FLASH: 0.70, EFFICIENT: 0.35}
+#: Share of the Tensor Core peak at which the two products run, by backend. cudnn: fitted on FlashAttention 3
+#: (H100 and H200, 17,936 shapes each), which the cuDNN kernels match. flash: FlashAttention 2 reaches 73 % of
+#: an A100 forward, softmax included (Dao, arXiv 2307.08691), and 35 % of an H100 (Shah et al., arXiv
+#: 2407.08608). efficient: about half of flash (the same figures, CUTLASS-based rows).
+_SHARES = {CUDNN: 1.12, FLASH: 0.97, EFFICIENT: 0.40}
 #: The mma.sync kernels of flash and efficient reach half of that share of a Hopper or Blackwell peak.
 _WITHOUT_WGMMA = 0.5
-#: Widths of the kernels' heads, to which a head is padded, with the rate relative to 128 (fitted likewise;
-#: 32 and 96 interpolated).
-_WIDTHS = ((32, 0.45), (64, 0.70), (96, 0.85), (128, 1.0), (192, 1.14), (256, 1.11))
+#: Exponentials per clock and SM beside the products: what makes heads of 32 and 64 as much slower than those
+#: of 128 (0.45 and 0.70 of the rate), and those of 192 as much faster (1.14), as they were fitted to be. The
+#: special function units make 16.
+_EXPONENTIALS_PER_CLOCK_PER_SM = 12.0
+#: Clocks of a query's row beside its keys: as many as 225 keys take with 128 wide heads on an H100 (fitted
+#: likewise).
+_ROW_CLOCKS = 44.0
+#: Widths of the kernels' heads, to which a head is padded.
+_WIDTHS = (32, 64, 96, 128, 192, 256)
 #: Backward over forward rate: 63 % against 73 % of an A100 (arXiv 2307.08691).
 _BACKWARD = 0.86
-#: Sequence at which the rate is half of the one at long sequences (fitted likewise).
-_HALF_LENGTH = 225
 #: Queries, keys and values are read in many small pieces (fitted likewise).
 _MEMORY_SHARE = 0.56
 #: Fixed time over that of a plain kernel: the call of a serving framework, 10 us at one query (fitted
@@ -88,14 +92,16 @@ def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimat
         share *= _WITHOUT_WGMMA
     if op.direction != FORWARD:
         share *= _BACKWARD
-    width, rate = next(((w, r) for w, r in _WIDTHS if op.head_dim <= w), (op.head_dim, _WIDTHS[-1][1]))
-    peak = gpu.peak_flop_per_s(op.dtype) * share * rate
-    length = min(op.seq_len, op.kv_len)
-    padded = op.flop * width / op.head_dim
-    # However few the blocks, one of them meets every key, on one SM.
+    width = next((w for w in _WIDTHS if w >= op.head_dim), op.head_dim)
+    clock_hz = gpu.boost_clock_hz
+    per_clock = gpu.peak_flop_per_s(op.dtype) / (gpu.sms * clock_hz) * share
+    # Products for one pair of a query and a key, four FLOP for each element of the head in the forward pass.
     passes = op.flop / (4 * op.scores * op.head_dim)
-    last_block = 4 * min(_QUERY_TILE, op.seq_len) * op.kv_len * width * passes
-    math_s = max(padded * (1 + _HALF_LENGTH / length) / peak, last_block * gpu.sms / peak)
+    pair_clocks = 4 * passes * width / per_clock + 1 / _EXPONENTIALS_PER_CLOCK_PER_SM
+    clocks = op.scores * (pair_clocks + _ROW_CLOCKS / min(op.seq_len, op.kv_len))
+    # However few the blocks, one of them meets every key, on one SM.
+    last_clocks = min(_QUERY_TILE, op.seq_len) * op.kv_len * pair_clocks
+    math_s = max(clocks / gpu.sms, last_clocks) / clock_hz
     memory_s = op.moved_bytes / (rate_bytes_per_s(op.moved_bytes, gpu, constants) * _MEMORY_SHARE)
     floor = floor_s(op, gpu)
     # The sum, not the larger: fitted as a p-norm, the best p was 1.1.

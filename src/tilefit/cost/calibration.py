@@ -25,7 +25,7 @@ from zlib import error as ZlibError
 from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import ESTIMATED, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.estimate import ESTIMATED, Estimate, bound
 from tilefit.cost.features import domain, example, features
 from tilefit.cost.memory import floor_s
 from tilefit.cost.tiles import count
@@ -149,7 +149,7 @@ class Calibration:
                 time_s=time_s,
                 low_s=min(time_s, max(times[index] * low[index], floor)),
                 high_s=max(time_s, times[index] * high[index]),
-                bound=_bound(estimate, time_s),
+                bound=bound(estimate.math_s, estimate.memory_s, time_s),
                 provenance=ESTIMATED,
             )
             if network.families:
@@ -197,13 +197,6 @@ def _tiled(op: Op, gpu: Gpu, tile: tuple[int, int] | None) -> dict[str, Any]:
     return {"tile": tile, "waves": waves}
 
 
-def _bound(estimate: Estimate, time_s: float) -> str:
-    busy = max(estimate.math_s, estimate.memory_s)
-    if busy < time_s / 2:
-        return LATENCY
-    return MATH if estimate.math_s >= estimate.memory_s else MEMORY
-
-
 def _described(ops: Sequence[Op], gpu: Gpu) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     import numpy as np
 
@@ -235,14 +228,18 @@ DAMAGED = (
 _HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
 
 
-def fingerprint(kind: str, gpu: Gpu) -> int:
-    """Changes when the inputs of a kind's networks, the first stage, or the GPU's facts change.
+def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False) -> int:
+    """Changes when the inputs of a kind's networks change, or the GPU's facts; and where they correct the
+    first stage, when that does.
 
     Networks fitted before would be given inputs that mean something else.
     """
     op = example(kind)
-    times, rows = on_analytic([op], gpu, [first_stage(op, gpu)])
-    return crc32(" ".join(f"{value:.4g}" for value in (*times, *rows[0])).encode())
+    if corrects_first_stage:
+        baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)])
+    else:
+        baselines, rows = _described([op], gpu)
+    return crc32(" ".join(f"{value:.4g}" for value in (*baselines, *rows[0])).encode())
 
 
 def read(path: Traversable) -> Calibration:
@@ -269,7 +266,7 @@ def load(path: Traversable) -> Calibration:
         networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
     gpu = gpus.get(about["gpu"])
     for kind, facts in about["networks"].items():
-        if facts.get("fingerprint") != fingerprint(kind, gpu):
+        if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
             raise ValueError("it was made with another version of tilefit")
     if "constants" not in about:
         return Calibration(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")

@@ -122,9 +122,21 @@ GDDR_CAPABILITIES = ((7, 5), (8, 6), (8, 9), (12, 0))
 GDDR_MATH_EFFICIENCY = 0.64
 _GDDR_SIMT_EFFICIENCY = 0.6
 _SIMT_EFFICIENCY = {"l4": 0.38}
-#: GeForce cards run their Tensor Cores at half rate, at most twice that of fp32, and do sustain it: 70 % of
-#: the peak was published for a product with poor waves on an RTX 4090 (pytorch#181718).
+#: GeForce cards run their Tensor Cores at half rate, at most twice that of fp32, and sustain clocks above the
+#: datasheet's boost: products of timm's models reach 1.15 times the peak (``benchmarks/timm_tables.py``).
 _HALF_RATE = 2
+_GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.93
+_GEFORCE_HEADROOM = 1.25
+
+
+def _is_geforce(gpu: Gpu) -> bool:
+    rates = gpu.flop_per_clock_per_sm
+    return gpu.compute_capability in GDDR_CAPABILITIES and rates.get("fp16", 0) <= _HALF_RATE * rates["fp32"]
+
+
+def clock_headroom(gpu: Gpu) -> float:
+    """The highest clock over the datasheet's boost clock."""
+    return _GEFORCE_HEADROOM if _is_geforce(gpu) else 1.0
 
 
 @lru_cache(maxsize=64)
@@ -134,11 +146,11 @@ def constants(gpu: Gpu) -> Constants:
     if gpu.name in _FITTED:
         return replace(found, spread=_FITTED[gpu.name], provenance=ESTIMATED)
     if gpu.compute_capability in GDDR_CAPABILITIES:
-        rates = gpu.flop_per_clock_per_sm
-        halved = rates.get("fp16", 0) <= _HALF_RATE * rates["fp32"]
         found = replace(
             found,
-            math_efficiency=GENERAL.math_efficiency if halved else GDDR_MATH_EFFICIENCY,
+            math_efficiency=GDDR_MATH_EFFICIENCY,
             simt_efficiency=_SIMT_EFFICIENCY.get(gpu.name, _GDDR_SIMT_EFFICIENCY),
         )
+        if _is_geforce(gpu):
+            found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
     return found

@@ -29,9 +29,10 @@ from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Settings
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 
-#: A tile that is narrow in channels reuses each gathered pixel less: exponent of the tile's area, in place
-#: of the products' own. From 64 -> 64 channels (406 TFLOP/s) against 256 -> 256 (728 TFLOP/s) on an H200.
-_SMALL_TILE_EXPONENT = 0.9
+#: Bytes of operands that reach a multiprocessor per clock: a tile that is narrow in channels reuses each
+#: gathered pixel less. From 64 -> 64 channels (406 TFLOP/s) and 256 -> 256 (728 TFLOP/s) on an H200, whose
+#: tiles of 256 x 64 and 256 x 128 it limits to 42 and 69 % of the peak.
+_FEED_BYTES_PER_CLOCK_PER_SM = 45.0
 #: fp32 convolutions of 3 x 3 and 5 x 5 at stride 1 run by Winograd's algorithm: how much faster than the
 #: implicit product (DeepBench's V100 and T4, median of 29 layers), and the most it can save (F(2x2, 3x3)).
 _WINOGRAD_KERNELS = (3, 5)
@@ -40,20 +41,19 @@ _WINOGRAD_LIMIT = 2.25
 #: A strided data gradient does not skip all the taps that meet no pixel (between the medians of
 #: DeepBench's fp16 and fp32 layers on V100 and T4).
 _STRIDED_GRADIENT_FACTOR = 1.25
-#: Share of the bandwidth at which cuDNN converts between layouts, NCHW to NHWC and back: each activation is
-#: read and written once. Aligned channels in NCHW; misaligned in NCHW; misaligned in NHWC (padded copies).
-#: From the extra time of six 3 x 3 layers on an H200 (PyTorch 2.11, cuDNN 9.19).
-_CONVERSION_SHARE = 0.45
-_MISALIGNED_NCHW_SHARE = 0.32
-_MISALIGNED_NHWC_SHARE = 0.27
+#: Bytes per clock and SM at which cuDNN converts between layouts, NCHW to NHWC and back, where the memory is
+#: not slower: each activation is read and written once. Aligned channels in NCHW; misaligned in NCHW;
+#: misaligned in NHWC (padded copies). From the extra time of six 3 x 3 layers on an H200 (PyTorch 2.11, cuDNN
+#: 9.19).
+_CONVERTED_PER_CLOCK_PER_SM = 8.9
+_MISALIGNED_NCHW_PER_CLOCK_PER_SM = 6.4
+_MISALIGNED_NHWC_PER_CLOCK_PER_SM = 5.4
 #: The first layers' kernels gather channels one by one: FLOP per clock and SM that remain, counted on the
 #: channels padded to a full access, forward and for the weight gradient; the gathers hide the prologue.
 #: From 3, 4 and 8 channels at the input of ResNet, VGG, MobileNet and ViT on an H200, which all take nearly
 #: the same time (``benchmarks/first_convolution.py``).
 _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM = 420.0
 _FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
-#: Channels per group from which the grouped kernels use Tensor Cores.
-_TENSOR_CORE_GROUP = 8
 #: Depthwise and narrow grouped kernels on CUDA cores: share of the bandwidth, and of the fp32 peak. Typical
 #: values, to be replaced by a calibration; hence their wide interval.
 _DEPTHWISE_BANDWIDTH_SHARE = {True: 0.45, False: 0.6}
@@ -84,7 +84,7 @@ _SPLIT_S = 1.5e-6
 @estimates(Conv)
 def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a convolution pass."""
-    if op.groups > 1 and min(op.in_channels, op.out_channels) // op.groups < _TENSOR_CORE_GROUP:
+    if op.is_narrow:
         return _depthwise(op, gpu, constants)
     path = (_on_tensor_cores if uses_tensor_cores(op.dtype, gpu) else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
@@ -144,29 +144,43 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         out_channels=round_up(channels[1], access) * op.groups,
     ).implicit_gemm
     misaligned = any(c % access for c in channels)
-    if not op.channels_last:
-        share = _MISALIGNED_NCHW_SHARE if misaligned else _CONVERSION_SHARE
+    rate = 0.0
+    if _is_plain_product(op):
+        reason = "1 x 1 in NCHW: a plain product for each image"
+    elif not op.channels_last:
+        rate = _MISALIGNED_NCHW_PER_CLOCK_PER_SM if misaligned else _CONVERTED_PER_CLOCK_PER_SM
         reason = "NCHW in memory: cuDNN converts to NHWC and back around the Tensor Core kernel"
     elif misaligned and channels[0] >= access:
-        share = _MISALIGNED_NHWC_SHARE
+        rate = _MISALIGNED_NHWC_PER_CLOCK_PER_SM
         reason = f"channels {channels[0]} -> {channels[1]} are not multiples of {access}: padded copies"
     else:
-        share = 0.0
         reason = "implicit matrix product in NHWC"
     conversion_s = 0.0
-    if share:
+    if rate:
         activations = (op.input_elements + op.output_elements) * size_bytes(op.dtype)
-        conversion_s = 2 * activations / (gpu.memory_bandwidth_bytes_per_s * share)
+        reached = gpu.memory_bandwidth_bytes_per_s * constants.memory_efficiency
+        conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    kernel = Kernel(family, 0.0, 1.0, 1.0, "", LINE_BYTES, reason)
-    constants = replace(constants, small_tile_exponent=_SMALL_TILE_EXPONENT)
+    kernel = Kernel(family, 0.0, 1.0, 1.0, "", LINE_BYTES, reason, _FEED_BYTES_PER_CLOCK_PER_SM)
+    constants = replace(constants, small_tile_exponent=0.0)
     if channels[0] <= access and op.groups == 1:
         weight_gradient = op.direction == BACKWARD_WEIGHT
         rate = _FEW_CHANNELS_WEIGHT_GRADIENT if weight_gradient else _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM
         kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
         constants = replace(constants, prologue_bytes=0.0)
     return _Path(product, kernel, constants, conversion_s)
+
+
+def _is_plain_product(op: Conv) -> bool:
+    """Whether a convolution is a product of matrices as they lie in NCHW, whose rows are the pixels.
+
+    On an H200, of 1 x 1 passes whose pixels make whole accesses the median took 0.94 (gradients of weights
+    1.4) times as long as in NHWC, of others 2.5 to 3.3 times as long.
+    """
+    pixels = prod(op.input_size)
+    aligned = pixels % elements_per_access(op.dtype) == 0 or pixels == 1
+    return not op.channels_last and max(*op.kernel_size, *op.stride) == 1 and not max(op.padding) and aligned
 
 
 def _runs_winograd(op: Conv) -> bool:

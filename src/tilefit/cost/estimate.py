@@ -13,6 +13,7 @@ LATENCY = "latency"
 BOUNDS = (MATH, MEMORY, LATENCY)
 
 DATASHEET = "datasheet"
+TRANSFERRED = "transferred"
 ESTIMATED = "estimated"
 MEASURED = "measured"
 
@@ -54,6 +55,13 @@ class Estimate:
 
 #: The host's launches are what a step waits for; a bound of a step, never of one operation.
 LAUNCH = "launch"
+
+
+def bound(math_s: float, memory_s: float, time_s: float) -> str:
+    """What limits an operation that takes so long, of which arithmetic and traffic alone would take this."""
+    if max(math_s, memory_s) < time_s / 2:
+        return LATENCY
+    return MATH if math_s >= memory_s else MEMORY
 
 
 def from_datasheet(

@@ -73,7 +73,8 @@ def schedule(
     peak = gpu.peak_flop_per_s(gemm.dtype)
     efficiency = constants.simt_efficiency if kernel.family == SIMT else constants.math_efficiency
     efficiency *= kernel.math_share
-    ceiling = kernel.ceiling_flop_per_clock_per_sm * sms * gpu.boost_clock_hz / peak or 1.0
+    # Of FLOP per clock and SM, as a share of the peak.
+    clocks = sms * gpu.boost_clock_hz / peak
     source = traffic or gemm
     weighted = source.read_bytes + constants.write_weight * source.write_bytes
     rate = rate_bytes_per_s(source.moved_bytes, gpu, constants) * kernel.bandwidth_share
@@ -85,7 +86,7 @@ def schedule(
         a, b = tile
         cells = count(m, n, tile, batch)
         share = efficiency * min(1.0, a * b / _LARGEST_TILE) ** constants.small_tile_exponent
-        wave_s = sms * 2 * a * b / (peak * min(share, ceiling))
+        wave_s = sms * 2 * a * b / (peak * min(share, clocks * kernel.ceiling(a, b, size)))
         for split in SPLITS:
             blocks = cells * split
             depth = contraction(k, stage, split) + prologue

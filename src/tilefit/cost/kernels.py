@@ -6,6 +6,7 @@ memory. The dimension that is contiguous nowhere (m of ``a @ b``) may be odd at 
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from tilefit.gpus import Gpu
@@ -63,6 +64,7 @@ class Kernel(NamedTuple):
         misaligned: Name of the operand that decided (``A``, ``B``, ``C``); empty where all are aligned.
         alignment_bytes: Largest power of two, at most 128, that divides every leading dimension in bytes.
         reason: One sentence.
+        feed_bytes_per_clock_per_sm: Rate at which operands reach a multiprocessor.
     """
 
     family: str
@@ -72,6 +74,13 @@ class Kernel(NamedTuple):
     misaligned: str
     alignment_bytes: int
     reason: str
+    feed_bytes_per_clock_per_sm: float = inf
+
+    def ceiling(self, rows: int, columns: int, size: int) -> float:
+        """The most FLOP per clock and SM that a tile reaches, of elements of so many bytes: for each element
+        of the contraction it multiplies ``rows x columns`` pairs and is fed ``rows + columns`` elements."""
+        fed = self.feed_bytes_per_clock_per_sm * 2 * rows * columns / ((rows + columns) * size)
+        return min(fed, self.ceiling_flop_per_clock_per_sm or inf)
 
 
 def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:

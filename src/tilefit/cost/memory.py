@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.cost.constants import Constants
+from tilefit.cost.constants import Constants, clock_headroom
 from tilefit.gpus import Gpu
 from tilefit.ops import Op
 
@@ -26,7 +26,7 @@ def rate_bytes_per_s(footprint_bytes: float, gpu: Gpu, constants: Constants) -> 
 
 
 def floor_s(op: Op, gpu: Gpu) -> float:
-    """The least time physics allows: the peak at boost clock, and the bytes.
+    """The least time physics allows: the peak at the highest clock, and the bytes.
 
     Bytes beyond the L2's capacity must cross the memory bus; the others at best come from the L2.
     """
@@ -34,4 +34,4 @@ def floor_s(op: Op, gpu: Gpu) -> float:
     beyond = max(0, moved - gpu.l2_bytes)
     cache = gpu.sms * gpu.boost_clock_hz * L2_LIMIT_BYTES_PER_CLOCK_PER_SM
     memory = beyond / gpu.memory_bandwidth_bytes_per_s + (moved - beyond) / cache
-    return max(op.flop / gpu.peak_flop_per_s(op.dtype), memory)
+    return max(op.flop / (gpu.peak_flop_per_s(op.dtype) * clock_headroom(gpu)), memory)

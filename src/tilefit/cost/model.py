@@ -8,6 +8,7 @@ from tilefit.cost.analytic import analytic
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streaming import traffic, with_work
+from tilefit.cost.transfer import transferred
 from tilefit.gpus import Gpu
 from tilefit.ops import Op
 
@@ -45,12 +46,17 @@ def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
     for op in new:
         moved = traffic(op)
         _KNOWN[op, device] = analytic(moved, device, device.constants)
-        if calibration is not None and calibration.covers(moved):
+        if device.covers(moved):
             covered.setdefault(op.kind, []).append(op)
     for together in covered.values():
         assert calibration is not None
-        first = [_KNOWN[op, device] for op in together]
-        corrected = calibration.correct([traffic(op) for op in together], device, first)
+        of = device.donor or device
+        described = [traffic(op) for op in together]
+        first = [analytic(op, of, of.constants) for op in described]
+        corrected = calibration.correct(described, of, first)
+        if of is not device:
+            pairs = zip(described, corrected, strict=True)
+            corrected = [transferred(op, theirs, of, device) for op, theirs in pairs]
         for op, better in zip(together, corrected, strict=True):
             _KNOWN[op, device] = better
     for op in new:

@@ -58,8 +58,9 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         path = (predicted.kernel_family, predicted.bound)
         widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
     bound_s[LAUNCH] = free_s - gpu_s
-    # Operations on the same path err alike, those on different paths independently.
-    width = hypot(*widths.values(), _LAUNCH_SPREAD * bound_s[LAUNCH])
+    # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
+    common_s = device.common_spread * gpu_s
+    width = hypot(*widths.values(), common_s, _LAUNCH_SPREAD * bound_s[LAUNCH])
     return StepEstimate(
         ops=estimates,
         time_s=free_s,

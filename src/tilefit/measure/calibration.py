@@ -388,7 +388,7 @@ def _fitted(
         "tiles": [],
         "on_analytic": True,
         "bounds": list(network.bounds),
-        "fingerprint": fingerprint(kind, session.gpu),
+        "fingerprint": fingerprint(kind, session.gpu, corrects_first_stage=True),
         "trained_rows": len(rows.ops),
         "held_out_rows": len(aside.ops),
         "errors": errors,

@@ -12,6 +12,9 @@ from tilefit.ops.base import BACKWARD_DATA, DIRECTIONS, FORWARD, Growth, Op
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.gemm import Gemm
 
+#: Channels per group from which the grouped kernels use Tensor Cores.
+_TENSOR_CORE_GROUP = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Conv(Op):
@@ -64,6 +67,11 @@ class Conv(Op):
                 self.input_size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True
             )
         )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Too few channels per group for Tensor Cores: it runs on CUDA cores."""
+        return self.groups > 1 and min(self.group_channels) < _TENSOR_CORE_GROUP
 
     @property
     def group_channels(self) -> tuple[int, int]:

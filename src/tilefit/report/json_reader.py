@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from tilefit.cost.estimate import DATASHEET, ESTIMATED, MEASURED
+from tilefit.cost.estimate import DATASHEET, ESTIMATED, MEASURED, TRANSFERRED
 from tilefit.errors import UsageError
 from tilefit.ops import PHASES
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, OpRow, Report, StepSummary
@@ -28,7 +28,7 @@ WORDS: dict[tuple[type, str], tuple[str, ...]] = {
     (Finding, "safety"): (SAFE, UNSAFE, ADVICE),
     (Alarm, "severity"): (ERROR, WARNING, NOTE),
     (OpRow, "phase"): PHASES,
-    (StepSummary, "provenance"): (DATASHEET, ESTIMATED, MEASURED, ""),
+    (StepSummary, "provenance"): (DATASHEET, TRANSFERRED, ESTIMATED, MEASURED, ""),
 }
 
 _HINT = "Name a file that tilefit check, profile or precision wrote with --output-format json."

@@ -20,6 +20,7 @@ PHASES = {FORWARD: "fwd", BACKWARD_DATA: "dgrad", BACKWARD_WEIGHT: "wgrad", OPTI
 
 PROVENANCE = {
     "datasheet": "from the GPU's datasheet",
+    "transferred": "from measurements of another GPU of this architecture",
     "estimated": "from a model fitted to measurements of this GPU",
     "measured": "from measurements of this GPU",
 }
@@ -27,7 +28,8 @@ PROVENANCE = {
 
 def times(provenance: str, profile: str) -> str:
     """What the times rest on, and where the measurements are from."""
-    return PROVENANCE[provenance] + (f" ({profile})" if profile and provenance == "estimated" else "")
+    is_fitted = profile and provenance in ("estimated", "transferred")
+    return PROVENANCE[provenance] + (f" ({profile})" if is_fitted else "")
 
 
 NOTHING = "Nothing worth changing."

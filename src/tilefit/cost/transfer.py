@@ -1,0 +1,50 @@
+"""What one GPU took, on another of its architecture.
+
+Both run the same kernels, so that what a donor was measured to take is told apart by what limits it: the part
+that its memory accounts for takes as long as the other's memory needs, and the rest, which waits for the
+multiprocessors, as long as theirs at their clock. The parts overlap as they do in a product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilefit.cost.constants import constants
+from tilefit.cost.estimate import TRANSFERRED, Estimate, bound
+from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.gpus import Gpu
+from tilefit.ops import Op, Streaming
+
+#: At most; what the donor took decides.
+_SORT_PASSES = 10
+#: By how much more than the donor's own a transferred estimate may be off, as a factor minus one.
+_SPREAD = 0.05
+
+
+def transferred(op: Op, theirs: Estimate, donor: Gpu, gpu: Gpu) -> Estimate:
+    """The estimate of an operation on a GPU, from the donor's."""
+    overlap = constants(gpu).overlap
+    before_s, after_s = (_memory_s(op, each) for each in (donor, gpu))
+    units = donor.sms * donor.boost_clock_hz / (gpu.sms * gpu.boost_clock_hz)
+    before_s = min(before_s, theirs.time_s)
+    rest_s = units * (theirs.time_s**overlap - before_s**overlap) ** (1 / overlap)
+    floor = floor_s(op, gpu)
+    time_s = max((rest_s**overlap + after_s**overlap) ** (1 / overlap), floor)
+    scale = time_s / theirs.time_s
+    math_s, memory_s = theirs.math_s * units, after_s
+    return replace(
+        theirs,
+        time_s=time_s,
+        low_s=max(floor, theirs.low_s * scale / (1 + _SPREAD)),
+        high_s=theirs.high_s * scale * (1 + _SPREAD),
+        bound=bound(math_s, memory_s, time_s),
+        math_s=math_s,
+        memory_s=memory_s,
+        provenance=TRANSFERRED,
+    )
+
+
+def _memory_s(op: Op, gpu: Gpu) -> float:
+    # A sort reads and writes its keys several times over.
+    passes = _SORT_PASSES if isinstance(op, Streaming) and op.role == "sort" else 1
+    return passes * op.moved_bytes / rate_bytes_per_s(op.moved_bytes, gpu, constants(gpu))
