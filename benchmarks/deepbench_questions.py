@@ -84,7 +84,7 @@ PADDING = tuple(
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ChangeSet:
     """One way to do something.
 
     Attributes:
@@ -117,14 +117,14 @@ class Bench:
         """Zeros, to be written to."""
         return torch.zeros(shape, device=self.device, dtype=TORCH_DTYPES[dtype])
 
-    def configure(self, candidate: Candidate) -> None:
+    def configure(self, candidate: ChangeSet) -> None:
         """Choose the library and how it may reduce."""
         if self.cuda:
             torch.backends.cuda.preferred_blas_library(candidate.library)
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = candidate.reduced
 
     def race(
-        self, candidates: dict[str, Candidate], reference: torch.Tensor | None = None
+        self, candidates: dict[str, ChangeSet], reference: torch.Tensor | None = None
     ) -> dict[str, dict[str, Any]]:
         """Time of each candidate in microseconds, or why it could not run."""
         found: dict[str, dict[str, Any]] = {}
@@ -148,7 +148,7 @@ class Bench:
             ]
         return found
 
-    def _check(self, candidate: Candidate, reference: torch.Tensor | None) -> dict[str, Any]:
+    def _check(self, candidate: ChangeSet, reference: torch.Tensor | None) -> dict[str, Any]:
         candidate.call()
         if candidate.result is None or reference is None:
             return {}
@@ -176,13 +176,13 @@ def stored(matrix: torch.Tensor, *, transposed: bool) -> torch.Tensor:
 
 def product(
     bench: Bench, a: torch.Tensor, b: torch.Tensor, library: str = "cublas", reduced: bool = True
-) -> Candidate:
+) -> ChangeSet:
     """``torch.mm`` into memory of its own."""
     out = torch.zeros(a.shape[0], b.shape[1], device=bench.device, dtype=a.dtype)
-    return Candidate(lambda: torch.mm(a, b, out=out), out, library, reduced)
+    return ChangeSet(lambda: torch.mm(a, b, out=out), out, library, reduced)
 
 
-def padded(bench: Bench, op: Gemm, a: torch.Tensor, b: torch.Tensor) -> Candidate | None:
+def padded(bench: Bench, op: Gemm, a: torch.Tensor, b: torch.Tensor) -> ChangeSet | None:
     """The product with every misaligned leading dimension rounded up to 8; None where there is none.
 
     Activations are copied into a wider buffer in each call. A weight (not in NT) is stored padded beforehand.
@@ -212,7 +212,7 @@ def padded(bench: Bench, op: Gemm, a: torch.Tensor, b: torch.Tensor) -> Candidat
             inner_b.copy_(b)
         torch.mm(wide_a, wide_b, out=out)
 
-    return Candidate(call, out[: op.m, : op.n])
+    return ChangeSet(call, out[: op.m, : op.n])
 
 
 # --- the questions ---------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def shapes(bench: Bench, ops: Sequence[Gemm]) -> Iterable[dict[str, Any]]:
             if bench.cuda:
                 for configuration in triton_matmul.configurations(rows):
                     out = bench.blank(rows, columns)
-                    candidates[f"{layout} triton {triton_matmul.name(configuration)}"] = Candidate(
+                    candidates[f"{layout} triton {triton_matmul.name(configuration)}"] = ChangeSet(
                         lambda left=left, right=right, out=out, chosen=configuration: triton_matmul.matmul(
                             left, right, out, chosen
                         ),
@@ -301,11 +301,11 @@ def combined(bench: Bench, cases: Iterable[tuple[str, int, int, int, int]]) -> I
         x, weight = bench.randn(n, k), bench.randn(parts * m, k)
         pieces = [product(bench, x, piece.t()) for piece in weight.split(m)]
 
-        def separate(pieces: list[Candidate] = pieces) -> None:
+        def separate(pieces: list[ChangeSet] = pieces) -> None:
             for piece in pieces:
                 piece.call()
 
-        candidates = {"separate": Candidate(separate), "combined": product(bench, x, weight.t())}
+        candidates = {"separate": ChangeSet(separate), "combined": product(bench, x, weight.t())}
         yield {"what": what, "parts": parts, "m": m, "k": k, "n": n, "candidates": bench.race(candidates)}
 
 
@@ -315,11 +315,11 @@ def time_steps(bench: Bench, cases: Iterable[tuple[int, int, int]]) -> Iterable[
         x, weight = bench.randn(steps * n, width), bench.randn(width, width)
         pieces = [product(bench, piece, weight.t()) for piece in x.split(n)]
 
-        def separate(pieces: list[Candidate] = pieces) -> None:
+        def separate(pieces: list[ChangeSet] = pieces) -> None:
             for piece in pieces:
                 piece.call()
 
-        candidates = {"separate": Candidate(separate), "combined": product(bench, x, weight.t())}
+        candidates = {"separate": ChangeSet(separate), "combined": product(bench, x, weight.t())}
         row = {"what": "time steps", "parts": steps, "m": width, "k": width, "n": n}
         yield row | {"candidates": bench.race(candidates)}
 
@@ -328,7 +328,7 @@ def transposition(bench: Bench, ops: Sequence[Gemm]) -> Iterable[dict[str, Any]]
     """What an explicit transposition of each of DeepBench's weights takes."""
     for m, k in dict.fromkeys((op.n, op.k) for op in ops if op.layout in ("NN", "TN")):
         weight, out = bench.randn(m, k), bench.blank(k, m)
-        call = Candidate(lambda weight=weight, out=out: out.copy_(weight.t()))
+        call = ChangeSet(lambda weight=weight, out=out: out.copy_(weight.t()))
         yield {"m": m, "k": k, "candidates": bench.race({"transpose": call})}
 
 
@@ -343,10 +343,10 @@ def padding(bench: Bench, cases: Iterable[tuple[int, int, int]]) -> Iterable[dic
         candidates = {
             "as it is": product(bench, x, weight.t()),
             "padded": product(bench, wide_x, wide_weight.t()),
-            "copy weight": Candidate(lambda to=wide_weight[:m, :k], source=weight: to.copy_(source)),
+            "copy weight": ChangeSet(lambda to=wide_weight[:m, :k], source=weight: to.copy_(source)),
         }
         if wide_k != k:
-            candidates["copy input"] = Candidate(lambda to=wide_x[:, :k], source=x: to.copy_(source))
+            candidates["copy input"] = ChangeSet(lambda to=wide_x[:, :k], source=x: to.copy_(source))
         yield {"m": m, "k": k, "n": n, "candidates": bench.race(candidates)}
 
 

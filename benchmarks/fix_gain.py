@@ -51,7 +51,7 @@ from tilefit.capture.targets import Target, load
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun
 from tilefit.cost.priced import PricedGpu, priced
-from tilefit.fixes import Candidate, Context, Refusal, Run, all_fixes
+from tilefit.fixes import ChangeSet, Context, Refusal, Run, all_fixes
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step
 from tilefit.options import StepOptions, TargetOptions
@@ -149,10 +149,10 @@ class Planned:
         row: Of the result, without measurements.
     """
 
-    fixes: tuple[tuple[Candidate, ...], ...]
+    fixes: tuple[tuple[ChangeSet, ...], ...]
     row: dict[str, Any]
 
-    def first(self, count: int) -> list[Candidate]:
+    def first(self, count: int) -> list[ChangeSet]:
         """The candidates of the first fixes."""
         return [candidate for fix in self.fixes[:count] for candidate in fix]
 
@@ -164,7 +164,7 @@ class Variant:
     """A model with some of its plan's fixes, ready to take training steps."""
 
     def __init__(
-        self, name: str, loaded: Target, model: Model, candidates: Sequence[Candidate], device: str
+        self, name: str, loaded: Target, model: Model, candidates: Sequence[ChangeSet], device: str
     ) -> None:
         self.name = name
         self.device = device

@@ -379,9 +379,9 @@ def loaded(model: nn.Module) -> nn.Module:
 def test_undo() -> None:
     model = made(min_gpt)
     run = Run(model)
-    undo = Fusion(("",)).apply(run)
+    edits = Fusion(("",)).apply(run)
     assert isinstance(model, Attention)
-    undo()
+    edits.undo()
     assert type(model) is Attention
     assert kernel_calls(model, **inputs(masked=False)) == []
 
@@ -417,7 +417,7 @@ def test_the_plan_finds_proves_and_applies_it() -> None:
     assert found.verification.ok
     x = inputs(masked=False)["x"].float()
     assert [call["is_causal"] for call in kernel_calls(model, x)] == [True, True]
-    found.undo()
+    found.edits.undo()
     assert kernel_calls(model, x) == []
 
 

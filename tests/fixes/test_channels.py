@@ -407,10 +407,10 @@ def test_one_graph_for_the_compiler() -> None:
 def test_undo_restores_every_module() -> None:
     model = network()
     before = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
-    undo_first = change(model, {9: 16}).apply(Run(model))
-    undo_second = change(model, {9: 16, 6: 8}).apply(Run(model))
-    undo_second()
-    undo_first()
+    edits_first = change(model, {9: 16}).apply(Run(model))
+    edits_second = change(model, {9: 16, 6: 8}).apply(Run(model))
+    edits_second.undo()
+    edits_first.undo()
     assert {name: (type(m), dict(vars(m))) for name, m in model.named_modules()} == before
 
 

@@ -16,7 +16,7 @@ from tilefit.capture.layouts import is_channels_last
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
-from tilefit.fixes import Candidate, Context, Plan, Refusal, RefusedError, Run
+from tilefit.fixes import ChangeSet, Context, Plan, Refusal, RefusedError, Run
 from tilefit.fixes.channels_last import ChannelsLast, InChannelsLast
 from tilefit.options import StepOptions
 
@@ -41,7 +41,7 @@ def network() -> nn.Sequential:
     )
 
 
-def found(model: nn.Module, x: torch.Tensor | None = None, amp: str = "bf16") -> list[Candidate | Refusal]:
+def found(model: nn.Module, x: torch.Tensor | None = None, amp: str = "bf16") -> list[ChangeSet | Refusal]:
     (gpu,) = resolve("h200")
     run = Run(model, torch.empty(IMAGES) if x is None else x, StepOptions(amp=amp)).on_meta()
     step = run.capture()
@@ -176,7 +176,7 @@ def test_undo_restores_layout_and_class() -> None:
     optimizer.step()
     attributes = [dict(vars(module)) for module in model.modules()]
     before = [(p, p.detach().clone(), p.stride(), p.grad.stride()) for p in model.parameters()]
-    change(model).apply(Run(model, live_optimizer=optimizer))()
+    change(model).apply(Run(model, live_optimizer=optimizer)).undo()
     assert [dict(vars(module)) for module in model.modules()] == attributes
     assert type(model[0]) is nn.Conv2d
     for parameter, (same, value, stride, gradient) in zip(model.parameters(), before, strict=True):

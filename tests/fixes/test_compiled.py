@@ -44,7 +44,7 @@ def test_chains_of_streaming_operations_are_compiled() -> None:
     assert found.speedup > 1.5
     assert model._compiled_call_impl is not None
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
-    found.undo()
+    found.edits.undo()
     assert not found.run.options.compile
     assert model._compiled_call_impl is None
 
@@ -60,10 +60,10 @@ def test_a_model_of_pytorchs_own_modules_is_one_graph(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend=backend))
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8)))
-    undo = Compilation((), DEFAULT).apply(Run(model, (torch.randn(2, 8),)))
+    edits = Compilation((), DEFAULT).apply(Run(model, (torch.randn(2, 8),)))
     model(torch.randn(2, 8))
     assert graphs == [3]
-    undo()
+    edits.undo()
 
 
 def test_hooks_that_come_later_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_what_the_compiler_pads_at_a_price_is_padded_for_good() -> None:
     compiled = tilefit.optimize(model, x, compile=True, **options)  # type: ignore[arg-type]
     assert [fix.name for fix in compiled.fixes] == ["pad-linear"]
     speedup = compiled.speedup
-    compiled.undo()
+    compiled.edits.undo()
     # There it saves copies; eager, the slow kernels of odd sizes.
     assert 1 < speedup < tilefit.optimize(model, x, **options).speedup  # type: ignore[arg-type]
 
@@ -210,7 +210,7 @@ def test_what_is_changed_with_compilation_is_taken_back_with_it() -> None:
     assert plan.run.options.compile
     assert model._compiled_call_impl is not None
     assert [type(layer) for layer in model.layers] != kept
-    plan.undo()
+    plan.edits.undo()
     assert not plan.run.options.compile
     assert model._compiled_call_impl is None
     assert [type(layer) for layer in model.layers] == kept

@@ -107,9 +107,9 @@ def test_copies() -> None:
 def test_undo() -> None:
     model = network()
     run = Run(model)
-    undo = Graph(()).apply(run)
+    edits = Graph(()).apply(run)
     assert run.cuda_graph
-    undo()
+    edits.undo()
     assert not run.cuda_graph
     assert type(model) is nn.Sequential
 

@@ -42,12 +42,12 @@ def tokens(batch: int = 2, length: int = 16, device: str = "cpu") -> dict[str, t
 def test_on_the_cpu_the_loss_is_what_it_was() -> None:
     original = model(vocab_size=100)
     changed = copy.deepcopy(original)
-    undo = FusedLoss(()).apply(Run(changed))
+    edits = FusedLoss(()).apply(Run(changed))
     for which in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
         assert isinstance(which.loss_function, CompiledLoss)
         assert torch.equal(which(**tokens()).loss, original(**tokens()).loss)
     assert changed.state_dict().keys() == original.state_dict().keys()
-    undo()
+    edits.edits.undo()
     assert changed.loss_function is original.loss_function
     assert "_loss_function" not in vars(changed)
 
@@ -89,7 +89,7 @@ def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledLoss, "__call__", lambda self, *a, **k: calls.append(1) or self.loss(*a, **k))
     original, x, labels = Head(), torch.randn(4, 16), torch.tensor([1, 2, -100, 3])
     changed = copy.deepcopy(original)
-    undo = FusedCrossEntropy(()).apply(Run(changed))
+    edits = FusedCrossEntropy(()).apply(Run(changed))
     for number, which in enumerate((changed, pickle.loads(pickle.dumps(changed))), 1):
         assert torch.equal(which(x, labels), original(x, labels))
         assert len(calls) == number
@@ -98,7 +98,7 @@ def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     small(x, labels)
     compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, labels), original(x, labels))
-    undo()
+    edits.edits.undo()
     changed(x, labels)
     assert len(calls) == 2
 

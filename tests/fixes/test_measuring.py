@@ -14,7 +14,7 @@ from torch import nn
 import tilefit
 from fixing import fixed
 from tilefit.errors import UsageError
-from tilefit.fixes import Candidate, RefusedError, Run, Undo, planner
+from tilefit.fixes import ChangeSet, RefusedError, Run, Undo, planner
 from tilefit.fixes.linear import PaddedLinear, Padding
 from tilefit.fixes.measuring import RunningStep, step_times_s
 
@@ -95,9 +95,9 @@ class Timer:
 
     def __init__(self, saved_ms: list[float]) -> None:
         self.saved_ms = saved_ms
-        self.saved_by: dict[Candidate, float] = {}
+        self.saved_by: dict[ChangeSet, float] = {}
 
-    def __call__(self, run: Run, candidates: Sequence[Candidate]) -> list[list[float]]:
+    def __call__(self, run: Run, candidates: Sequence[ChangeSet]) -> list[list[float]]:
         if not self.saved_by:
             self.saved_by = dict(zip(candidates, self.saved_ms, strict=True))
         saved = accumulate((self.saved_by[each] for each in candidates), initial=0.0)

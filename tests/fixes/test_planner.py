@@ -13,7 +13,7 @@ from torch import nn
 
 import tilefit
 from tilefit.errors import CaptureError, UsageError
-from tilefit.fixes import Candidate, Context, Fix, Run, Undo, planner, registry
+from tilefit.fixes import ChangeSet, Context, Fix, Run, Undo, planner, registry
 from tilefit.fixes.linear import PaddedLinear, PadLinear
 
 # So many rows that the GPU is what a step waits for.
@@ -148,7 +148,7 @@ def test_what_cannot_be_optimized() -> None:
 
 
 @dataclass(frozen=True)
-class Swapping(Candidate):
+class Swapping(ChangeSet):
     """Puts another module in a place."""
 
     put: type[nn.Module] = nn.Identity
@@ -169,7 +169,7 @@ class Dropping(Fix):
     name = "drop"
     rules = ()
 
-    def find(self, context: Context) -> Iterable[Candidate]:
+    def find(self, context: Context) -> Iterable[ChangeSet]:
         for path, module in context.run.model.named_modules():
             if isinstance(module, nn.GELU):
                 yield Swapping((path,))
@@ -223,7 +223,7 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was(only, monkeypatch: pytes
     only(PadLinear(), Dropping())
     model = odd()
 
-    def fail(run: Run, candidate: Candidate) -> Any:
+    def fail(run: Run, candidate: ChangeSet) -> Any:
         if isinstance(candidate, Swapping):
             raise KeyboardInterrupt
         return prove(run, candidate)

@@ -156,9 +156,9 @@ def test_nothing_is_kept_after_a_call() -> None:
 
 def test_undo() -> None:
     model = made()
-    undo = Merging(("q", "k"), (("q", "k"),), 0).apply(Run(model))
+    edits = Merging(("q", "k"), (("q", "k"),), 0).apply(Run(model))
     assert "merged" in repr(model)
-    undo()
+    edits.undo()
     assert type(model.q) is nn.Linear
     assert not hasattr(model.q, "merged")
 

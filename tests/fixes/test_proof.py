@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tilefit
-from tilefit.fixes import Candidate, RefusedError, Run, Undo, proof
+from tilefit.fixes import ChangeSet, RefusedError, Run, Undo, proof
 from tilefit.fixes.linear import PaddedLayer, PaddedLinear, Padding
 from tilefit.fixes.proof import _with_values, prove, prove_in_place
 from tilefit.options import Amp, StepOptions
@@ -64,10 +64,10 @@ class Breaking(Padding):
     """Pads, and then moves what was padded a little."""
 
     def apply(self, run: Run) -> Undo:
-        undo = super().apply(run)
+        edits = super().apply(run)
         for path in self.modules:
             run.model.get_submodule(path).__class__ = Moved
-        return undo
+        return edits
 
 
 class Moved(PaddedLinear):
@@ -120,7 +120,7 @@ def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
 
 def test_a_large_module_that_cannot_be_made_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Large(Padding):
-        miniature = Candidate.miniature
+        miniature = ChangeSet.miniature
 
     monkeypatch.setattr(proof, "WHOLE_MODEL_PARAMETERS", 0)
     monkeypatch.setattr(proof, "SCOPE_PARAMETERS", 0)
@@ -164,9 +164,9 @@ def test_zeros_are_no_values() -> None:
     @dataclass(frozen=True)
     class Forgetting(Padding):
         def apply(self, run: Run) -> Undo:
-            undo = super().apply(run)
+            edits = super().apply(run)
             run.model.get_submodule("head").__class__ = NoBias
-            return undo
+            return edits
 
     before = replace(run(), options=StepOptions(train=False))
     nn.init.zeros_(before.model.head.bias)
@@ -220,11 +220,11 @@ def test_where_it_is_and_in_its_own_precision(amp: Amp) -> None:
     @dataclass(frozen=True)
     class Off(Padding):
         def apply(self, run: Run) -> Undo:
-            undo = super().apply(run)
+            edits = super().apply(run)
             layer = run.model.get_submodule("head")
             with torch.no_grad():
                 layer.weight.mul_(1.2)
-            return undo
+            return edits
 
     assert not prove_in_place(before, Off(HEAD.modules, HEAD.layers)).ok
 

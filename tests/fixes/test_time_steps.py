@@ -182,8 +182,8 @@ def test_copies_checkpoints_and_the_compiler() -> None:
 
 def test_undo() -> None:
     model = made()
-    undo = Stepping(("ih",)).apply(Run(model))
-    undo()
+    edits = Stepping(("ih",)).apply(Run(model))
+    edits.undo()
     assert type(model.ih) is nn.Linear
     assert not hasattr(model.ih, "steps")
 

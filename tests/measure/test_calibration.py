@@ -16,7 +16,7 @@ from tilefit.cost.calibration import Calibration, read, write
 from tilefit.cost.constants import GENERAL
 from tilefit.errors import TilefitError
 from tilefit.measure import calibration
-from tilefit.measure.calibration import CEILINGS, Candidate, Design, Progress, calibrate, candidates, held_out
+from tilefit.measure.calibration import CEILINGS, ChangeSet, Design, Progress, calibrate, candidates, held_out
 from tilefit.ops import Gemm, Op, Streaming
 
 GPU = gpus.get("h200")
@@ -32,7 +32,7 @@ class Bench:
         self.ops: list[Op] = []
         self.refuse = refuse
 
-    def __call__(self, candidate: Candidate) -> float:
+    def __call__(self, candidate: ChangeSet) -> float:
         self.now_s += 1.0
         if self.refuse(candidate.op):
             raise TilefitError("out of memory")
@@ -164,7 +164,7 @@ def test_too_little_is_an_error() -> None:
 
 
 def test_candidates_that_run_out_end_it() -> None:
-    few: Iterator[Candidate] = islice(candidates()["gemm"], 150)
+    few: Iterator[ChangeSet] = islice(candidates()["gemm"], 150)
     bench = Bench()
     calibrate(GPU, bench, Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock))
     assert 100 < bench.now_s <= 150
@@ -194,7 +194,7 @@ def test_half_of_a_round_is_what_networks_disagree_about() -> None:
     network = rows.train(5, "cpu")
     chosen = rows.most_disputed(pool, 10, network)
 
-    def dispute(some: list[Candidate]) -> list[float]:
+    def dispute(some: list[ChangeSet]) -> list[float]:
         _, inputs = rows.describe([each.op for each in some])
         return [float(d) for d in network.members(inputs)[..., 0].std(axis=0)]
 
@@ -205,7 +205,7 @@ def test_half_of_a_round_is_what_networks_disagree_about() -> None:
 def test_interrupted_it_fits_to_what_has_been_measured() -> None:
     bench = Bench()
 
-    def interrupted(candidate: Candidate) -> float:
+    def interrupted(candidate: ChangeSet) -> float:
         if isinstance(candidate.op, Streaming):
             raise KeyboardInterrupt
         return bench(candidate)
@@ -217,7 +217,7 @@ def test_interrupted_it_fits_to_what_has_been_measured() -> None:
 
 
 def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:
-    def interrupted(candidate: Candidate) -> float:
+    def interrupted(candidate: ChangeSet) -> float:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -46,7 +46,7 @@ def calibrate(
     from tilefit.cli.local_gpu import local_gpu
     from tilefit.cost.calibration import write
     from tilefit.cost.priced import keep, resolve, shipped, user_path
-    from tilefit.measure.calibration import Candidate, Design
+    from tilefit.measure.calibration import ChangeSet, Design
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import launch_scale
     from tilefit.measure.run import pool_for, time_call
@@ -57,7 +57,7 @@ def calibrate(
     aside = keep(path)
     pool = pool_for(local.place)
 
-    def measure(candidate: Candidate) -> float:
+    def measure(candidate: ChangeSet) -> float:
         return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
 
     print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)

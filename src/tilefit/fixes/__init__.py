@@ -1,7 +1,8 @@
 """Fixes: change a model so that it runs faster, and prove that it is the same function."""
 
 from tilefit.fixes import table  # noqa: F401 - which shows plans
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.planner import optimize
 from tilefit.fixes.registry import all_fixes
@@ -10,16 +11,16 @@ from tilefit.fixes.verification import Difference, Verification, verify
 
 __all__ = [
     "AppliedFix",
-    "Candidate",
+    "ChangeSet",
     "Context",
     "Difference",
+    "Edits",
     "Fix",
     "Plan",
     "Refusal",
     "RefusedError",
     "RefusedFix",
     "Run",
-    "Undo",
     "Verification",
     "all_fixes",
     "optimize",

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilefit.fixes.around import around_forward
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import submodule, swap
+from tilefit.fixes.swap import submodule
 from tilefit.fixes.verification import ROUNDING, in_double
 from tilefit.ops import FORWARD
 from tilefit.ops.dtypes import HALVES
@@ -32,13 +33,19 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def fused(module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
-    """The function of ``FUNCTIONS`` that ``module.fused_function`` names, in place of ``forward``."""
-    return FUNCTIONS[str(module.fused_function)](input)
+@dataclass(frozen=True)
+class Fused(Behaviour):
+    """One of ``FUNCTIONS``, by one kernel."""
+
+    function: str
+    is_innermost = True
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
+        return FUNCTIONS[self.function](input)
 
 
 @dataclass(frozen=True)
-class FusedActivation(Candidate):
+class FusedActivation(ChangeSet):
     """Modules that compute one function, from now on by one kernel.
 
     Attributes:
@@ -51,21 +58,13 @@ class FusedActivation(Candidate):
     def summary(self) -> str:
         return f"Compute {listed(self.modules, 'activations')} by one kernel, F.{self.function}."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
             if function_of(module) != self.function:
                 raise RefusedError(f"{path} does not compute {self.function}")
-        undos = [
-            swap(module, around_forward(type(module), fused), fused_function=self.function)
-            for module in modules
-        ]
-
-        def undo() -> None:
-            for take_back in undos:
-                take_back()
-
-        return undo
+        for module in modules:
+            edits.behave(module, Fused(self.function))
 
 
 class FuseActivations(Fix):
@@ -82,7 +81,7 @@ class FuseActivations(Fix):
     name = "fuse-activations"
     rules = ("PRC004",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.run.options.compile:  # which makes one kernel of it as well
             return
         flow = Flow(context.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -11,26 +11,29 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tilefit.fixes.around import Around, around_forward
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing
-from tilefit.fixes.swap import submodule, swap
+from tilefit.fixes.swap import submodule
 from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
 from tilefit.rules.sites import pattern
 
 
-def fused(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward``, with attention in it as one call of ``scaled_dot_product_attention``."""
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    with Fusing(module.buffers()) as mode:
-        return mode.finished(forward(*args, **kwargs))
+class Fused(Behaviour):
+    """Attention within the module, as one call of ``scaled_dot_product_attention``."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with Fusing(module.buffers()) as mode:
+            return mode.finished(forward(*args, **kwargs))
 
 
-def put_around(run: Run, paths: Iterable[str], around: Around) -> Undo:
-    """Make the ``forward`` of some modules run inside ``around``.
+def put_around(run: Run, edits: Edits, paths: Iterable[str], behaviour: Behaviour) -> None:
+    """Make the ``forward`` of some modules run inside a behaviour.
 
     Raises:
         RefusedError: one of them is compiled by TorchScript, or its ``forward`` was replaced.
@@ -39,19 +42,14 @@ def put_around(run: Run, paths: Iterable[str], around: Around) -> Undo:
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
-        if "forward" in vars(module):
+        if is_replaced(module):
             raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
-    undos = [swap(module, around_forward(type(module), around)) for module in modules.values()]
-
-    def undo() -> None:
-        for take_back in undos:
-            take_back()
-
-    return undo
+    for module in modules.values():
+        edits.behave(module, behaviour)
 
 
 @dataclass(frozen=True)
-class Fusion(Candidate):
+class Fusion(ChangeSet):
     """Modules of one class that compute attention step by step."""
 
     #: A fused kernel draws its own random numbers for dropout.
@@ -63,8 +61,8 @@ class Fusion(Candidate):
         where = pattern(self.modules) if any(self.modules) else "the model"
         return f"Compute the attention in {where} with scaled_dot_product_attention."
 
-    def apply(self, run: Run) -> Undo:
-        return put_around(run, self.modules, fused)
+    def make(self, run: Run, edits: Edits) -> None:
+        put_around(run, edits, self.modules, Fused())
 
 
 class FuseAttention(Fix):
@@ -91,7 +89,7 @@ class FuseAttention(Fix):
     name = "fuse-attention"
     rules = ("NTC002",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         scopes: dict[str, list[str]] = defaultdict(list)
         for chain in attention_chains(Flow(context.step)):
             scope = _scope(context, chain)

@@ -8,22 +8,23 @@ from typing import ClassVar
 
 import torch
 
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.run import Run
 from tilefit.ops import Conv
 
 
 @dataclass(frozen=True)
-class Autotuned(Candidate):
+class Autotuned(ChangeSet):
     """``torch.backends.cudnn.benchmark``, in the whole program."""
 
     @property
     def summary(self) -> str:
         return "Let cuDNN time its algorithms for each new size: torch.backends.cudnn.benchmark = True."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         kept, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
-        return lambda: setattr(torch.backends.cudnn, "benchmark", kept)
+        edits.undone_by(lambda: setattr(torch.backends.cudnn, "benchmark", kept))
 
 
 class CudnnAutotuning(Fix):
@@ -40,7 +41,7 @@ class CudnnAutotuning(Fix):
     rules = ()
     is_priced: ClassVar[bool] = False
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         convolutions = any(isinstance(entry.op, Conv) for entry in context.step.ops)
         if convolutions and not torch.backends.cudnn.benchmark:
             yield Autotuned(())

@@ -12,7 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 from tilefit.fixes.around import around_forward
 from tilefit.fixes.channel_paths import CONVOLUTIONS, Padding, Trace, paddings, traces
 from tilefit.fixes.convolution import Fitted, Wide, cropped, fit, is_cropped
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule, swap
 from tilefit.ops import Conv
@@ -29,7 +30,7 @@ _LEAST_GAIN = 0.002
 
 
 @dataclass(frozen=True)
-class PaddedChannels(Candidate):
+class PaddedChannels(ChangeSet):
     """Numbers of channels padded in all convolutions that have them, and in what lies between those.
 
     Attributes:
@@ -52,28 +53,24 @@ class PaddedChannels(Candidate):
     def scopes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(padding.root for padding in self.paddings))
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, padding.path) for padding in self.paddings]
         for padding, module in zip(self.paddings, modules, strict=True):
             require_plain(module, padding.path, type(module))
-        undos = [_apply(padding, module) for padding, module in zip(self.paddings, modules, strict=True)]
-
-        def undo() -> None:
-            for take_back in reversed(undos):
-                take_back()
-
-        return undo
+        for padding, module in zip(self.paddings, modules, strict=True):
+            _apply(edits, padding, module)
 
 
-def _apply(padding: Padding, module: nn.Module) -> Undo:
-    if isinstance(module, _ConvNd):
-        return fit(module, wide_in=padding.wide_in, wide_out=padding.wide_out, crops=padding.crops)
-    if isinstance(module, _BatchNorm):
-        return fit(module, wide=padding.wide_in, crops=padding.crops)
+def _apply(edits: Edits, padding: Padding, module: nn.Module) -> None:
     attributes = {"cropped_channels": padding.wide_in, "cropped_dims": padding.dims}
-    if is_cropped(module):
-        return fit(module, **attributes)
-    return swap(module, around_forward(type(module), cropped), **attributes)
+    if isinstance(module, _ConvNd):
+        fit(edits, module, wide_in=padding.wide_in, wide_out=padding.wide_out, crops=padding.crops)
+    elif isinstance(module, _BatchNorm):
+        fit(edits, module, wide=padding.wide_in, crops=padding.crops)
+    elif is_cropped(module):
+        fit(edits, module, **attributes)
+    else:
+        swap(edits, module, around_forward(type(module), cropped), **attributes)
 
 
 def _is_applied(padding: Padding, module: nn.Module) -> bool:
@@ -107,7 +104,7 @@ class PadChannels(Fix):
     name = "pad-channels"
     rules = ("ALN004", "ALN005")
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         step, model = context.step, context.run.model
         odd: dict[int, str] = {}
         for (channels, dtype), indices in channels_rule.misaligned(step).items():

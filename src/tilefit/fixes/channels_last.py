@@ -15,7 +15,8 @@ from tilefit.capture.layouts import is_channels_last
 from tilefit.errors import CaptureError
 from tilefit.fixes.channel_paths import CONVOLUTIONS
 from tilefit.fixes.convolution import fit
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
 from tilefit.fixes.widening import NHWC
@@ -23,7 +24,7 @@ from tilefit.rules.layout.channels_last import channels_last
 
 
 @dataclass(frozen=True)
-class InChannelsLast(Candidate):
+class InChannelsLast(ChangeSet):
     """Convolutions whose filters are laid out in NHWC.
 
     Attributes:
@@ -39,21 +40,17 @@ class InChannelsLast(Candidate):
         images = f", and the images before {before}" if count else ""
         return f"Lay out {len(self.modules)} convolutions in NHWC{images}."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
             _require_own_memory(path, module)
         entries = [submodule(run.model, path) for path in self.entries]
         for path, module in zip(self.entries, entries, strict=True):
             require_plain(module, path, type(module))
-        undos = [_converted(module, run.live_optimizer) for module in modules]
-        undos += [fit(module, channels_last=True) for module in entries]
-
-        def undo() -> None:
-            for take_back in reversed(undos):
-                take_back()
-
-        return undo
+        for module in modules:
+            _convert(edits, module, run.live_optimizer)
+        for module in entries:
+            fit(edits, module, channels_last=True)
 
 
 def _require_own_memory(path: str, module: nn.Module) -> None:
@@ -73,7 +70,7 @@ def _require_own_memory(path: str, module: nn.Module) -> None:
         raise RefusedError(f"the weight of {path} is part of a larger memory, which others may use")
 
 
-def _converted(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Undo:
+def _convert(edits: Edits, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Lay out the filters in NHWC, and with them their gradient and what the optimizer keeps of them."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
@@ -93,7 +90,7 @@ def _converted(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Un
         return laid_out.copy_(tensor)
 
     lay_out(lambda tensor: tensor.to(memory_format=NHWC[tensor.dim()]))
-    return lambda: lay_out(back)
+    edits.undone_by(lambda: lay_out(back))
 
 
 class ChannelsLast(Fix):
@@ -115,7 +112,7 @@ class ChannelsLast(Fix):
     name = "channels-last"
     rules = ("LAY001",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         step = context.step
         found: dict[str, None] = {}
         for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step)):

@@ -12,7 +12,8 @@ from torch import nn
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.fixes.cuda_graph import WAITS
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.run import Run
 from tilefit.ops import Recurrent, Step
 
@@ -20,7 +21,7 @@ DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
 
 
 @dataclass(frozen=True)
-class Compilation(Candidate):
+class Compilation(ChangeSet):
     """The whole model, compiled in place.
 
     Attributes:
@@ -35,18 +36,12 @@ class Compilation(Candidate):
         note = "" if self.mode == DEFAULT else "; clone outputs that are to outlive the next call"
         return f"Compile the model: {call}. The first steps wait for the compiler{note}."
 
-    def apply(self, run: Run) -> Undo:
-        kept = run.cuda_graph, run.model._compiled_call_impl
-        take_back = run.change(compile=True)
-        run.cuda_graph = self.mode == REDUCE_OVERHEAD
+    def make(self, run: Run, edits: Edits) -> None:
+        edits.run(run, compile=True)
+        edits.set(run, "cuda_graph", self.mode == REDUCE_OVERHEAD)
         if not any(parameter.is_meta for parameter in run.model.parameters()):
-            run.model._compiled_call_impl = torch.compile(_called(run.model), mode=self.mode)
-
-        def undo() -> None:
-            run.cuda_graph, run.model._compiled_call_impl = kept
-            take_back()
-
-        return undo
+            compiled = torch.compile(_called(run.model), mode=self.mode)
+            edits.set(run.model, "_compiled_call_impl", compiled)
 
 
 def _called(model: nn.Module) -> Callable[..., Any]:
@@ -87,7 +82,7 @@ class Compile(Fix):
     rules = ("NTC001",)
     is_last: ClassVar[bool] = True
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         run, step = context.run, context.step
         if run.cuda_graph:
             return

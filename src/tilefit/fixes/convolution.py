@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from tilefit.capture.layouts import is_channels_last
-from tilefit.fixes.fix import Undo
+from tilefit.fixes.edits import Edits
 from tilefit.fixes.padding import working_dtype
 from tilefit.fixes.swap import swap
 from tilefit.fixes.widening import (
@@ -255,20 +255,11 @@ WIDE: dict[type[nn.Module], type[Wide]] = {
 }
 
 
-def fit(module: nn.Module, **attributes: Any) -> Undo:
+def fit(edits: Edits, module: nn.Module, **attributes: Any) -> None:
     """Give a plain convolution or batch normalisation its fitted class, or a fitted one more to do."""
     fitted = FITTED.get(type(module)) or WIDE.get(type(module))
     if fitted is not None:
-        return swap(module, fitted, **attributes)
-    kept = dict(vars(module))
+        swap(edits, module, fitted, **attributes)
+        return
     for name, value in attributes.items():
-        setattr(module, name, value)
-
-    def undo() -> None:
-        for name in attributes:
-            if name in kept:
-                setattr(module, name, kept[name])
-            else:
-                delattr(module, name)
-
-    return undo
+        edits.set(module, name, value)

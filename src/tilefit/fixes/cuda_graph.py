@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,10 +14,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tilefit.fixes.around import around_forward
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import swap
 
 #: A call is captured when it has been made this often, with tensors of the same sizes.
 _CALLS = 3
@@ -37,7 +37,7 @@ _NOT = "torchvision.models.detection."
 
 
 @dataclass(frozen=True)
-class Graph(Candidate):
+class Graph(ChangeSet):
     """The model as two CUDA graphs, forward and backward."""
 
     @property
@@ -47,17 +47,11 @@ class Graph(Candidate):
             "same sizes; they keep the memory of their activations."
         )
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         require_capturable(run.model)
-        take_back = swap(run.model, around_forward(type(run.model), graphed))
-        kept, run.cuda_graph = run.cuda_graph, True
-
-        def undo() -> None:
-            run.cuda_graph = kept
-            take_back()
-            _states.pop(run.model, None)  # with the memory of its activations
-
-        return undo
+        edits.undone_by(lambda: _states.pop(run.model, None))  # with the memory of its activations
+        edits.behave(run.model, Graphed())
+        edits.set(run, "cuda_graph", True)
 
 
 class CudaGraph(Fix):
@@ -85,7 +79,7 @@ class CudaGraph(Fix):
     rules = ()
     is_last: ClassVar[bool] = True
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         estimate, run = context.estimate, context.run
         if run.options.compile or run.cuda_graph or estimate.launch_share <= WAITS:
             return
@@ -111,7 +105,7 @@ def require_capturable(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {kind.__module__}.{kind.__qualname__}, whose Python a CUDA "
                 "graph would not run again"
             )
-        if "forward" in vars(module):
+        if is_replaced(module):
             raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
         if _has_hooks(module):
             raise RefusedError(f"{path or 'the model'} has hooks, which a CUDA graph would not run")
@@ -129,8 +123,14 @@ def _has_hooks(module: nn.Module) -> bool:
 # ---- while the model runs ----------------------------------------------------------------------
 
 
-def graphed(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward``, replayed where this very call was captured."""
+class Graphed(Behaviour):
+    """The module, replayed where this very call was captured."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _graphed(module, forward, args, kwargs)
+
+
+def _graphed(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves = (*args, *kwargs.values())
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if tensors and all(tensor.is_meta for tensor in tensors):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tilefit.errors import TilefitError
+from tilefit.fixes.edits import Edits
 from tilefit.fixes.run import Run
 from tilefit.rules import base
 from tilefit.rules.finding import SAFE
-
-#: Takes a change back.
-Undo = Callable[[], None]
 
 
 class RefusedError(TilefitError):
@@ -28,7 +26,7 @@ class Context(base.Context):
 
 
 @dataclass(frozen=True)
-class Candidate(ABC):
+class ChangeSet(ABC):
     """A change that a fix proposes. It holds paths and sizes, never live modules: the same candidate is
     tried on a copy without weights and then applied to the model itself. Equal candidates are one.
 
@@ -50,12 +48,23 @@ class Candidate(ABC):
         """What it does, one sentence: ``Pad lm_head from 50257 to 50304 outputs.``"""
 
     @abstractmethod
-    def apply(self, run: Run) -> Undo:
-        """Make the change in place; the result takes it back.
+    def make(self, run: Run, edits: Edits) -> None:
+        """Make the change in place by ``edits``; whoever calls takes back what was edited before an error.
+
+        Raises:
+            RefusedError: it cannot be made.
+        """
+
+    def apply(self, run: Run, edits: Edits | None = None) -> Edits:
+        """Make the change in place, on top of other edits if there are any.
 
         Raises:
             RefusedError: it cannot be made; the run is unchanged.
         """
+        edits = Edits() if edits is None else edits
+        with edits.all_or_none():
+            self.make(run, edits)
+        return edits
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -65,7 +74,7 @@ class Candidate(ABC):
         """
         return self.modules
 
-    def miniature(self, run: Run) -> tuple[Candidate, dict[int, int]] | None:
+    def miniature(self, run: Run) -> tuple[ChangeSet, dict[int, int]] | None:
         """The same change to a small model, for modules too large to be run twice.
 
         Makes the modules of ``run.model`` (on ``meta``, a copy) smaller, and returns the change that is then
@@ -108,6 +117,6 @@ class Fix(ABC):
     is_last: ClassVar[bool] = False
 
     @abstractmethod
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         """What could be changed. Whether it pays is the planner's business: it prices every candidate by
         capturing the changed model again."""

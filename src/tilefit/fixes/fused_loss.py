@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from tilefit.fixes.around import around_forward, arounds
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour, behaves, is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import swap
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.flow import linear_calls
@@ -76,48 +76,41 @@ class _StandIn(Function):
 
 
 @dataclass(frozen=True)
-class FusedLoss(Candidate):
+class FusedLoss(ChangeSet):
     """The ``loss_function`` of a Hugging Face model, compiled."""
 
     @property
     def summary(self) -> str:
         return "Compile the loss alone (model.loss_function): the logits are not copied in fp32."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         model: Any = run.model
         loss = require_known_loss(model)
-        had = vars(model).get("_loss_function")
-        model.loss_function = CompiledLoss(loss)
-
-        def undo() -> None:
-            if had is None:
-                del model._loss_function
-            else:
-                model.loss_function = had
-
-        return undo
+        edits.set(model, "_loss_function", CompiledLoss(loss))
 
 
 @dataclass(frozen=True)
-class FusedCrossEntropy(Candidate):
+class FusedCrossEntropy(ChangeSet):
     """``F.cross_entropy`` in the model's ``forward``, compiled."""
 
     @property
     def summary(self) -> str:
         return "Compile the model's cross-entropy alone: the logits are not copied in fp32."
 
-    def apply(self, run: Run) -> Undo:
-        if "forward" in vars(run.model):
+    def make(self, run: Run, edits: Edits) -> None:
+        if is_replaced(run.model):
             raise RefusedError("the forward method of the model was replaced")
-        return swap(run.model, around_forward(type(run.model), with_compiled_cross_entropy))
+        edits.behave(run.model, WithCompiledCrossEntropy())
 
 
-def with_compiled_cross_entropy(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward``, in which a cross-entropy over many classes runs compiled."""
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    with _exchanged():
-        return forward(*args, **kwargs)
+class WithCompiledCrossEntropy(Behaviour):
+    """The module, in which a cross-entropy over many classes runs compiled."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with _exchanged():
+            return forward(*args, **kwargs)
 
 
 #: PyTorch's own, which :func:`_exchanged` puts something in place of.
@@ -206,7 +199,7 @@ class FuseLoss(Fix):
     name = "fuse-loss"
     rules = ("NTC004",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.run.options.compile or not context.step.settings.training or not _has_wide_logits(context):
             return
         model = context.run.model
@@ -216,7 +209,7 @@ class FuseLoss(Fix):
                     yield FusedLoss(())
             except RefusedError as refused:
                 yield Refusal(("",), refused.what)
-        if with_compiled_cross_entropy not in arounds(model):
+        if not behaves(model, WithCompiledCrossEntropy):
             yield FusedCrossEntropy(())
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from tilefit.cost import estimate
 from tilefit.fixes.chains import chains
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.padding import crop, pad, working_dtype
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule, swap
@@ -71,7 +72,7 @@ class PaddedLayer:
 
 
 @dataclass(frozen=True)
-class Padding(Candidate):
+class Padding(ChangeSet):
     """Linear layers whose products are padded.
 
     Attributes:
@@ -101,7 +102,7 @@ class Padding(Candidate):
         alone = [path for path in self.modules if not any(path.startswith(prefix) for prefix in inside)]
         return (*self.parents, *alone)
 
-    def miniature(self, run: Run) -> tuple[Candidate, dict[int, int]] | None:
+    def miniature(self, run: Run) -> tuple[ChangeSet, dict[int, int]] | None:
         old = dict.fromkeys(size for layer in self.layers for size in layer.old)
         # Different sizes stay different, and as far from a multiple of 8 as they were.
         sizes = {size: 16 * number + size % 8 for number, size in enumerate(old, start=1)}
@@ -121,26 +122,17 @@ class Padding(Candidate):
             layers.append(replace(layer, old=small, new=(new[0], new[1])))
         return replace(self, layers=tuple(layers)), sizes
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, layer.path) for layer in self.layers]
         for layer, module in zip(self.layers, modules, strict=True):
             require_plain(module, layer.path, nn.Linear)
-        undos = [
+        for layer, module in zip(self.layers, modules, strict=True):
             swap(
-                module,
-                PaddedLinear,
+                *(edits, module, PaddedLinear),
                 padded_sizes=layer.new,
                 keeps_padding=layer.keeps_padding,
                 least_rows=layer.least_rows,
             )
-            for layer, module in zip(self.layers, modules, strict=True)
-        ]
-
-        def undo() -> None:
-            for take_back in undos:
-                take_back()
-
-        return undo
 
 
 class PadLinear(Fix):
@@ -162,14 +154,14 @@ class PadLinear(Fix):
     name = "pad-linear"
     rules = ("ALN001",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         for group in groups(context.step):
             if not group.vocabularies and not group.recurrent:
                 yield from paddings(context, group)
         yield from _computed_weights(context)
 
 
-def paddings(context: Context, group: Group) -> Iterator[Candidate | Refusal]:
+def paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
     """The candidates for the layers of a group: the chains among them, and the rest, each by shape."""
     sizes, _, _ = group.padded(context)
     plain: dict[str, PaddedLayer] = {}

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from tilefit.fixes.around import arounds
 from tilefit.fixes.attention import put_around
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, Undo
+from tilefit.fixes.behaviour import Behaviour, behaves
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.run import Run
 from tilefit.ops.entries import MASK
 from tilefit.rules.sites import pattern
 
 
-def with_contiguous_masks(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward``, of arguments whose last dimension is contiguous where they look like masks."""
-    return forward(
-        *(_contiguous(value) for value in args), **{name: _contiguous(kwargs[name]) for name in kwargs}
-    )
+class WithContiguousMasks(Behaviour):
+    """The module, given arguments whose last dimension is contiguous where they look like masks."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(
+            *(_contiguous(value) for value in args), **{name: _contiguous(kwargs[name]) for name in kwargs}
+        )
 
 
 def _contiguous(value: Any) -> Any:
@@ -35,7 +38,7 @@ def _contiguous(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ContiguousMasks(Candidate):
+class ContiguousMasks(ChangeSet):
     """Modules that pass the mask they are given on to attention."""
 
     #: A fused kernel draws its own random numbers for dropout.
@@ -46,8 +49,8 @@ class ContiguousMasks(Candidate):
         where = pattern(self.modules) if any(self.modules) else "the model"
         return f"Make the mask that {where} is given contiguous, so that attention is fused."
 
-    def apply(self, run: Run) -> Undo:
-        return put_around(run, self.modules, with_contiguous_masks)
+    def make(self, run: Run, edits: Edits) -> None:
+        put_around(run, edits, self.modules, WithContiguousMasks())
 
 
 class MakeMasksContiguous(Fix):
@@ -68,14 +71,14 @@ class MakeMasksContiguous(Fix):
     name = "contiguous-masks"
     rules = ("NTC005",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         calls = (entry.site for entry in context.step.ops if entry.site.fallback is not None)
         paths = dict.fromkeys(
             site.module for site in calls if site.fallback is not None and site.fallback.reason == MASK
         )
         modules = dict(context.run.model.named_modules())
         left = tuple(
-            path for path in paths if path in modules and with_contiguous_masks not in arounds(modules[path])
+            path for path in paths if path in modules and not behaves(modules[path], WithContiguousMasks)
         )
         if left:
             yield ContiguousMasks(left)

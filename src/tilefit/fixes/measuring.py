@@ -15,7 +15,8 @@ from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import made_optimizer
 from tilefit.errors import UsageError
-from tilefit.fixes.fix import Candidate, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
 
 #: Time that one variant's turn aims at: long enough for the host to get ahead of the GPU, as in training.
@@ -47,7 +48,7 @@ class Gain:
 
 def step_times_s(
     run: Run,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[ChangeSet],
     *,
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
@@ -138,20 +139,19 @@ class RunningStep:
 
 
 @contextmanager
-def _applied(run: Run, candidates: Sequence[Candidate]) -> Iterator[None]:
-    undos: list[Undo] = []
+def _applied(run: Run, candidates: Sequence[ChangeSet]) -> Iterator[None]:
+    edits = Edits()
     try:
         for candidate in candidates:
-            undos.append(candidate.apply(run))
+            candidate.apply(run, edits)
         yield
     finally:
-        while undos:
-            undos.pop()()
+        edits.undo()
 
 
 def _prepared(
     run: Run,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[ChangeSet],
     optimizers: dict[Any, torch.optim.Optimizer],
     clock: Callable[[], float],
 ) -> RunningStep:
@@ -169,7 +169,7 @@ def _prepared(
 
 
 def _timed_s(
-    run: Run, candidates: Sequence[Candidate], step: RunningStep, clock: Callable[[], float]
+    run: Run, candidates: Sequence[ChangeSet], step: RunningStep, clock: Callable[[], float]
 ) -> float:
     with _applied(run, candidates):
         for _ in range(_WARM_STEPS):  # also what the other variants left in caches

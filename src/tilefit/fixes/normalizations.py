@@ -10,27 +10,34 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilefit.fixes.around import around_forward
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import submodule, swap
+from tilefit.fixes.swap import submodule
 from tilefit.fixes.verification import ROUNDING, in_double
 from tilefit.ops import FORWARD
 from tilefit.rules.sites import listed
 
 
-def fused(module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
-    """``F.rms_norm`` in place of ``forward``; not where the element types say that they are to be mixed."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    mixed = input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type)
-    if mixed:
-        return forward(input)  # type: ignore[no-any-return]
-    return F.rms_norm(input, weight.shape, weight, module.fused_epsilon)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Fused(Behaviour):
+    """``F.rms_norm``; not where the element types say that they are to be mixed."""
+
+    epsilon: float
+    is_innermost = True
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        mixed = input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type)
+        if mixed:
+            return forward(input)  # type: ignore[no-any-return]
+        return F.rms_norm(input, weight.shape, weight, self.epsilon)
 
 
 @dataclass(frozen=True)
-class FusedNormalization(Candidate):
+class FusedNormalization(ChangeSet):
     """Modules that compute a root-mean-square normalization, from now on by one kernel.
 
     Attributes:
@@ -43,21 +50,13 @@ class FusedNormalization(Candidate):
     def summary(self) -> str:
         return f"Compute {listed(self.modules, 'normalizations')} by one kernel, F.rms_norm."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
             if not _is_plain(module):
                 raise RefusedError(f"{path} has more to it than a weight")
-        undos = [
-            swap(module, around_forward(type(module), fused), fused_epsilon=self.epsilon)
-            for module in modules
-        ]
-
-        def undo() -> None:
-            for take_back in undos:
-                take_back()
-
-        return undo
+        for module in modules:
+            edits.behave(module, Fused(self.epsilon))
 
 
 class FuseNormalizations(Fix):
@@ -74,7 +73,7 @@ class FuseNormalizations(Fix):
     name = "fuse-normalizations"
     rules = ("PRC004",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.run.options.compile:  # which makes one kernel of it as well
             return
         names: dict[str, set[str]] = {}

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tilefit.capture.optimizer import MakeOptimizer
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
 
 #: Optimizers with a fused kernel for CUDA in every supported version of PyTorch.
@@ -25,7 +26,7 @@ _SCALES = "_step_supports_amp_scaling"
 
 
 @dataclass(frozen=True)
-class FusedOptimizer(Candidate):
+class FusedOptimizer(ChangeSet):
     """``fused=True`` for the optimizer.
 
     Attributes:
@@ -38,16 +39,10 @@ class FusedOptimizer(Candidate):
     def summary(self) -> str:
         return f"Run {self.optimizer} as one fused kernel (fused=True)."
 
-    def apply(self, run: Run) -> Undo:
-        take_back = _fuse(run.live_optimizer) if run.live_optimizer is not None else None
-        undo_option = run.change(fused_optimizer=True)
-
-        def undo() -> None:
-            undo_option()
-            if take_back is not None:
-                take_back()
-
-        return undo
+    def make(self, run: Run, edits: Edits) -> None:
+        if run.live_optimizer is not None:
+            _fuse(run.live_optimizer, edits)
+        edits.run(run, fused_optimizer=True)
 
 
 def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
@@ -92,13 +87,13 @@ class FuseOptimizer(Fix):
     name = "fuse-optimizer"
     rules = ("NTC003",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         settings = context.step.settings
         if settings.training and settings.optimizer in _FUSED and not settings.fused_optimizer:
             yield FusedOptimizer((), settings.optimizer)
 
 
-def _fuse(optimizer: torch.optim.Optimizer) -> Undo:
+def _fuse(optimizer: torch.optim.Optimizer, edits: Edits) -> None:
     _require_fusable(optimizer)
     kept = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
     had_scaling = _SCALES in vars(optimizer)
@@ -114,7 +109,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> Undo:
         if not had_scaling:
             delattr(optimizer, _SCALES)
 
-    return undo
+    edits.undone_by(undo)
 
 
 def _place_steps(optimizer: torch.optim.Optimizer) -> None:

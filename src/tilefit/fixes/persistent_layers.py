@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from tilefit.cost.persistent import persistent_steps
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
 from tilefit.nn import convert
@@ -22,7 +24,7 @@ _KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 @dataclass(frozen=True)
-class Persistent(Candidate):
+class Persistent(ChangeSet):
     """Recurrent layers that become those of ``tilefit.nn``."""
 
     #: cuDNN draws its own random numbers for dropout.
@@ -33,7 +35,7 @@ class Persistent(Candidate):
         where = pattern(self.modules) if any(self.modules) else "the model"
         return f"Run {where} by persistent kernels (tilefit.nn.convert)."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         if torch.cuda.is_available() and not has_bindings():
             raise RefusedError("the kernels need the package cuda-bindings: pip install 'tilefit[rnn]'")
         modules = [submodule(run.model, path) for path in self.modules]
@@ -44,12 +46,7 @@ class Persistent(Candidate):
             require_plain(module, path, kind)
         for module in modules:
             convert(module)
-
-        def undo() -> None:
-            for module in modules:
-                convert(module, back=True)
-
-        return undo
+            edits.undone_by(partial(convert, module, back=True))
 
 
 class PersistentLayers(Fix):
@@ -68,7 +65,7 @@ class PersistentLayers(Fix):
     name = "persistent-kernels"
     rules = ("RNN003",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         found = [
             module
             for op, places in layers_of_torch(context.step).items()

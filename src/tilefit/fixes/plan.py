@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from tilefit.fixes.fix import Candidate, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification, join
 
@@ -78,7 +79,7 @@ class Plan:
         before_bytes, after_bytes: Predicted peak of memory.
         provenance: Where the times come from: ``estimated`` or ``measured``.
         candidates: The fixes as they can be applied to another copy of the model.
-        undos: What takes the fixes back, in their order.
+        edits: What the fixes changed.
     """
 
     model: nn.Module
@@ -91,8 +92,8 @@ class Plan:
     before_bytes: int
     after_bytes: int
     provenance: str = "estimated"
-    candidates: tuple[Candidate, ...] = field(default=(), repr=False)
-    undos: list[Undo] = field(default_factory=list, repr=False)
+    candidates: tuple[ChangeSet, ...] = field(default=(), repr=False)
+    edits: Edits = field(default_factory=Edits, repr=False)
 
     @property
     def speedup(self) -> float:
@@ -113,8 +114,7 @@ class Plan:
 
     def undo(self) -> None:
         """Take all fixes back: model and settings are as they were."""
-        while self.undos:
-            self.undos.pop()()
+        self.edits.undo()
         self.fixes = ()
         self.after_s, self.after_bytes = self.before_s, self.before_bytes
 

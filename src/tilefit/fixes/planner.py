@@ -21,7 +21,8 @@ from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse
 from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
 from tilefit.fixes.optimizer import is_fused, like
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
@@ -197,7 +198,7 @@ class _Priced:
     estimate: StepEstimate
 
 
-_Key = tuple[str, Candidate]
+_Key = tuple[str, ChangeSet]
 
 
 class _Planner:
@@ -216,11 +217,11 @@ class _Planner:
         self.first = self.now = self._priced(run.on_meta())
         self.applied: list[AppliedFix] = []
         self.refused: dict[RefusedFix, None] = {}
-        self.candidates: list[Candidate] = []
-        self.unpriced: set[Candidate] = set()
+        self.candidates: list[ChangeSet] = []
+        self.unpriced: set[ChangeSet] = set()
         #: Host time of Python that some fixes run in place of launches.
         self.unpriced_s = 0.0
-        self.undos: list[Undo] = []
+        self.edits = Edits()
         self.before_s = self.after_s = self.first.estimate.time_s
         self.provenance = ESTIMATED
         self._gains: dict[_Key, float] = {}
@@ -258,18 +259,18 @@ class _Planner:
                 return True
         return False
 
-    def _is_worth(self, fix: Fix, candidate: Candidate, after: _Priced) -> bool:
+    def _is_worth(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> bool:
         """Above what counts as a change, and a gain nine times in ten."""
         gain_s, low_s, _ = self._gain(fix, candidate, after)
         return gain_s >= self.min_gain * self.now.estimate.time_s and (low_s > 0 or self.min_gain < 0)
 
-    def _gain(self, fix: Fix, candidate: Candidate, after: _Priced) -> tuple[float, float, float]:
+    def _gain(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> tuple[float, float, float]:
         """What a candidate saves, with the bounds of it."""
         gain_s, low_s, high_s = gain(self.now.estimate, after.estimate, Change(step=after.step))
         more_s = self._unpriced_gain_s(fix, candidate, after)
         return gain_s + more_s, low_s + more_s, high_s + more_s
 
-    def _unpriced_gain_s(self, fix: Fix, candidate: Candidate, after: _Priced) -> float:
+    def _unpriced_gain_s(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> float:
         """What a candidate saves of the host time that prices leave out: less than nothing where it adds as
         much to it as it saves of launches."""
         if fix.is_last:
@@ -279,11 +280,11 @@ class _Planner:
         now, then = self.now.estimate, after.estimate
         return min(0.0, (now.gpu_time_s - then.gpu_time_s) - (now.time_s - then.time_s))
 
-    def _known_gain_s(self, entry: tuple[Fix, Candidate]) -> float:
+    def _known_gain_s(self, entry: tuple[Fix, ChangeSet]) -> float:
         fix, candidate = entry
         return self._gains.get((fix.name, candidate), float("inf"))
 
-    def _candidates(self, fixes: Sequence[Fix]) -> list[tuple[Fix, Candidate]]:
+    def _candidates(self, fixes: Sequence[Fix]) -> list[tuple[Fix, ChangeSet]]:
         context = self._context(self.now)
         changed = {path for fix in self.applied for path in fix.modules}
         found = []
@@ -297,7 +298,7 @@ class _Planner:
                     found.append((fix, candidate))
         return sorted(found, key=self._known_gain_s, reverse=True)
 
-    def _called_for(self, fix: Fix, candidate: Candidate, after: _Priced) -> list[tuple[Fix, Candidate]]:
+    def _called_for(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> list[tuple[Fix, ChangeSet]]:
         """A way to run the whole program once more, with the changes of the model that only it calls for: it
         is not to be judged without them."""
         if not fix.is_last or isinstance(candidate, Together):
@@ -309,12 +310,12 @@ class _Planner:
             if other.is_priced and not other.is_last
             for found in other.find(context)
             # What the model calls for as it is run now was priced before.
-            if isinstance(found, Candidate) and (other.name, found) not in self._gains.keys() | self._unfit
+            if isinstance(found, ChangeSet) and (other.name, found) not in self._gains.keys() | self._unfit
         )
         together = Together.of(first, candidate)
         return [(fix, together)] if first and (fix.name, together) not in self._unfit else []
 
-    def _tried(self, fix: Fix, candidate: Candidate) -> _Priced | None:
+    def _tried(self, fix: Fix, candidate: ChangeSet) -> _Priced | None:
         """The run with the candidate on top; None where that cannot be."""
         run = self.now.run.on_meta()
         try:
@@ -335,7 +336,7 @@ class _Planner:
         estimate = priced.estimate if is_written else estimate_step(priced.written, self.gpu)
         return Context(priced.written, self.gpu, estimate, priced.run)
 
-    def _apply(self, fix: Fix, candidate: Candidate, after: _Priced) -> bool:
+    def _apply(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> bool:
         proofs: list[Verification] = []
         try:
             for proof in self._proofs(candidate):
@@ -343,7 +344,7 @@ class _Planner:
                     self._reject(fix, candidate, f"not proven the same: {proof}")
                     return False
                 proofs.append(proof)
-            self.undos.append(candidate.apply(self.run))
+            candidate.apply(self.run, self.edits)
         except RefusedError as refused:
             self._reject(fix, candidate, refused.what)
             return False
@@ -353,7 +354,7 @@ class _Planner:
     def _add(
         self,
         fix: Fix,
-        candidate: Candidate,
+        candidate: ChangeSet,
         predicted_s: tuple[float, float, float],
         proofs: Sequence[Verification],
     ) -> None:
@@ -375,7 +376,7 @@ class _Planner:
             )
         )
 
-    def _proofs(self, candidate: Candidate) -> Iterator[Verification]:
+    def _proofs(self, candidate: ChangeSet) -> Iterator[Verification]:
         """In fp64 on the CPU; and where the model is on a GPU, there."""
         if self.verify and candidate.modules:
             # How the program is run is no part of the proof.
@@ -384,7 +385,7 @@ class _Planner:
             if all(parameter.is_cuda for parameter in self.run.model.parameters()):
                 yield join([prove_in_place(self.run, each) for each in changes])
 
-    def _reject(self, fix: Fix, candidate: Candidate, reason: str) -> None:
+    def _reject(self, fix: Fix, candidate: ChangeSet, reason: str) -> None:
         self._unfit.add((fix.name, candidate))
         self._refuse(fix, candidate.modules, reason)
 
@@ -397,7 +398,7 @@ class _Planner:
         context = self._context(self.now)
         for fix in self.fixes:
             for candidate in () if fix.is_priced else fix.find(context):
-                if isinstance(candidate, Candidate):
+                if isinstance(candidate, ChangeSet):
                     self._add(fix, candidate, (0.0, 0.0, 0.0), ())
                     self.unpriced.add(candidate)
         times_s = self._measured()
@@ -419,7 +420,8 @@ class _Planner:
             replace(fix, measured_s=gain.time_s)
             for fix, gain in zip(self.applied, _gains(times_s), strict=True)
         ]
-        self.undos = [candidate.apply(self.run) for candidate in self.candidates]
+        for candidate in self.candidates:
+            candidate.apply(self.run, self.edits)
 
     def _losses(self, times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
         """Indices of fixes that do not stay, with what each gains."""
@@ -457,8 +459,7 @@ class _Planner:
 
     def take_back(self) -> None:
         """Undo what was applied."""
-        while self.undos:
-            self.undos.pop()()
+        self.edits.undo()
 
     def _outdone(self) -> set[str]:
         """Names of the fixes that run the whole program in another way, where one of them was applied."""
@@ -478,5 +479,5 @@ class _Planner:
             after_bytes=self.now.step.memory.peak_bytes,
             provenance=self.provenance,
             candidates=tuple(self.candidates),
-            undos=self.undos,
+            edits=self.edits,
         )

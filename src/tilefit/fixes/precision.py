@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tilefit.fixes.around import around_forward
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import swap
 from tilefit.rules.finding import UNSAFE
 
 
@@ -27,25 +27,20 @@ def _products(context: Context, *dtypes: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Tf32Products(Candidate):
+class Tf32Products(ChangeSet):
     """TF32 for products of fp32 matrices, in the whole program."""
 
     @property
     def summary(self) -> str:
         return 'Multiply fp32 matrices in TF32: torch.set_float32_matmul_precision("high").'
 
-    def apply(self, run: Run) -> Undo:
-        undo_option = run.change(tf32=True)
+    def make(self, run: Run, edits: Edits) -> None:
+        edits.run(run, tf32=True)
         if _on_meta(run.model):  # a trial, which must not touch the program's switches
-            return undo_option
+            return
         precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        edits.undone_by(lambda: _set_tf32(precision, cudnn))
         _set_tf32("high", True)
-
-        def undo() -> None:
-            undo_option()
-            _set_tf32(precision, cudnn)
-
-        return undo
 
 
 def _set_tf32(precision: str, cudnn: bool) -> None:
@@ -69,7 +64,7 @@ class UseTf32(Fix):
     rules = ("PRC001",)
     level = UNSAFE
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.gpu.supports("tf32") and not context.step.settings.amp and _products(context, "fp32"):
             yield Tf32Products(())
 
@@ -78,32 +73,28 @@ class UseTf32(Fix):
 
 
 @dataclass(frozen=True)
-class Autocast(Candidate):
+class Autocast(ChangeSet):
     """The model's ``forward`` under bf16 autocast."""
 
     @property
     def summary(self) -> str:
         return "Run the model under bf16 autocast; its results are cast back to fp32."
 
-    def apply(self, run: Run) -> Undo:
-        if "forward" in vars(run.model):
+    def make(self, run: Run, edits: Edits) -> None:
+        if is_replaced(run.model):
             raise RefusedError("the forward method of the model was replaced")
-        take_back = swap(run.model, around_forward(type(run.model), autocast))
-        undo_option = run.change(amp="bf16")
-
-        def undo() -> None:
-            undo_option()
-            take_back()
-
-        return undo
+        edits.behave(run.model, UnderAutocast())
+        edits.run(run, amp="bf16")
 
 
-def autocast(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward`` under bf16 autocast, its results in fp32."""
-    tensor = next(module.parameters())
-    with torch.autocast(tensor.device.type, torch.bfloat16):
-        output = forward(*args, **kwargs)
-    return tree_map(_widened, output)
+class UnderAutocast(Behaviour):
+    """The module under bf16 autocast, its results in fp32."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensor = next(module.parameters())
+        with torch.autocast(tensor.device.type, torch.bfloat16):
+            output = forward(*args, **kwargs)
+        return tree_map(_widened, output)
 
 
 def _widened(leaf: Any) -> Any:
@@ -123,7 +114,7 @@ class MixedPrecision(Fix):
     rules = ("PRC002",)
     level = UNSAFE
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.step.settings.amp or not _products(context, "fp32", "tf32"):
             return
         if context.gpu.supports("bf16"):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilefit.cost import estimate
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.padding import working_dtype
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule, swap
@@ -116,7 +117,7 @@ class Merged:
 
 
 @dataclass(frozen=True)
-class Merging(Candidate):
+class Merging(ChangeSet):
     """Groups of sibling layers, each group to become one product.
 
     Attributes:
@@ -139,22 +140,14 @@ class Merging(Candidate):
     def scopes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(parent(group[0]) for group in self.groups))
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         for path in self.modules:
             require_plain(submodule(run.model, path), path, nn.Linear)
-        undos: list[Undo] = []
         for group in self.groups:
             members: Any = [submodule(run.model, path) for path in group]
             merged = Merged(members, self.least_rows)
-            undos += [
-                swap(member, MergedLinear, merged=merged, index=index) for index, member in enumerate(members)
-            ]
-
-        def undo() -> None:
-            for take_back in undos:
-                take_back()
-
-        return undo
+            for index, member in enumerate(members):
+                swap(edits, member, MergedLinear, merged=merged, index=index)
 
 
 class MergeProjections(Fix):
@@ -176,7 +169,7 @@ class MergeProjections(Fix):
     name = "merge-projections"
     rules = ("INT004",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.run.options.compile:
             return
         alike: dict[Any, list[list[LinearCall]]] = defaultdict(list)

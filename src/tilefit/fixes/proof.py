@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 from tilefit.capture.copies import copied
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
-from tilefit.fixes.fix import Candidate, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, RefusedError
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification, join, verify, verify_in_place
 from tilefit.ops import Step
@@ -51,7 +52,7 @@ _LARGEST_INPUT, _SMALLEST_INPUT = 1e9, 1e-18
 _COMPARED_INPUT = 10.0
 
 
-def prove(run: Run, candidate: Candidate) -> Verification:
+def prove(run: Run, candidate: ChangeSet) -> Verification:
     """Compare the run's model with and without the candidate, in fp64 on the CPU, on few inputs: the run's,
     random ones for those without values, smaller ones for large ones (:func:`_comparable`).
 
@@ -65,7 +66,7 @@ def prove(run: Run, candidate: Candidate) -> Verification:
         return _proof(run, candidate)
 
 
-def prove_in_place(run: Run, candidate: Candidate) -> Verification:
+def prove_in_place(run: Run, candidate: ChangeSet) -> Verification:
     """Compare the model with and without the candidate where it is, in its working precision, on two samples
     of the run's inputs; random ones where these have no values or one, smaller ones where they are large.
 
@@ -73,18 +74,11 @@ def prove_in_place(run: Run, candidate: Candidate) -> Verification:
         RefusedError: the candidate does not apply, or the comparison cannot be made.
     """
 
-    def change(run: Run) -> Undo:
-        undo = candidate.apply(run)
-        rows = [(m, m.least_rows) for m in run.model.modules() if hasattr(m, "least_rows")]
-        for module, _ in rows:
-            module.least_rows = 0  # type: ignore[assignment]
-
-        def take_back() -> None:
-            for module, least in rows:
-                module.least_rows = least
-            undo()
-
-        return take_back
+    def change(run: Run, edits: Edits) -> None:
+        candidate.apply(run, edits)
+        for module in run.model.modules():
+            if hasattr(module, "least_rows"):
+                edits.set(module, "least_rows", 0)
 
     with _seeded(), _as_refusals():
         few = _with_values(_shrunken(run.inputs, _SIZES[-2]), run.model)
@@ -113,7 +107,7 @@ def _as_refusals() -> Iterator[None]:
         raise RefusedError(f"the comparison raised {type(error).__name__}: {text}") from error
 
 
-def _proof(run: Run, candidate: Candidate) -> Verification:
+def _proof(run: Run, candidate: ChangeSet) -> Verification:
     inputs, step, arguments = _small_inputs(run, candidate.scopes)
     parameters = sum(p.numel() for p in run.model.parameters())
     if not candidate.scopes or (parameters <= WHOLE_MODEL_PARAMETERS and step.flop <= WHOLE_MODEL_FLOP):
@@ -126,7 +120,7 @@ def _proof(run: Run, candidate: Candidate) -> Verification:
     return join([_compare_scope(run, candidate, path, arguments[path]) for path in distinct.values()])
 
 
-def _compare_scope(run: Run, candidate: Candidate, path: str, inputs: Any) -> Verification:
+def _compare_scope(run: Run, candidate: ChangeSet, path: str, inputs: Any) -> Verification:
     """Compare the module at ``path``, or a small one like it where it is too large."""
     parameters = sum(p.numel() for p in run.model.get_submodule(path).parameters())
     if parameters <= SCOPE_PARAMETERS:
@@ -146,7 +140,7 @@ def _resized(sizes: Mapping[int, int], leaf: Any) -> Any:
     return leaf.new_empty((*leaf.shape[:-1], sizes.get(leaf.shape[-1], leaf.shape[-1])))
 
 
-def _compare(run: Run, candidate: Candidate, path: str, inputs: Any) -> Verification:
+def _compare(run: Run, candidate: ChangeSet, path: str, inputs: Any) -> Verification:
     """Compare the module at ``path``; the empty path is the whole model."""
     original = _real_scope(run, path)[1]
     _fill(original, run.model.get_submodule(path))

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.capture.trees import tensors
-from tilefit.fixes.around import around_forward
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.padding import crop
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import swap
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import is_misaligned
 from tilefit.rules.alignment.rows import contiguous_rows
@@ -25,35 +25,40 @@ from tilefit.rules.alignment.rows import contiguous_rows
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "multinomial", "exponential_")
 
 
-def in_whole_multiples(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``forward`` with the one tensor among its arguments filled up with copies of its first row, to a
-    multiple of ``module.multiple_of_rows``; of the result, the rows that were asked for.
+@dataclass(frozen=True)
+class InWholeMultiples(Behaviour):
+    """The module, with the one tensor among its arguments filled up with copies of its first row, to a
+    multiple of ``rows``; of the result, the rows that were asked for.
 
     Copies rather than zeros, since what a model makes of zeros need not be finite. Nothing that is not
     finite reaches a gradient: the rows that are cut off get a gradient of zero.
     """
-    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    rows = leaves[0].shape[0] if len(leaves) == 1 and leaves[0].dim() else 0
-    more = -rows % int(module.multiple_of_rows)  # type: ignore[arg-type]
-    if not rows or not more:
-        return forward(*args, **kwargs)
 
-    def fill(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+    rows: int
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        rows = leaves[0].shape[0] if len(leaves) == 1 and leaves[0].dim() else 0
+        more = -rows % self.rows
+        if not rows or not more:
+            return forward(*args, **kwargs)
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
+
+        def cut(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows + more:
+                return crop(leaf, (rows, *leaf.shape[1:]))
             return leaf
-        return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows + more:
-            return crop(leaf, (rows, *leaf.shape[1:]))
-        return leaf
-
-    args, kwargs = tree_map(fill, (args, kwargs))
-    return tree_map(cut, forward(*args, **kwargs))
+        args, kwargs = tree_map(fill, (args, kwargs))
+        return tree_map(cut, forward(*args, **kwargs))
 
 
 @dataclass(frozen=True)
-class RowPadding(Candidate):
+class RowPadding(ChangeSet):
     """A model whose batch is filled up.
 
     Attributes:
@@ -66,11 +71,10 @@ class RowPadding(Candidate):
     def summary(self) -> str:
         return f"Fill the batch up to a multiple of {self.multiple} inside the model, and cut the result."
 
-    def apply(self, run: Run) -> Undo:
-        model = run.model
-        if "forward" in vars(model):
+    def make(self, run: Run, edits: Edits) -> None:
+        if is_replaced(run.model):
             raise RefusedError("the forward method of the model was replaced")
-        return swap(model, around_forward(type(model), in_whole_multiples), multiple_of_rows=self.multiple)
+        edits.behave(run.model, InWholeMultiples(self.multiple))
 
 
 class PadRows(Fix):
@@ -89,7 +93,7 @@ class PadRows(Fix):
     name = "pad-rows"
     rules = ("ALN003",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         batch = context.step.batch
         multiples = set()
         for entry in context.step.ops:

@@ -11,10 +11,12 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tilefit.fixes.fix import RefusedError, Undo
+from tilefit.fixes.behaviour import is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import RefusedError
 
 
-def swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> Undo:
+def swap(edits: Edits, module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
     """Make ``module`` an instance of ``cls``, a subclass of its class, with more attributes."""
     kept = type(module)
     assert issubclass(cls, kept)
@@ -27,7 +29,7 @@ def swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> Undo:
         for name in attributes:
             delattr(module, name)
 
-    return undo
+    edits.undone_by(undo)
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
@@ -55,7 +57,7 @@ def require_plain(module: nn.Module, path: str, cls: type[nn.Module]) -> None:
         raise RefusedError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which may do more than {cls.__name__}"
         )
-    if "forward" in vars(module):
+    if is_replaced(module):
         raise RefusedError(f"the forward method of {path} was replaced")
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) is not nn.Parameter or type(parameter.data).__module__ != "torch":

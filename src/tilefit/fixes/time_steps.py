@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal, RefusedError, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.padding import working_dtype
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule, swap
@@ -155,24 +156,19 @@ class _Apart(Function):
 
 
 @dataclass(frozen=True)
-class Stepping(Candidate):
+class Stepping(ChangeSet):
     """Layers that are called step by step."""
 
     @property
     def summary(self) -> str:
         return f"Compute {pattern(self.modules)} for all time steps in one product."
 
-    def apply(self, run: Run) -> Undo:
+    def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
             require_plain(module, path, nn.Linear)
-        undos = [swap(module, SteppedLinear, steps=Steps()) for module in modules]
-
-        def undo() -> None:
-            for take_back in undos:
-                take_back()
-
-        return undo
+        for module in modules:
+            swap(edits, module, SteppedLinear, steps=Steps())
 
 
 class TimeSteps(Fix):
@@ -192,7 +188,7 @@ class TimeSteps(Fix):
     name = "time-steps"
     rules = ("INT005",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         if context.run.options.compile:
             return
         for group in repeated_weights(Flow(context.step)):

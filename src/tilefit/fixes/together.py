@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilefit.fixes.fix import Candidate, Undo
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
 
 
 @dataclass(frozen=True)
-class Together(Candidate):
+class Together(ChangeSet):
     """Changes of the model that save nothing by themselves, and a change of how it is run that pays less, or
     not at all, without them: an encoder that makes a mask only when it is compiled, say.
 
@@ -18,11 +19,11 @@ class Together(Candidate):
         last: How it is run.
     """
 
-    first: tuple[Candidate, ...]
-    last: Candidate
+    first: tuple[ChangeSet, ...]
+    last: ChangeSet
 
     @classmethod
-    def of(cls, first: tuple[Candidate, ...], last: Candidate) -> Together:
+    def of(cls, first: tuple[ChangeSet, ...], last: ChangeSet) -> Together:
         """One candidate of several."""
         modules = (path for each in (*first, last) for path in each.modules)
         return cls(tuple(dict.fromkeys(modules)), first, last)
@@ -31,17 +32,6 @@ class Together(Candidate):
     def summary(self) -> str:
         return " ".join(each.summary for each in (*self.first, self.last))
 
-    def apply(self, run: Run) -> Undo:
-        undos: list[Undo] = []
-
-        def undo() -> None:
-            while undos:
-                undos.pop()()
-
-        try:
-            for each in (*self.first, self.last):
-                undos.append(each.apply(run))
-        except BaseException:
-            undo()
-            raise
-        return undo
+    def make(self, run: Run, edits: Edits) -> None:
+        for each in (*self.first, self.last):
+            each.make(run, edits)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from tilefit.capture.forward import call, loss_of_output
-from tilefit.fixes.fix import Undo
+from tilefit.fixes.edits import Edits
 from tilefit.fixes.run import Run
 
 #: Largest relative error (norm of the difference over norm) that counts as rounding, by element type. The
@@ -131,7 +131,7 @@ def verify(
     return _judged(errors, scope, _AMP[amp] if amp else dtype, device)
 
 
-def verify_in_place(run: Run, change: Callable[[Run], Undo]) -> Verification:
+def verify_in_place(run: Run, change: Callable[[Run, Edits], None]) -> Verification:
     """Compare a model with itself changed, where it is and in its working precision, in evaluation mode.
 
     Outputs, loss and gradients of parameters and inputs. Nothing is copied but what is compared; afterwards
@@ -142,12 +142,13 @@ def verify_in_place(run: Run, change: Callable[[Run], Undo]) -> Verification:
     with run.kept():
         run.model.eval()
         first = check.observed(run.model)
-        undo = change(run)
+        edits = Edits()
         try:
+            change(run, edits)
             run.model.zero_grad()
             second = check.observed(run.model)
         finally:
-            undo()
+            edits.undo()
     errors = [Difference(f"eval: {what}", error) for what, error in _errors(first, second)]
     return _judged(
         errors, "whole model", _AMP.get(run.options.autocast, parameter.dtype), str(parameter.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilefit.fixes.fix import Candidate, Context, Fix, Refusal
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.linear import paddings
 from tilefit.rules.alignment.features import groups
 
@@ -21,7 +21,7 @@ class PadVocabulary(Fix):
     name = "pad-vocabulary"
     rules = ("ALN002",)
 
-    def find(self, context: Context) -> Iterable[Candidate | Refusal]:
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         for group in groups(context.step):
             if group.vocabularies:
                 yield from paddings(context, group)

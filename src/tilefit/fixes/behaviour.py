@@ -1,0 +1,107 @@
+"""What a changed module does when it is called.
+
+A module is changed by giving it a behaviour, which runs in place of its ``forward`` or around it. The module
+stays the object it is, of the class it is, with its parameters; ``copy.deepcopy`` and ``pickle`` take the
+behaviour along.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class Behaviour(ABC):
+    """A way to compute what a module computes. Instances are data that can be copied and pickled, and keep
+    nothing from one call to the next."""
+
+    #: It computes the module's function itself. Others call ``forward``, and run around such a one.
+    is_innermost: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``forward(*args, **kwargs)``, the module's own, would return."""
+
+
+class Changed:
+    """The ``forward`` of a changed module, in its ``vars``: its class's, within behaviours.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        behaviours: From the innermost to the outermost.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__self__ = module
+        self.behaviours: tuple[Behaviour, ...] = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Changed:
+        """That of a module; it gets one if it has none."""
+        changed = vars(module).get("forward")
+        if not isinstance(changed, Changed):
+            changed = module.forward = cls(module)
+        return changed
+
+    def add(self, behaviour: Behaviour) -> None:
+        """Give the module one more behaviour."""
+        if behaviour.is_innermost:
+            self.behaviours = (behaviour, *self.behaviours)
+        else:
+            self.behaviours = (*self.behaviours, behaviour)
+
+    def remove(self, behaviour: Behaviour) -> None:
+        """Take a behaviour from the module; without any it is as it was."""
+        self.behaviours = tuple(other for other in self.behaviours if other is not behaviour)
+        # Somebody may have put something of theirs around this in the meantime.
+        if not self.behaviours and vars(self.__self__).get("forward") is self:
+            del self.__self__.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__self__
+        forward: Callable[..., Any] = partial(type(module).forward, module)
+        for behaviour in self.behaviours:
+            forward = partial(behaviour, module, forward)
+        return forward(*args, **kwargs)
+
+    # ---- what people ask of a method -----------------------------------------------------------
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(partial(type(self.__self__).forward, self.__self__))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__self__", "behaviours") or name.startswith("__deepcopy__"):
+            raise AttributeError(name)
+        return getattr(type(self.__self__).forward, name)
+
+
+def behaviours(module: nn.Module) -> tuple[Behaviour, ...]:
+    """A module's behaviours."""
+    changed = vars(module).get("forward")
+    return changed.behaviours if isinstance(changed, Changed) else ()
+
+
+def behaves(module: nn.Module, kind: type[Behaviour]) -> bool:
+    """Whether a module has a behaviour of a kind."""
+    return any(isinstance(each, kind) for each in behaviours(module))
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether somebody else has put something in place of the module's ``forward``."""
+    return not isinstance(vars(module).get("forward"), Changed | None)
+
+
+def changed_modules(model: nn.Module) -> Iterator[Changed]:
+    """What is changed in a model."""
+    for module in model.modules():
+        changed = vars(module).get("forward")
+        if isinstance(changed, Changed):
+            yield changed
