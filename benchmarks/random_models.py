@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,8 @@ from tilefit.errors import TilefitError
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.3}
 #: Of optimizers: with a small one, gradients that are zero but for rounding would move parameters.
 EPSILON = 1e-3
-#: Of which each model is planned with some, since every candidate is priced by a capture of its own.
-FIXES = (
-    *("pad-linear", "pad-channels", "channels-last", "fuse-attention", "fuse-activations"),
-    *("fuse-normalizations", "merge-projections", "time-steps", "persistent-kernels"),
-)
-BUDGET_S = 3.0
+#: A guard: no plan takes nearly so long.
+BUDGET_S = 20.0
 WIDTHS = (5, 8, 12, 13, 16, 17, 24, 31)
 Rng = random.Random
 
@@ -196,11 +193,11 @@ class Model(nn.Module):
         super().__init__()
         self.features, width = rng.choice(WIDTHS), rng.choice(WIDTHS)
         self.stem = nn.Linear(self.features, width)
-        parts = [rng.choice(PARTS)(rng, width) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        parts = [rng.choice(PARTS)(rng, width) for _ in range(rng.choice((1, 1, 1, 1, 2)))]
         norms = [rng.choice((nn.LayerNorm(width), Norm(width), nn.Identity())) for _ in parts]
         self.body = nn.Sequential(*(module for pair in zip(norms, parts, strict=True) for module in pair))
         self.heads = nn.ModuleDict(
-            {n: nn.Linear(width, rng.choice(WIDTHS)) for n in "abc"[: rng.choice((1, 2, 3))]}
+            {n: nn.Linear(width, rng.choice(WIDTHS)) for n in "abc"[: rng.choice((1, 1, 2, 3))]}
         )
         for parameter in self.parameters():
             parameter.requires_grad_(rng.random() < 0.95)
@@ -208,6 +205,20 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, task: str = "") -> Any:
         z = self.body(self.stem(x))
         return self.heads[task](z) if task else tuple(head(z) for head in self.heads.values())
+
+
+#: What may be done to a model that has such a part.
+FIXES: dict[type[nn.Module], tuple[str, ...]] = {
+    Perceptron: ("pad-linear", "pad-linear", "merge-projections"),
+    SelfAttention: ("pad-linear", "fuse-attention", "fuse-attention", "merge-projections"),
+    Images: ("pad-channels", "pad-channels", "channels-last"),
+    Loop: ("time-steps",),
+    Layer: ("persistent-kernels",),
+    Norm: ("fuse-normalizations",),
+    WrittenGelu: ("fuse-activations",),
+    WrittenSilu: ("fuse-activations",),
+    Model: ("merge-projections", "pad-linear"),
+}
 
 
 # ---- uses --------------------------------------------------------------------------------------
@@ -493,8 +504,11 @@ def trial(seed: int, verify: bool = True, uses: int = 3) -> Trial:
     plain = Model(rng).double()
     model = copy.deepcopy(plain)
     try:
-        inputs = on_meta(rng.choice((2, 64)), 18, plain.features, dtype=torch.float64)
-        plan = planned(model.float(), inputs.float(), verify=verify, budget=3)
+        fitting = [fix for module in plain.modules() for fix in FIXES.get(type(module), ())]
+        chosen = sorted({rng.choice(fitting) for _ in range(rng.choice((1, 2, 2, 4)))})
+        length = 16 if any(isinstance(module, Loop) for module in plain.modules()) else 6
+        inputs = on_meta(rng.choice((2, 2, 512)), length, plain.features)
+        plan = planned(model.float(), inputs, *chosen, verify=verify, budget=BUDGET_S)
     except TilefitError as error:
         return Trial(set(), [f"not planned: {error}"])
     model.double().load_state_dict(plain.state_dict())
@@ -503,16 +517,16 @@ def trial(seed: int, verify: bool = True, uses: int = 3) -> Trial:
         name, use = rng.choice(sorted(SCENARIOS.items()))
         dtype = rng.choice((*[torch.float64] * 4, torch.float32, torch.bfloat16))
         train, choices = rng.random() < 0.5, rng.randrange(1 << 30)
-        first, second = (
-            outcome(lambda m, s=each: use(s), each.model)
-            for each in (
-                Setting(Rng(choices), copy.deepcopy(m).to(dtype).train(train), dtype) for m in (plain, model)
-            )
-        )
+        pair = [Setting(Rng(choices), copy.deepcopy(m).to(dtype).train(train), dtype) for m in (plain, model)]
+        first, second = (outcome(partial(_run, use, setting), setting.model) for setting in pair)
         scale = 1e-3 * largest(first)
         if text := difference(first, second, TOLERANCES[dtype], scale):
             found.append(f"{name} ({dtype}, {'train' if train else 'eval'}): {text}")
     return Trial(applied(plan), found)
+
+
+def _run(use: Scenario, setting: Setting, model: nn.Module) -> Any:
+    return use(setting)
 
 
 def largest(outcome: Any) -> float:

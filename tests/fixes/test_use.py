@@ -611,7 +611,7 @@ def cache_written_to(m: Any) -> Any:
 
 def test_a_fix_is_made_once() -> None:
     attention = Attention()
-    plan = planned(attention, on_meta(2, 16, 16), "fuse-attention", train=False, verify=False, budget=5)
+    plan = planned(attention, on_meta(2, 16, 16), "fuse-attention", train=False, verify=False, budget=30)
     assert len(plan.fixes) == 1
     assert attention(TOKENS).shape == TOKENS.shape
 
