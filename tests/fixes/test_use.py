@@ -609,11 +609,13 @@ def cache_written_to(m: Any) -> Any:
     return m.eval()(TOKENS, torch.ones(3, 16, dtype=torch.bool), cache), cache
 
 
-def test_a_fix_is_made_once() -> None:
-    attention = Attention()
-    plan = planned(attention, on_meta(2, 16, 16), "fuse-attention", train=False, verify=False, budget=30)
+@pytest.mark.parametrize("fix", ["fuse-attention", "fuse-normalizations"])
+def test_a_fix_is_made_once(fix: str) -> None:
+    model, rows = (Causal(-50.0), 16) if fix == "fuse-attention" else (normalized(late=True), 64)
+    plan = planned(model, on_meta(2, 16, rows), fix, verify=False, budget=10)
+    assert applied(plan) == {fix}
     assert len(plan.fixes) == 1
-    assert attention(TOKENS).shape == TOKENS.shape
+    assert model(torch.ones(3, 16, rows)).shape == (3, 16, rows)
 
 
 # ---- tensors as users handle them --------------------------------------------------------------
