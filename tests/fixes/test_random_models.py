@@ -1,0 +1,24 @@
+"""Random models in random use; more of them by ``benchmarks/random_models.py``."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import random_models
+
+MODELS, PARTS = 100, 10
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_changed_models_do_what_the_plain_ones_do(part: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trials = {seed: random_models.trial(seed) for seed in range(part, MODELS, PARTS)}
+    assert sum(bool(trial.fixes) for trial in trials.values()) >= len(trials) // 2
+    assert not {seed: trial.differences for seed, trial in trials.items() if trial.differences}
