@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ def likeness(run: Run, changes: Sequence[ChangeSet]) -> Likeness:
 
 def few_rows(change: ChangeSet) -> ChangeSet:
     """A change that does with few rows what it does with many."""
-    return _Copy(lambda size: size, ()).of(change)
+    copy: ChangeSet = _Copy(lambda size: size, ()).of(change)
+    return copy
 
 
 def _with_few_inputs(run: Run, changes: Sequence[ChangeSet]) -> tuple[Likeness, int]:
@@ -131,8 +133,8 @@ def _smaller_ones(whole: Likeness) -> Iterator[Likeness]:
         sizes = {s for tensor in _state(run.model) for s in tensor.shape if s >= _SMALLEST}
         smaller = {size: _smaller(size, factor) for size in sizes}
         _narrow(run.model, smaller)
-        run.inputs = tree_map(lambda leaf, to=smaller: _cut(leaf, to), run.inputs)
-        copy = _Copy(lambda size, by=factor: _smaller(size, by), left_out)
+        run.inputs = tree_map(partial(_cut, smaller=smaller), run.inputs)
+        copy = _Copy(partial(_smaller, factor=factor), left_out)
         changes = tuple(map(copy.of, whole.changes))
         if _Dropped not in changes:
             scope = f"a model like it, of {count(sum(p.numel() for p in run.model.parameters()))} parameters"
@@ -179,8 +181,9 @@ def _narrow(model: nn.Module, smaller: Mapping[int, int]) -> None:
     cut: dict[int, torch.Tensor] = {}
     noted: dict[int, Any] = {}
     for module in model.modules():
-        for tensors_of in (module._parameters, module._buffers):
-            for name, tensor in tensors_of.items():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in cut:
@@ -188,7 +191,7 @@ def _narrow(model: nn.Module, smaller: Mapping[int, int]) -> None:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     cut[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                     noted[id(tensor)] = tensor  # kept, so that its id stays its own
-                tensors_of[name] = cut[id(tensor)]
+                held[name] = cut[id(tensor)]
         for note in (module, getattr(module, "config", None)):
             if hasattr(note, "__dict__") and id(note) not in noted:
                 noted[id(note)] = note

@@ -57,6 +57,7 @@ _ROUNDING = 1e-9
 
 #: Is told what is being done.
 Say = Callable[[str], None]
+_Compare = Callable[[Run, Sequence[ChangeSet]], Verification]
 
 
 def optimize(
@@ -238,6 +239,11 @@ def _unfit_if_refused(state: _State) -> Iterator[None]:
         raise _UnfitError(state, refused.what) from refused
 
 
+def _of_model(state: _State) -> tuple[ChangeSet, ...]:
+    """What a state's last change does to the model. How the program is run is no part of a proof."""
+    return tuple(part for part in state.made[-1].change.parts if part.modules)
+
+
 class _Planner:
     """The search: greedy, and lazy in that a change is priced again only when it could be the best.
 
@@ -384,7 +390,8 @@ class _Planner:
 
     def _states(self) -> list[_State]:
         """From the first change to all of them."""
-        states, state = [], self.now
+        states: list[_State] = []
+        state = self.now
         while state.before is not None:
             states.insert(0, state)
             state = state.before
@@ -396,33 +403,40 @@ class _Planner:
                 state.made[-1].change.apply(self.run, self.edits)
 
     def _proofs(self, states: Sequence[_State]) -> tuple[Verification, ...]:
-        """Of all changes of the model together: in fp64 on the CPU, and where the model is on a GPU, there."""
+        """Of all changes of the model together: in fp64 on the CPU, and on the GPU that it is on."""
         on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
         found = []
         for compare in (prove, prove_in_place)[: 1 + on_gpu]:
             self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in self.now.made)))
+            changes = [part for state in states for part in _of_model(state)]
             try:
-                proof = self._proof(compare, states[-1]) if states else None
-            except _UnfitError as unfit:
-                # Which of them it is, is found by leaving out the last ones.
-                for state in states[:-1]:
-                    self.say(f"Proving {state.made[-1].fix.name}")
-                    self._proof(compare, state)
-                raise unfit
+                proof = compare(self.run, changes) if changes else None
+                reason = "" if proof is None or proof.ok else f"not proven the same: {proof}"
+            except RefusedError as refused:
+                reason = refused.what
+            if reason:
+                self._blame(compare, states, reason)
             found += [proof] if proof else []
         return tuple(found)
 
-    def _proof(self, compare: Callable[..., Verification], state: _State) -> Verification | None:
-        """Of the changes of the model up to a state; None where there are none. How the program is run is no
-        part of it."""
-        changes = [part for made in state.made for part in made.change.parts if part.modules]
-        if not changes:
-            return None
-        with _unfit_if_refused(state):
-            proof = compare(self.run, changes)
-        if not proof.ok:
-            raise _UnfitError(state, f"not proven the same: {proof}")
-        return proof
+    def _blame(self, compare: _Compare, states: Sequence[_State], reason: str) -> None:
+        """Find the change that is not proven; none of them alone, it is the last one on top of the others.
+
+        Raises:
+            _UnfitError: always.
+        """
+        states = [state for state in states if _of_model(state)]
+        # One of whose modules the proof tells is the first to be looked at.
+        for state in sorted(
+            states, key=lambda s: not any(p and p in reason for p in s.made[-1].change.modules)
+        ):
+            if len(states) > 1:
+                self.say(f"Proving {state.made[-1].fix.name}")
+                with _unfit_if_refused(state):
+                    proof = compare(self.run, _of_model(state))
+                if not proof.ok:
+                    raise _UnfitError(state, f"not proven the same: {proof}")
+        raise _UnfitError(states[-1], reason)
 
     def _applied(self, state: _State, proofs: Sequence[Verification]) -> AppliedFix:
         fix, change = state.made[-1]

@@ -1,4 +1,4 @@
-"""Proves changes on a model: the whole model, or a small one like it, in everything that people do with it."""
+"""Proves changes on a model: the whole of it, or of a small one like it, in all that people do with it."""
 
 from __future__ import annotations
 

@@ -200,7 +200,8 @@ def _stepped(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         return {}
-    optimizer, found = made(trainable), {}
+    optimizer = made(trainable)
+    found: Observed = {}
     for number in (1, 2, 3):
         loss = trial.loss_of(trial.called(model, trial.fresh()))
         if loss is None:
@@ -294,7 +295,8 @@ def _other_batch(trial: Trial, model: nn.Module) -> Observed:
 
 @_scenario("other weights loaded", most=_MANY)
 def _reloaded(trial: Trial, model: nn.Module) -> Observed:
-    inputs, found = trial.fresh(), {}
+    inputs = trial.fresh()
+    found: Observed = {}
     with torch.no_grad():
         trial.called(model, inputs)
         _load_others(model)
@@ -444,7 +446,7 @@ def _second(trial: Trial, model: nn.Module) -> Observed:
     loss = trial.loss_of(trial.called(model, inputs))
     if loss is None:
         return {}
-    of = [*(p for p in model.parameters() if p.requires_grad)]
+    of: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     of += [v for _, v in leaves(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
     first = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
     total = sum(gradient.square().sum() for gradient in first if gradient is not None)

@@ -47,7 +47,7 @@ class Verification:
         scope: What was compared: ``whole model``, or the paths of the changed modules.
         dtype: Element type of the comparison.
         device: Where it ran.
-        tolerance: Largest relative error allowed; in the scenarios of the run's own precision that of its type.
+        tolerance: Largest relative error allowed (in the run's own precision that of its type).
         compared: How many tensors (outputs, losses, gradients, parameters after steps) were compared.
         worst: The largest relative error among them.
         differences: Those beyond the tolerance, in the order of the computation; empty for a proof.
