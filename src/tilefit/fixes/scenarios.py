@@ -51,6 +51,7 @@ class Trial:
             compared without dropout.
         parts: Arguments of modules that are called by themselves, by path.
         train: The run trains.
+        steps: How many steps an optimizer makes.
     """
 
     inputs: Any
@@ -61,6 +62,7 @@ class Trial:
     same_random_numbers: bool = True
     parts: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     train: bool = True
+    steps: int = 3
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -187,8 +189,8 @@ def _scenario(name: str, **how: Any) -> Callable[[Callable[[Trial, nn.Module], O
     return register
 
 
-@_scenario("eval")
 @_scenario("train", training=True)
+@_scenario("eval")
 def _one_pass(trial: Trial, model: nn.Module) -> Observed:
     return trial.passed(model, trial.fresh(grad=True))
 
@@ -196,13 +198,13 @@ def _one_pass(trial: Trial, model: nn.Module) -> Observed:
 def _stepped(
     trial: Trial, model: nn.Module, made: Callable[[list[nn.Parameter]], torch.optim.Optimizer], clips: bool
 ) -> Observed:
-    """Losses of three steps, and parameters and buffers at the end."""
+    """Losses of some steps, and parameters and buffers at the end."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         return {}
     optimizer = made(trainable)
     found: Observed = {}
-    for number in (1, 2, 3):
+    for number in range(1, trial.steps + 1):
         loss = trial.loss_of(trial.called(model, trial.fresh()))
         if loss is None:
             return {}
@@ -212,8 +214,8 @@ def _stepped(
             found[f"gradient norm of step {number}"] = nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         found[f"loss of step {number}"] = loss.detach()
-    found |= {f"{name} after 3 steps": p.detach() for name, p in model.named_parameters()}
-    return found | {f"buffer {name} after 3 steps": b for name, b in model.named_buffers()}
+    found |= {f"{name} after {trial.steps} steps": p.detach() for name, p in model.named_parameters()}
+    return found | {f"buffer {name} after {trial.steps} steps": b for name, b in model.named_buffers()}
 
 
 @_scenario("SGD", training=True, most=_FEW)

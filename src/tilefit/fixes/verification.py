@@ -91,14 +91,13 @@ def verify(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     train: bool = True,
-    steps: bool = True,
+    steps: int = 3,
     same_random_numbers: bool = True,
 ) -> Verification:
     """Compare two models: outputs, loss, gradients, and parameters after optimizer steps.
 
     In evaluation mode (dropout off) and, with ``train``, in training mode with the same seed: outputs, loss,
-    the gradient of every parameter and input; then, with ``steps``, three steps of SGD with momentum and
-    weight decay, and of AdamW with clipped gradients: each loss, all parameters and buffers at the end. Both
+    the gradient of every parameter and input; then ``steps`` steps of SGD with momentum and weight decay, and of AdamW with clipped gradients: each loss, all parameters and buffers at the end. Both
     models are copied and stay as they are.
 
     Args:
@@ -112,7 +111,7 @@ def verify(
         same_random_numbers: Both draw the same numbers from a seed; otherwise training mode is compared
             without dropout.
     """
-    trial = Trial(inputs, loss, amp, dtype, device, same_random_numbers, train=train)
+    trial = Trial(inputs, loss, amp, dtype, device, same_random_numbers, train=train, steps=steps)
     passes = SCENARIOS[: 4 if steps else 2]
     errors = [
         error
@@ -202,8 +201,11 @@ def _errors(first: Observed, second: Observed) -> Iterator[tuple[str, float]]:
             if scale < 0:
                 scale = _norm(value for value in first.values() if _is_float(value))
             same = (a == b) | (a.isnan() & b.isnan())
-            off = _norm([(a.double() - b.double()).where(~same, 0.0)])
-            yield name, off / max(_norm([a]), _NEGLIGIBLE * scale) if off < float("inf") else float("inf")
+            off = (a.double() - b.double()).where(~same, 0.0)
+            error = (
+                _norm([off]) / max(_norm([a]), _NEGLIGIBLE * scale) if off.isfinite().all() else float("inf")
+            )
+            yield name, error
 
 
 def _finite_errors(first: Observed, second: Observed) -> Iterator[tuple[str, float]]:
@@ -225,6 +227,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _norm(tensors: Iterable[Any]) -> float:
-    """Of all finite elements; not a number where a difference is none."""
-    total = sum(float(t.detach().double().square().nansum()) for t in tensors)
-    return float(total**0.5)
+    """Of all finite elements."""
+    finite = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in tensors)
+    return float(sum(float(t.square().sum()) for t in finite) ** 0.5)
