@@ -97,8 +97,9 @@ def verify(
     """Compare two models: outputs, loss, gradients, and parameters after optimizer steps.
 
     In evaluation mode (dropout off) and, with ``train``, in training mode with the same seed: outputs, loss,
-    the gradient of every parameter and input; then ``steps`` steps of SGD with momentum and weight decay, and of AdamW with clipped gradients: each loss, all parameters and buffers at the end. Both
-    models are copied and stay as they are.
+    the gradient of every parameter and input; then ``steps`` steps of SGD with momentum and weight decay, and
+    of AdamW with clipped gradients: each loss, all parameters and buffers at the end. Both models are copied
+    and stay as they are.
 
     Args:
         original, fixed: Two modules with the same parameters.
