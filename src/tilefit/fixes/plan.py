@@ -13,6 +13,7 @@ from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification
+from tilefit.ops import Step
 
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
@@ -80,6 +81,7 @@ class Plan:
         before_bytes, after_bytes: Predicted peak of memory.
         provenance: Where the times come from: ``estimated`` or ``measured``.
         candidates: The fixes as they can be applied to another copy of the model.
+        step: The changed step as it runs, as it was priced.
         edits: What the fixes changed.
     """
 
@@ -94,6 +96,7 @@ class Plan:
     after_bytes: int
     provenance: str = "estimated"
     candidates: tuple[ChangeSet, ...] = field(default=(), repr=False)
+    step: Step | None = field(default=None, repr=False)
     edits: Edits = field(default_factory=Edits, repr=False)
 
     @property

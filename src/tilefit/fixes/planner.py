@@ -484,6 +484,7 @@ class _Planner:
             after_bytes=self.now.step.memory.peak_bytes,
             provenance=MEASURED if times_s else ESTIMATED,
             candidates=tuple(each.change for each in self.now.made),
+            step=self.now.step,
             edits=self.edits,
         )
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from tilefit.fixes.source.program import Program
     from tilefit.report import Report
 
-#: Says what is going on while a block runs.
-Stage = Callable[[str], AbstractContextManager[None]]
+#: Says what is going on while a block runs, and gives it what says more of it.
+Stage = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class FixSession:
         UsageError: a name of the selection fits no fix and no rule.
     """
 
-    def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext()) -> None:
+    def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext(lambda _: None)) -> None:
         require_readable(request.target)
         self.request = request
         self._stage = stage
@@ -174,7 +174,7 @@ class FixSession:
         if request.measure:
             model = model.to("cuda")
             inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
-        with self._stage("Choosing fixes"):
+        with self._stage("Choosing fixes") as say:
             return make_plan(
                 Run(model, inputs, options, loss=loaded.loss),
                 request.gpu,
@@ -182,6 +182,7 @@ class FixSession:
                 level=request.level,
                 verify=request.verify,
                 measure=request.measure,
+                say=say,
             )
 
     @cached_property
@@ -212,11 +213,11 @@ class FixSession:
         from tilefit.fixes.answers import answers
 
         plan, patches = self.plan, self.patches
-        if plan is None:
+        if plan is None or plan.step is None:
             remaining = {*patches.others, *(each.code for each in patches.by_hand)}
         else:
-            after = self.assessed(plan.run.on_meta().capture()).findings
-            remaining = {finding.code for finding in after}
+            after = Assessment(plan.step, self.request.gpu, self._selection)
+            remaining = {finding.code for finding in after.findings}
         return answers(self.assessment.findings, remaining, plan, patches, self.request.levels)
 
     @property
