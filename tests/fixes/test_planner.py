@@ -117,14 +117,34 @@ def test_a_model_that_nothing_is_to_be_changed_of() -> None:
     assert "Nothing worth changing" in str(plan)
 
 
-def test_code_that_depends_on_values_is_not_told_of_an_option_that_is_not_there() -> None:
-    class Reading(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2 if x.sum() > 0 else x
+class Reading(nn.Module):
+    """Code that reads a value."""
 
-    with pytest.raises(CaptureError) as caught:
-        optimize(Reading())
-    assert "on_cpu=True" not in str(caught.value)
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.act = nn.Linear(width, width), Slow()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.first(x))
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_code_that_reads_a_value_is_planned_on_two_samples_of_real_data() -> None:
+    model = Reading(64)
+    x = torch.randn(8, 65536, 64)
+    plan = optimize(model, x)
+    assert [fix.name for fix in plan.fixes] == ["faster"]
+    assert plan.run.inputs is x
+    assert not plan.run.options.on_cpu
+    assert plan.verification is not None
+    on_cpu = tilefit.check(model, x, gpu="h200", optimizer="none", on_cpu=True)
+    assert plan.after_s == pytest.approx(on_cpu.step.time_s, rel=0.02)
+
+
+def test_a_large_model_whose_code_reads_a_value_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_MOST_WORK", 1e6)
+    with pytest.raises(CaptureError, match="too large to be tried on real data"):
+        optimize(Reading(64), torch.randn(8, 1024, 64))
 
 
 def test_no_time_no_search() -> None:

@@ -16,7 +16,7 @@ from behaving import Change, as_relu, nothing, same
 from tilefit.fixes import RefusedError, Run, likeness
 from tilefit.fixes.behaviour import changed_modules
 from tilefit.fixes.likeness import few_rows
-from tilefit.fixes.proof import _with_values, prove, prove_in_place
+from tilefit.fixes.proof import prove, prove_in_place, with_values
 from tilefit.options import Amp, StepOptions
 
 
@@ -329,7 +329,7 @@ def test_what_lay_in_memory_is_no_input(left_over: float) -> None:
     x = torch.zeros(4, 3)
     x[0] = torch.tensor([left_over, left_over / 2, left_over / 4])
     x[1, 0] = left_over / 8 if left_over < 1 else 1.0
-    found = _with_values((x, torch.arange(6.0)), nn.Linear(3, 3))
+    found = with_values((x, torch.arange(6.0)), nn.Linear(3, 3))
     assert found[0].isfinite().all()
     assert 0.1 < found[0].abs().max() < 10
     assert found[1].equal(torch.arange(6.0))
@@ -362,13 +362,13 @@ def test_a_fix_is_proven_on_inputs_of_any_size(left_over: float, places: int) ->
 
 def test_large_inputs_are_made_smaller_and_keep_their_signs() -> None:
     x = torch.tensor([-30000.0, 0.0, 15.0])
-    assert _with_values(x, nn.Linear(3, 3)).equal(torch.tensor([-10.0, 0.0, 0.005]))
+    assert with_values(x, nn.Linear(3, 3)).equal(torch.tensor([-10.0, 0.0, 0.005]))
 
 
 @pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
 def test_masks_keep_their_values(hidden: float) -> None:
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), hidden)
-    assert _with_values({"x": mask}, nn.Linear(3, 3))["x"].equal(mask)
+    assert with_values({"x": mask}, nn.Linear(3, 3))["x"].equal(mask)
 
 
 def test_a_plan_says_on_what_it_was_proven() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from tilefit import units
 from tilefit.capture.failures import ON_CPU
+from tilefit.capture.trees import tensors
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse
@@ -24,10 +25,11 @@ from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, RefusedError, Several, Stage
+from tilefit.fixes.likeness import shrunken
 from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
 from tilefit.fixes.optimizer import is_fused, like
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
-from tilefit.fixes.proof import prove, prove_in_place
+from tilefit.fixes.proof import prove, prove_in_place, with_values
 from tilefit.fixes.registry import select as select_fixes
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification
@@ -54,6 +56,10 @@ MIN_GAIN = 0.01
 HOSTS = (0.7, 3.0)
 #: Share of a step by which two ways to sum up the same times may differ.
 _ROUNDING = 1e-9
+
+#: Where code reads values, a step on so many samples is run for real, as long as its largest input has not
+#: more elements, times parameters, than this: some 10 s a capture on two CPU cores. A choice.
+_SAMPLES, _MOST_WORK = 2, 2e11
 
 #: Is told what is being done.
 Say = Callable[[str], None]
@@ -140,13 +146,14 @@ def make_plan(
         require_cuda(run)
     say("Pricing the step as it is")
     try:
-        planner = _Planner(run, gpu, fixes, min_gain, measured=measure, say=say)
+        planner = _Planner(run, run, gpu, fixes, min_gain, measured=measure, say=say)
     except CaptureError as error:
         if run.live_optimizer is not None:
             _blame(run.live_optimizer, run, error)
-        if error.hint == ON_CPU:
-            error.hint = "Fixes are chosen on shapes alone; tilefit check --on-cpu still shows the findings."
-        raise
+        if error.hint != ON_CPU:
+            raise
+        say("Pricing the step on real data, since its code reads values")
+        planner = _Planner(run, _on_real_data(run, error), gpu, fixes, min_gain, measured=measure, say=say)
     with planner.edits.all_or_none():
         applied = None
         while applied is None:
@@ -171,6 +178,24 @@ def _refuse_unchangeable(model: object) -> None:
             "the model is compiled already",
             hint="Give it as it was before, with compile=True (--compile), and compile plan.model.",
         )
+
+
+def _on_real_data(run: Run, error: CaptureError) -> Run:
+    """The run on two samples with values, for code that reads some.
+
+    Raises:
+        CaptureError: that one, where this would take too long.
+    """
+    few = with_values(shrunken(run.inputs, {"batch": _SAMPLES}), run.model)
+    first, cut = (next((t for t in tensors(inputs) if t.dim()), None) for inputs in (run.inputs, few))
+    size = max((t.numel() for t in tensors(few)), default=0) * sum(p.numel() for p in run.model.parameters())
+    if first is None or cut is None or size > _MOST_WORK:
+        error.hint = (
+            "The model is too large to be tried on real data here; tilefit check --on-cpu shows findings."
+        )
+        raise error
+    options = replace(run.options, on_cpu=True)
+    return replace(run, inputs=few, options=options, samples=len(first) / len(cut), live_optimizer=None)
 
 
 def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> None:
@@ -252,9 +277,19 @@ class _Planner:
     """
 
     def __init__(
-        self, run: Run, gpu: PricedGpu, fixes: Sequence[Fix], min_gain: float, *, measured: bool, say: Say
+        self,
+        run: Run,
+        tried: Run,
+        gpu: PricedGpu,
+        fixes: Sequence[Fix],
+        min_gain: float,
+        *,
+        measured: bool,
+        say: Say,
     ) -> None:
         self.run = run
+        #: The same model, as it is captured and proven.
+        self.tried = tried
         self.gpu = gpu
         self.fixes = fixes
         self.min_gain = min_gain
@@ -265,7 +300,7 @@ class _Planner:
         self.edits = Edits()
         self._gains: dict[tuple[str, ChangeSet], float] = {}
         self._unfit: set[tuple[str, ChangeSet]] = set()
-        self.first = self.now = self._state(run.on_meta(), ())
+        self.first = self.now = self._state(tried.on_meta(), ())
 
     # ---- the search ----------------------------------------------------------------------------
 
@@ -410,7 +445,7 @@ class _Planner:
             self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in self.now.made)))
             changes = [part for state in states for part in _of_model(state)]
             try:
-                proof = compare(self.run, changes) if changes else None
+                proof = compare(self.tried, changes) if changes else None
                 reason = "" if proof is None or proof.ok else f"not proven the same: {proof}"
             except RefusedError as refused:
                 reason = refused.what
@@ -433,7 +468,7 @@ class _Planner:
             if len(states) > 1:
                 self.say(f"Proving {state.made[-1].fix.name}")
                 with _unfit_if_refused(state):
-                    proof = compare(self.run, _of_model(state))
+                    proof = compare(self.tried, _of_model(state))
                 if not proof.ok:
                     raise _UnfitError(state, f"not proven the same: {proof}")
         raise _UnfitError(states[-1], reason)

@@ -18,7 +18,7 @@ from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, RefusedError
 from tilefit.fixes.likeness import Likeness, few_rows, likeness, shrunken
 from tilefit.fixes.run import Run
-from tilefit.fixes.scenarios import SCENARIOS, Scenario, Trial, seen_by_hooks, watch
+from tilefit.fixes.scenarios import SCENARIOS, Scenario, Trial
 from tilefit.fixes.verification import TOLERANCES, Difference, Verification, compared, judged, verify_in_place
 
 #: No model is given numbers larger or smaller than these; what memory holds by chance often is.
@@ -57,7 +57,7 @@ def prove_in_place(run: Run, changes: Sequence[ChangeSet]) -> Verification:
             few_rows(change).apply(run, edits)
 
     with _seeded(), _as_refusals():
-        few = _with_values(shrunken(run.inputs), run.model)
+        few = with_values(shrunken(run.inputs), run.model)
         return verify_in_place(replace(run, inputs=few), make)
 
 
@@ -88,7 +88,7 @@ def _compared(like: Likeness) -> Verification:
     original = copied(run.model, "cpu").double()
     _fill(original, run.model)
     fixed = _changed(run, original, like.changes)
-    inputs = _with_values(run.inputs, run.model)
+    inputs = with_values(run.inputs, run.model)
     trial = Trial(
         inputs,
         run.loss,
@@ -110,16 +110,8 @@ def _compared(like: Likeness) -> Verification:
             worst = max([worst, *(each.error for each in errors)])
         if differences:
             break
-    else:
-        hooked = _with_hooks_before(trial, run, original, like.changes) if parameters <= _HOOKED else []
-        differences += [each for each in hooked if not each.error <= TOLERANCES[torch.float64]]
-        count += len(hooked)
     found = judged((), like.scope, torch.float64, "cpu")
     return replace(found, compared=count, worst=worst, differences=tuple(differences))
-
-
-#: Parameters up to which the model that had hooks before is compared.
-_HOOKED = 10_000_000
 
 
 def _how(scenario: Scenario, trial: Trial, run: Run) -> tuple[Trial, torch.dtype]:
@@ -138,19 +130,6 @@ def _changed(run: Run, original: nn.Module, changes: Sequence[ChangeSet]) -> nn.
     for change in changes:
         change.apply(trial)
     return trial.model
-
-
-def _with_hooks_before(
-    trial: Trial, run: Run, original: nn.Module, changes: Sequence[ChangeSet]
-) -> list[Difference]:
-    """The model that had hooks when it was changed; nothing where the changes are refused then."""
-    hooked = copied(original, "cpu")
-    watch(hooked, trial.parts)
-    try:
-        fixed = _changed(run, hooked, changes)
-    except RefusedError:
-        return []
-    return compared(Scenario("hooks set before", seen_by_hooks), trial, hooked, fixed, must_run=False)
 
 
 def _parts(trial: Trial, model: nn.Module, changes: Sequence[ChangeSet]) -> dict[str, tuple[Any, Any]]:
@@ -219,7 +198,7 @@ def _comparable(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.cpu() * min(_COMPARED_INPUT / largest, 1.0)
 
 
-def _with_values(inputs: Any, model: nn.Module) -> Any:
+def with_values(inputs: Any, model: nn.Module) -> Any:
     """The inputs on the CPU; random where they have no values or one, indices within every table."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     most = min(tables, default=2)

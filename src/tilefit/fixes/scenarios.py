@@ -398,33 +398,18 @@ def _of_other_width(leaf: Any, change: int) -> Any:
     return leaf[..., :change] if change < 0 else torch.cat((leaf, leaf[..., :change]), -1)
 
 
-_SEEN: list[tuple[str, Any]] = []
-
-
-def watch(model: nn.Module, paths: Mapping[str, Any]) -> None:
-    """Hooks on modules, which see what goes in and comes out; for the scenario of hooks."""
-    for path in paths:
-        module = model.get_submodule(path)
-        module.register_forward_hook(partial(_see, path))
-
-
-def _see(path: str, module: nn.Module, args: Any, output: Any) -> None:
-    _SEEN.append((path, (args, output)))
-
-
 @_scenario("hooks set afterwards", most=_MANY)
 def _hooked(trial: Trial, model: nn.Module) -> Observed:
-    watch(model, trial.parts)
-    return seen_by_hooks(trial, model)
+    seen: list[tuple[str, Any]] = []
 
+    def see(module: nn.Module, args: Any, output: Any, path: str) -> None:
+        seen.append((path, (args, output)))
 
-def seen_by_hooks(trial: Trial, model: nn.Module) -> Observed:
-    """What a pass gives, and what hooks see of it."""
-    _SEEN.clear()
+    for path in trial.parts:
+        model.get_submodule(path).register_forward_hook(partial(see, path=path))
     found = trial.passed(model, trial.fresh(grad=True))
-    for number, (path, tree) in enumerate(_SEEN):
+    for number, (path, tree) in enumerate(seen):
         found |= {f"hook {number} of {path}{where}": value for where, value in leaves(tree)}
-    _SEEN.clear()
     return found
 
 
