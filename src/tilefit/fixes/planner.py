@@ -418,8 +418,7 @@ class _Planner:
         except _UnfitError as unfit:
             self.edits.undo()
             self.reject(unfit.state.made[-1], unfit.reason)
-            assert unfit.state.before is not None
-            self.now = unfit.state.before
+            self.now = unfit.state.before or self.first
             return None
         return tuple(self._applied(state, proofs) for state in states)
 
