@@ -94,6 +94,15 @@ def test_the_plan_as_text_and_data(plan: tilefit.Plan) -> None:
     assert "<pre" in plan._repr_html_()
 
 
+def test_where_a_gpu_is_at_hand_a_plan_says_that_it_can_be_measured(
+    plan: tilefit.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "measure=True" not in str(plan)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "measure=True" in str(plan)
+
+
 def test_undo(plan: tilefit.Plan) -> None:
     plan.undo()
     assert not changed(plan.model)

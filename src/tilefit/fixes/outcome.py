@@ -173,6 +173,7 @@ def _speed(plan: Plan) -> str:
     return (
         f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), "
         f"{units.seconds(plan.before_s)} -> {units.seconds(plan.after_s)} a step{memory}"
+        f"{'; --measure tells what it is on the GPU here' if plan.is_measurable else ''}"
     )
 
 

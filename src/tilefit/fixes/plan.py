@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from tilefit.cost.estimate import MEASURED
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
@@ -103,6 +105,11 @@ class Plan:
     def speedup(self) -> float:
         """Time of a step before, over the time after."""
         return self.before_s / self.after_s if self.after_s else 1.0
+
+    @property
+    def is_measurable(self) -> bool:
+        """The times are predicted, and this machine has a GPU that would tell."""
+        return self.provenance != MEASURED and torch.cuda.is_available()
 
     @property
     def verification(self) -> Verification | None:

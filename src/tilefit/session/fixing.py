@@ -116,7 +116,7 @@ class FixSession:
         """How the step runs: with the optimizer of the user's own files; a function runs its own."""
         from torch import nn
 
-        from tilefit.fixes.source.optimizer import optimizer_of
+        from tilefit.fixes.source.settings import optimizer_of
 
         is_models = isinstance(self.program.loaded.model, nn.Module) and has_source(self.request.target)
         if not (self.request.own_optimizer and is_models):
