@@ -56,6 +56,7 @@ def _headline(plan: Plan) -> Text:
         f" on {plan.gpu} ({plan.provenance}): {units.seconds(plan.before_s)} -> "
         f"{units.seconds(plan.after_s)} a step",
         f"; memory {before} -> {after}" if before != after else "",
+        "; measure=True tells what it is on the GPU here" if plan.is_measurable else "",
     )
 
 

@@ -1,0 +1,266 @@
+"""What fixes write that is one setting: a layout, an argument of the optimizer, a switch, a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+from torch import nn
+
+from tilefit.capture.optimizer import OPTIMIZERS
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source.change import (
+    Change,
+    keyword,
+    lines,
+    refuse_where_mentioned,
+    torch_name,
+    with_argument,
+    writes,
+)
+from tilefit.fixes.source.file import Edit
+from tilefit.fixes.source.loop import class_names, model_call
+from tilefit.fixes.source.program import Program, users_call
+from tilefit.fixes.source.syntax import Syntax
+from tilefit.fixes.source.values import called
+from tilefit.rules import Finding
+from tilefit.rules.base import Context
+from tilefit.rules.finding import SAFE, UNSAFE
+
+
+@writes("mixed-precision", UNSAFE)
+def write_autocast(finding: Finding, context: Context, program: Program) -> Change:
+    """``with torch.autocast("cuda", dtype=torch.bfloat16):`` around the statements from the model's call to
+    the one before ``backward``."""
+    if not context.gpu.supports("bf16"):
+        raise RefusedError("fp16 needs a GradScaler in the training loop")
+    syntax, call, runs = model_call(program)
+    program.require_own(syntax)
+    if not runs:
+        refuse_where_mentioned(program, ("autocast",), "--amp bf16")
+    statements = _statements(syntax, call)
+    torch, imports = torch_name(syntax)
+    line = syntax.line(statements[0])
+    header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'
+    return Change(
+        {syntax: (*imports, *_within(syntax, header, statements))},
+        line,
+        header,
+        "products run in bf16: the same training but for rounding",
+        {} if runs else {"amp": "bf16"},
+    )
+
+
+def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:
+    """The statements from the model's call to the one before ``backward``; without it, to the return."""
+    first = syntax.around(call, cst.SimpleStatementLine)
+    block = syntax.parent(first) if first else None
+    if first is None or not isinstance(block, cst.IndentedBlock | cst.Module):
+        raise RefusedError("the model is not called in a statement of its own")
+    body = list(block.body)
+    body = body[body.index(first) :]
+    for index, statement in enumerate(body):
+        if any(
+            isinstance(c.func, cst.Attribute) and c.func.attr.value == "backward"
+            for c in syntax.all(cst.Call, statement)
+        ):
+            if index == 0:
+                raise RefusedError(f"forward and backward share line {syntax.line(first)}: write them apart")
+            return _up_to_loss(syntax, body[:index], statement)
+    last = body[-1]
+    if not (isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)):
+        raise RefusedError("it is not clear where the loss ends: there is no backward() in the same block")
+    return body
+
+
+def _up_to_loss(
+    syntax: Syntax, statements: list[cst.BaseStatement], backward: cst.BaseStatement
+) -> list[cst.BaseStatement]:
+    """The statements up to the last that sets what ``backward`` is called on, as far as that is seen."""
+    names = {name.value for name in syntax.all(cst.Name, backward)}
+    setting = [
+        index
+        for index, statement in enumerate(statements)
+        for target in syntax.all(cst.AssignTarget, statement)
+        if isinstance(target.target, cst.Name) and target.target.value in names
+    ]
+    return statements[: max(setting, default=len(statements) - 1) + 1]
+
+
+def _within(syntax: Syntax, header: str, statements: list[cst.BaseStatement]) -> list[Edit]:
+    """The edits that put statements in a block with a header."""
+    file = syntax.file
+    first, last = statements[0], statements[-1]
+    start = syntax.line(first)
+    indentation = syntax.indentation(start)
+    unit = syntax.tree.default_indent
+    kept = _inside_strings(syntax, statements)
+    begin = file.line_starts[start - 1]
+    edits = [Edit(begin, begin, f"{indentation}{header}{file.newline_after(begin)}")]
+    for line in range(start, file.line_of(syntax.stop(last)) + 1):
+        if line not in kept and file.line(line).strip():
+            place = file.line_starts[line - 1]
+            edits.append(Edit(place, place, unit))
+    return edits
+
+
+def _inside_strings(syntax: Syntax, statements: list[cst.BaseStatement]) -> set[int]:
+    """Lines that begin within a string: spaces added there would be the string's."""
+    return {
+        line
+        for statement in statements
+        for kind in (cst.SimpleString, cst.FormattedString)
+        for node in syntax.all(kind, statement)
+        for line in range(syntax.line(node) + 1, syntax.file.line_of(syntax.stop(node)) + 1)
+    }
+
+
+@writes("channels-last", SAFE)
+def write_channels_last(finding: Finding, context: Context, program: Program) -> Change:
+    """``UNet()``: ``UNet().to(memory_format=torch.channels_last)``.
+
+    The first convolution converts images that come in the other format.
+    """
+    refuse_where_mentioned(program, ("channels_last", "channels_last_3d"), "--channels-last")
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    line = 0
+    for model in program.models.values():
+        ranks = {p.dim() for p in model.parameters() if p.dim() > 3}
+        if not ranks:
+            continue
+        if len(ranks) > 1:
+            raise RefusedError("the model has convolutions in two and in three dimensions")
+        last = "channels_last" if ranks == {4} else "channels_last_3d"
+        for syntax, call in _makers(program, model):
+            program.require_own(syntax)
+            torch, imports = torch_name(syntax)
+            stop = syntax.stop(call)
+            converted = Edit(stop, stop, f".to(memory_format={torch}.{last})")
+            own = edits.get(syntax, ())
+            edits[syntax] = (*own, *(() if own else imports), converted)
+            line = line or syntax.line(call)
+    if not edits:
+        raise RefusedError("its convolutions are not modules of the program")
+    return Change(edits, line, next(reversed(next(iter(edits.values())))).text)
+
+
+def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:
+    """The call that made a model, and for a target that is a model those that make others of its class.
+
+    The training loop, which nobody has seen, may build the model itself.
+    """
+    chain = program.births.of(model)
+    outside = next((i for i, caller in enumerate(chain) if not caller.of_constructor), len(chain))
+    at, _ = users_call(chain[outside:])
+    first = called(program, chain, outside + at)
+    if program.calls:
+        return [first]
+    others = [
+        (syntax, call)
+        for syntax in program.syntaxes()
+        if (names := class_names(program, syntax, type(model)))
+        for call in syntax.all(cst.Call)
+        if call is not first[1] and syntax.means(call.func) & names
+    ]
+    return [first, *others]
+
+
+#: Optimizers that can be fused, by what they are called in a program.
+_FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
+
+
+@writes("fuse-optimizer", SAFE)
+def write_fused(finding: Finding, context: Context, program: Program) -> Change:
+    """``AdamW(model.parameters(), lr=1e-4)``: with ``fused=True``."""
+    calls, run = _constructors(program)
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    line = 0
+    for syntax, call in calls:
+        program.require_own(syntax)
+        fused, foreach = keyword(call, "fused"), keyword(call, "foreach")
+        if foreach is not None:
+            raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
+        if fused is None:
+            edit = with_argument(syntax, call, "fused=True")
+        elif syntax.code(fused.value) == "True":
+            continue
+        else:
+            edit = syntax.replaced(fused.value, "True")
+        line = line if edits else syntax.line(call)
+        edits[syntax] = (*edits.get(syntax, ()), edit)
+    if not edits:
+        raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
+    return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
+
+
+def optimizer_of(program: Program) -> dict[str, Any]:
+    """The options of a capture that say which optimizer the program makes; none where that is not clear."""
+    try:
+        calls, _ = _constructors(program)
+    except RefusedError:
+        return {}
+    names = {name.rpartition(".")[2].lower() for syntax, call in calls for name in syntax.means(call.func)}
+    if len(names) != 1 or not names <= OPTIMIZERS.keys():
+        return {}
+    fused = [(syntax, keyword(call, "fused")) for syntax, call in calls]
+    is_fused = all(each is not None and syntax.code(each.value) == "True" for syntax, each in fused)
+    return {"optimizer": names.pop(), "fused_optimizer": is_fused}
+
+
+def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool]:
+    """The calls that make the optimizers, and whether the step ran them."""
+    made: dict[cst.Call, Syntax] = {}
+    for optimizer in program.births.optimizers():
+        if "fused" in optimizer.defaults:  # others take no such argument
+            chain = program.births.of(optimizer)
+            at = next(index for index, caller in enumerate(chain) if not caller.of_constructor)
+            syntax, call = called(program, chain, at)
+            made[call] = syntax
+    if made:
+        return [(syntax, call) for call, syntax in made.items()], True
+    found = [
+        (syntax, call)
+        for syntax in program.syntaxes()
+        for call in syntax.all(cst.Call)
+        if syntax.means(call.func) & _FUSIBLE
+    ]
+    if len(found) != 1:
+        where = f"made in several places ({lines(found)})" if found else "not made in your files"
+        raise RefusedError(f"the optimizer is {where}")
+    return found, False
+
+
+@writes("tf32", UNSAFE)
+def write_tf32(finding: Finding, context: Context, program: Program) -> Change:
+    """``torch.set_float32_matmul_precision("high")`` behind the imports."""
+    syntax = program.syntax(program.main)
+    program.require_own(syntax)
+    refuse_where_mentioned(
+        program, ("set_float32_matmul_precision", "allow_tf32", "fp32_precision"), "--tf32"
+    )
+    torch, imports = torch_name(syntax)
+    statement = f'{torch}.set_float32_matmul_precision("high")'
+    return Change(
+        {syntax: (*imports, behind_imports(syntax, statement))},
+        1,
+        statement,
+        "fp32 products round their factors to 10 bits of mantissa",
+    )
+
+
+def behind_imports(syntax: Syntax, statement: str) -> Edit:
+    """The edit that adds a statement behind the imports a file begins with."""
+    last: cst.CSTNode | None = None
+    for node in syntax.tree.body:
+        if not isinstance(node, cst.SimpleStatementLine):
+            break
+        if all(isinstance(small, cst.Import | cst.ImportFrom) for small in node.body):
+            last = node
+        elif not isinstance(node.body[0], cst.Expr):
+            break
+    if last is None:
+        raise RefusedError(f"{syntax.file.name} does not begin with imports")
+    number = syntax.file.line_of(syntax.stop(last))
+    place = syntax.file.line_starts[number - 1] + len(syntax.file.line(number))
+    newline = syntax.file.newline_after(place)
+    return Edit(place, place, f"{newline}{newline}{statement}")
