@@ -19,6 +19,7 @@ from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, RefusedError
+from tilefit.fixes.linear import on_any_rows
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification, join, verify, verify_in_place
 from tilefit.ops import Step
@@ -76,9 +77,7 @@ def prove_in_place(run: Run, candidate: ChangeSet) -> Verification:
 
     def change(run: Run, edits: Edits) -> None:
         candidate.apply(run, edits)
-        for module in run.model.modules():
-            if hasattr(module, "least_rows"):
-                edits.set(module, "least_rows", 0)
+        on_any_rows(run.model, edits)
 
     with _seeded(), _as_refusals():
         few = _with_values(_shrunken(run.inputs, _SIZES[-2]), run.model)
@@ -148,9 +147,7 @@ def _compare(run: Run, candidate: ChangeSet, path: str, inputs: Any) -> Verifica
     candidate.apply(trial)
     for (_, to), (_, value) in zip(_state(fixed), _state(original), strict=True):
         to.data.copy_(value.data)
-    for module in fixed.modules():
-        if hasattr(module, "least_rows"):
-            module.least_rows = 0  # type: ignore[assignment]  # the comparison has few
+    on_any_rows(fixed, Edits())
     return verify(
         original,
         fixed,
