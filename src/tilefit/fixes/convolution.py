@@ -279,5 +279,6 @@ def _is_turned(tensor: torch.Tensor) -> bool:
 
 def _turned_back(leaf: Any) -> Any:
     # What is a view of something else was not made by a convolution.
-    is_ours = isinstance(leaf, torch.Tensor) and not leaf._is_view() and _is_turned(leaf)
+    is_view = not torch.compiler.is_compiling() and isinstance(leaf, torch.Tensor) and leaf._is_view()
+    is_ours = isinstance(leaf, torch.Tensor) and not is_view and _is_turned(leaf)
     return leaf.contiguous() if is_ours else leaf

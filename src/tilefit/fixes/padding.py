@@ -80,14 +80,15 @@ def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dt
     """
     if type(x) not in _PLAIN or not x.is_floating_point():
         return None
-    dtype = working_dtype(x)
-    is_cast = dtype != x.dtype or (x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type))
+    is_cast = torch.is_autocast_enabled(x.device.type)
     for parameter in parameters:
         if parameter is None:
             continue
-        if type(parameter) not in _PLAIN or (parameter.dtype != x.dtype and not is_cast):
+        if type(parameter) not in _PLAIN:
             return None
-    return dtype
+        if parameter.dtype != x.dtype and (not is_cast or torch.float64 in (x.dtype, parameter.dtype)):
+            return None
+    return working_dtype(x)
 
 
 def widen(
