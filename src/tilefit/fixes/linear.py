@@ -63,7 +63,7 @@ class PaddedProduct(Behaviour):
         bias: Any = module.bias
         (rows, columns), (wide_rows, wide_columns) = self.sizes, self.padded
         dtype = product_dtype(input, weight, bias)
-        if dtype is None or weight.shape != self.sizes or is_transformed():
+        if dtype is None or is_transformed() or weight.shape != self.sizes:
             return forward(input)
         features = input.shape[-1] if input.shape else 0
         taken = None if self.takes is None else self.takes.space()

@@ -23,8 +23,8 @@ Places = dict[int, Channels]
 
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-#: Elements up to which PyTorch's own functions crop: they write a gradient twice, zeros first, which takes a
-#: GPU a few microseconds, and a ``Function`` in Python takes the host some twenty.
+#: Elements up to which tensors are zeroed as a whole before they are filled, and PyTorch's own functions crop,
+#: which do the same to a gradient: that takes a GPU a few microseconds, and is the shortest way for the host.
 SMALL = 1 << 23
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
@@ -162,27 +162,31 @@ def _widened(tensor: torch.Tensor, places: Places) -> torch.Tensor:
 
 
 def _filled(tensor: torch.Tensor, places: Places, dtype: torch.dtype, nhwc: bool) -> torch.Tensor:
-    """In as few kernels as there are gaps and segments, none of which writes what another one does."""
+    """In two kernels where there is but one segment, whatever the dimensions."""
     shape = list(tensor.shape)
     for axis, channels in places.items():
         shape[axis] = wide_size(channels)
     layout = NHWC[len(shape)] if nhwc and len(shape) in NHWC else torch.contiguous_format
     out = torch.empty(shape, dtype=dtype, device=tensor.device, memory_format=layout)
-    _fill(out, tensor, list(places.items()))
+    is_zeroed = out.numel() <= SMALL
+    _fill(out.zero_() if is_zeroed else out, tensor, list(places.items()), is_zeroed)
     return out
 
 
-def _fill(out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Channels]]) -> None:
+def _fill(
+    out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Channels]], is_zeroed: bool
+) -> None:
     if not places:
         out.copy_(tensor)
         return
     (axis, channels), *others = places
     start = wide_start = 0
     for real, wide in channels:
-        if wide > real:
+        if wide > real and not is_zeroed:
             out.narrow(axis, wide_start + real, wide - real).zero_()
         piece = tensor.narrow(axis, start, real) if len(channels) > 1 else tensor
-        _fill(out.narrow(axis, wide_start, real), piece, others)
+        inner = out if real == wide_size(channels) else out.narrow(axis, wide_start, real)
+        _fill(inner, piece, others, is_zeroed)
         start, wide_start = start + real, wide_start + wide
 
 
