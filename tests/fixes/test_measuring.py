@@ -15,8 +15,7 @@ import tilefit
 from fixing import fixed
 from tilefit.errors import UsageError
 from tilefit.fixes import ChangeSet, RefusedError, Run, Undo, planner
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.linear import PaddedProduct, Padding
+from tilefit.fixes.linear import PaddedLinear, Padding
 from tilefit.fixes.measuring import RunningStep, step_times_s
 
 
@@ -29,7 +28,7 @@ class Clock:
         self.seen: list[bool] = []
 
     def tick(self, module: nn.Module, args: object, output: object) -> None:
-        padded = behaves(module[0], PaddedProduct)
+        padded = isinstance(module[0], PaddedLinear)
         self.seen.append(padded)
         self.now += 0.1 if padded else 1.0
 
@@ -59,7 +58,7 @@ def test_variants_take_turns_and_the_model_is_as_before() -> None:
     assert not first.training
     assert torch.equal(first[0].bias.grad, torch.ones(21))
     assert first[0].weight.grad is None
-    assert not behaves(first[0], PaddedProduct)
+    assert not isinstance(first[0], PaddedLinear)
     for name, value in first.state_dict().items():
         assert torch.equal(value, state[name])
 
@@ -149,7 +148,7 @@ def test_what_was_measured_counts(
     for fix, index in zip(plan.fixes, kept, strict=True):
         assert fix.measured_s == pytest.approx(1e-3 * saved_ms[index])
     padded = {path for candidate in plan.candidates for path in candidate.modules}
-    assert {path for path, layer in layers.named_children() if behaves(layer, PaddedProduct)} == padded
+    assert {path for path, layer in layers.named_children() if isinstance(layer, PaddedLinear)} == padded
     dropped = [each for each in plan.refused if "measured" in each.reason]
     assert len(dropped) == len(saved_ms) - len(kept)
     for each in dropped:
@@ -163,7 +162,7 @@ def test_what_needs_a_fix_that_is_taken_back_goes_with_it(monkeypatch: pytest.Mo
         if (
             timer.saved_by
             and self.modules == ("1",)
-            and not behaves(run.model.get_submodule("0"), PaddedProduct)
+            and not isinstance(run.model.get_submodule("0"), PaddedLinear)
         ):
             raise RefusedError("layer 0 is not padded")
         return apply(self, run)
@@ -177,7 +176,7 @@ def test_what_needs_a_fix_that_is_taken_back_goes_with_it(monkeypatch: pytest.Mo
         layers, inputs, gpu="h200", amp="bf16", select=["pad-linear"], verify=False, measure=True
     )
     assert not plan.fixes
-    assert not any(behaves(layer, PaddedProduct) for layer in layers)
+    assert not any(isinstance(layer, PaddedLinear) for layer in layers)
     reasons = {each.modules: each.reason for each in plan.refused}
     assert "longer with it" in reasons["0",]
     assert "goes with a fix that was taken back (layer 0 is not padded)" in reasons["1",]

@@ -79,9 +79,10 @@ class Convolution(Behaviour):
         is_wide = is_open and wide_in is not None and channels == wide_size(wide_in)
         if not self._pads(module, channels, is_open, is_wide):
             wide_in = wide_out = None
-        is_nhwc = axis == 1 and (is_channels_last(input) or self._wants_nhwc(dims))
+        is_nhwc = axis == 1 and self._wants_nhwc(dims)
         if wide_in is wide_out is None and (channels != module.in_channels or not is_nhwc):
             return forward(input, *args, **kwargs)
+        is_nhwc = is_nhwc or (axis == 1 and is_channels_last(input))
         places = (wide_in, wide_out)
         x, weight, bias = _padded(module, input, dtype, is_nhwc=is_nhwc, is_wide=is_wide, places=places)
         groups = x.shape[axis] if module.groups > 1 and wide_in else module.groups

@@ -32,12 +32,12 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 def real_size(channels: Channels) -> int:
     """The elements themselves."""
-    return sum(real for real, _ in channels)
+    return channels[0][0] if len(channels) == 1 else sum(real for real, _ in channels)
 
 
 def wide_size(channels: Channels) -> int:
     """The elements with their padding."""
-    return sum(wide for _, wide in channels)
+    return channels[0][1] if len(channels) == 1 else sum(wide for _, wide in channels)
 
 
 def behind_one_another(images: Iterable[Channels]) -> Channels:
@@ -103,9 +103,9 @@ def widen(
     """
     if torch.compiler.is_compiling():
         return [_widened(tensor.to(dtype), places) for tensor, places in tensors]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in tensors):
-        places = [each for _, each in tensors]
-        return _Widen.apply(dtype, nhwc, places, *(tensor for tensor, _ in tensors))  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() and (tensors[0][0].requires_grad or any(t.requires_grad for t, _ in tensors)):
+        only, places = zip(*tensors, strict=True)
+        return _Widen.apply(dtype, nhwc, places, *only)  # type: ignore[no-any-return, no-untyped-call]
     return [_filled(tensor, places, dtype, nhwc) for tensor, places in tensors]
 
 
@@ -169,31 +169,34 @@ def _filled(tensor: torch.Tensor, places: Places, dtype: torch.dtype, nhwc: bool
     layout = NHWC[len(shape)] if nhwc and len(shape) in NHWC else torch.contiguous_format
     out = torch.empty(shape, dtype=dtype, device=tensor.device, memory_format=layout)
     is_zeroed = out.numel() <= SMALL
-    _fill(out.zero_() if is_zeroed else out, tensor, list(places.items()), is_zeroed)
+    inner = out.zero_() if is_zeroed else out
+    if is_zeroed and all(len(channels) == 1 for channels in places.values()):
+        for axis, ((real, wide),) in places.items():
+            inner = inner.narrow(axis, 0, real) if wide > real else inner
+        inner.copy_(tensor)
+    else:
+        _fill(out, tensor, list(places.items()))
     return out
 
 
-def _fill(
-    out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Channels]], is_zeroed: bool
-) -> None:
+def _fill(out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Channels]]) -> None:
     if not places:
         out.copy_(tensor)
         return
     (axis, channels), *others = places
     start = wide_start = 0
     for real, wide in channels:
-        if wide > real and not is_zeroed:
+        if wide > real:
             out.narrow(axis, wide_start + real, wide - real).zero_()
         piece = tensor.narrow(axis, start, real) if len(channels) > 1 else tensor
-        inner = out if real == wide_size(channels) else out.narrow(axis, wide_start, real)
-        _fill(inner, piece, others, is_zeroed)
+        _fill(out.narrow(axis, wide_start, real), piece, others)
         start, wide_start = start + real, wide_start + wide
 
 
 class _Widen(Function):
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, nhwc: bool, places: list[Places], *tensors: torch.Tensor
+        ctx: Any, dtype: torch.dtype, nhwc: bool, places: tuple[Places, ...], *tensors: torch.Tensor
     ) -> Any:
         ctx.places, ctx.kinds = places, [(t.dtype, t.is_contiguous()) for t in tensors]
         ctx.set_materialize_grads(False)
