@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tilefit.cost import Estimate
     from tilefit.cost.model import estimate
     from tilefit.errors import TilefitError
-    from tilefit.fixes import Plan, Verification, optimize, verify
+    from tilefit.fixes import Plan, Verification, optimize, strip, verify
     from tilefit.gpus import Gpu
     from tilefit.ops import Step
     from tilefit.profiling import profile
@@ -48,6 +48,7 @@ __all__ = [
     "optimize",
     "precision",
     "profile",
+    "strip",
     "verify",
 ]
 
@@ -64,6 +65,7 @@ _HOMES = {
     "assess": "tilefit.session",
     "check": "tilefit.session",
     "optimize": "tilefit.fixes",
+    "strip": "tilefit.fixes",
     "verify": "tilefit.fixes",
     "estimate": "tilefit.cost",
     "profile": "tilefit.profiling",

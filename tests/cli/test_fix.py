@@ -97,7 +97,7 @@ def test_it_shows_what_it_would_do_and_changes_nothing(tilefit, script: Path) ->
     assert "times as fast (estimated)" in ran.out
     assert 'model = tilefit.optimize(model, inputs, gpu="h200", amp="bf16"' in ran.out
     assert "train.py:18" in ran.out, "where the model is built"
-    assert "hidden=4095 -> 4096 in train.py:18 is unsafe" in " ".join(ran.out.split())
+    assert "unsafe" not in ran.out, "what is done at run time is safe"
     assert script.read_text() == _SCRIPT
 
 
@@ -133,13 +133,35 @@ def build():
 def test_a_finding_that_its_fix_does_not_reach_is_left_to_the_user(tilefit, script: Path) -> None:
     script.write_text(_FLAT)
     arguments = ("--gpu", "h200", "--amp", "bf16", "--select", "NTC005", "--no-verify")
-    line = "Left to you, see tilefit check: NTC005"
-    assert line in tilefit("fix", "train.py:build", *arguments).out
-    assert line in tilefit("fix", "train.py:build", *arguments, "--diff").err
+    checked = tilefit("check", "train.py:build", *arguments[:-1], "--output-format", "json").out
+    (finding,) = json.loads(checked)["findings"]
     data = json.loads(tilefit("fix", "train.py:build", *arguments, "--output-format", "json").out)
-    assert data["left_to_you"] == ["NTC005"]
-    text = tilefit("fix", "train.py:build", *arguments, "--output-format", "markdown").out
-    assert text.endswith("## Left to you\n\nSee `tilefit check`: NTC005\n")
+    (answer,) = data["findings"]
+    assert answer["reason"].startswith("contiguous-masks does not reach it")
+    assert (answer["code"], answer["level"], answer["gain_s"]) == (
+        *("NTC005", finding["safety"]),
+        pytest.approx(finding["gain_s"]),
+    )
+    for more in ((), ("--diff",), ("--output-format", "markdown")):
+        ran = tilefit("fix", "train.py:build", *arguments, *more)
+        assert "Left to you" in ran.out + ran.err
+        assert "contiguous-masks does not reach it" in " ".join((ran.out + ran.err).split())
+
+
+def test_what_is_only_done_at_run_time_is_told_where_files_are_wanted(tilefit, script: Path) -> None:
+    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--diff")
+    assert "hidden=4095 -> 4096 in train.py:18 is unsafe: --level unsafe" in " ".join(ran.err.split())
+
+
+def test_a_function_is_told_of_what_is_done_to_models_in_the_order_of_a_check(tilefit, script: Path) -> None:
+    arguments = ("train.py:make_step", "--gpu", "h200", "--output-format", "json")
+    data = json.loads(tilefit("fix", *arguments).out)
+    findings = json.loads(tilefit("check", *arguments).out)["findings"]
+    assert [(f["code"], f["safety"], f["gain_s"]) for f in findings] == [
+        (a["code"], a["level"], pytest.approx(a["gain_s"])) for a in data["findings"]
+    ]
+    reasons = {a["code"]: a["reason"] for a in data["findings"]}
+    assert "compile does it at run time, to a model" in reasons["NTC001"]
 
 
 def test_a_healthy_model_has_nothing_to_fix(tilefit, script: Path) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import tilefit
-from fixing import fixed
+from behaving import Change, Faster, Slow, as_relu, same
 from tilefit.errors import UsageError
-from tilefit.fixes import ChangeSet, RefusedError, Run, Undo, planner
-from tilefit.fixes.linear import PaddedLinear, Padding
+from tilefit.fixes import ChangeSet, Edits, RefusedError, Run, planner, registry
+from tilefit.fixes.behaviour import behaviours
 from tilefit.fixes.measuring import RunningStep, step_times_s
 
 
 class Clock:
-    """Each forward pass takes a second, or a tenth if the layer is padded; nothing else takes time."""
+    """Each forward pass takes a second, or a tenth if its first layer is changed; nothing else takes time."""
 
     def __init__(self, model: nn.Module) -> None:
         self.now = 0.0
@@ -28,9 +29,9 @@ class Clock:
         self.seen: list[bool] = []
 
     def tick(self, module: nn.Module, args: object, output: object) -> None:
-        padded = isinstance(module[0], PaddedLinear)
-        self.seen.append(padded)
-        self.now += 0.1 if padded else 1.0
+        changed = bool(behaviours(module[0]))
+        self.seen.append(changed)
+        self.now += 0.1 if changed else 1.0
 
     def __call__(self) -> float:
         return self.now
@@ -42,8 +43,7 @@ def model() -> nn.Sequential:
 
 def test_variants_take_turns_and_the_model_is_as_before() -> None:
     first = model()
-    candidates = fixed(first, torch.empty(8192, 13, device="meta"), select=["pad-linear"]).candidates
-    assert len(candidates) == 2
+    candidates = [Change(("0",), same), Change(("3",), same)]
     run = Run(first.eval(), torch.randn(5, 13))
     first[0].bias.grad = torch.ones(21)
     state = copy.deepcopy(first.state_dict())
@@ -58,7 +58,7 @@ def test_variants_take_turns_and_the_model_is_as_before() -> None:
     assert not first.training
     assert torch.equal(first[0].bias.grad, torch.ones(21))
     assert first[0].weight.grad is None
-    assert not isinstance(first[0], PaddedLinear)
+    assert not behaviours(first[0])
     for name, value in first.state_dict().items():
         assert torch.equal(value, state[name])
 
@@ -78,13 +78,6 @@ def test_variants_share_an_optimizer_unless_it_is_another() -> None:
 def test_a_model_that_is_on_no_gpu_is_not_measured() -> None:
     with pytest.raises(UsageError, match="is on cpu"):
         tilefit.optimize(model(), torch.randn(5, 13), gpu="h200", measure=True)
-
-
-class Several(nn.ModuleList):
-    """Each layer with an input of its own."""
-
-    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [layer(x) for layer, x in zip(self, inputs, strict=True)]
 
 
 class Timer:
@@ -107,6 +100,17 @@ class Timer:
         ]
 
 
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), *(Slow() for _ in range(count)))
+
+
+def planned(model: nn.Module, monkeypatch: pytest.MonkeyPatch, fix: Faster | None = None) -> tilefit.Plan:
+    monkeypatch.setattr(planner, "require_cuda", lambda run: None)
+    monkeypatch.setattr(registry, "all_fixes", lambda: (fix or Faster(),))
+    inputs = torch.empty(2**20, 64, device="meta")
+    return tilefit.optimize(model, inputs, gpu="h200", optimizer="none", verify=False, measure=True)
+
+
 @pytest.mark.parametrize(
     ("saved_ms", "kept"),
     [
@@ -124,19 +128,9 @@ def test_what_was_measured_counts(
     saved_ms: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = Timer(saved_ms)
-    monkeypatch.setattr(planner, "require_cuda", lambda run: None)
     monkeypatch.setattr(planner, "step_times_s", timer)
-    widths = (1021, 1533)[: len(saved_ms)]
-    layers = Several(nn.Linear(width, width) for width in widths)
-    plan = tilefit.optimize(
-        layers,
-        tuple(torch.empty(65536, width, device="meta") for width in widths),
-        gpu="h200",
-        amp="bf16",
-        select=["pad-linear"],
-        verify=False,
-        measure=True,
-    )
+    model = layers(len(saved_ms))
+    plan = planned(model, monkeypatch)
     everything = list(timer.saved_by)
     assert len(everything) == len(saved_ms)
     assert plan.candidates == tuple(everything[index] for index in kept)
@@ -147,8 +141,8 @@ def test_what_was_measured_counts(
     assert "--" not in str(plan)
     for fix, index in zip(plan.fixes, kept, strict=True):
         assert fix.measured_s == pytest.approx(1e-3 * saved_ms[index])
-    padded = {path for candidate in plan.candidates for path in candidate.modules}
-    assert {path for path, layer in layers.named_children() if isinstance(layer, PaddedLinear)} == padded
+    paths = {path for candidate in plan.candidates for path in candidate.modules}
+    assert {path for path, layer in model.named_children() if behaviours(layer)} == paths
     dropped = [each for each in plan.refused if "measured" in each.reason]
     assert len(dropped) == len(saved_ms) - len(kept)
     for each in dropped:
@@ -156,30 +150,29 @@ def test_what_was_measured_counts(
 
 
 def test_what_needs_a_fix_that_is_taken_back_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    apply, timer = Padding.apply, Timer([-100, 500])
+    timer = Timer([-100, 500])
 
-    def second_needs_first(self: Padding, run: Run) -> Undo:
-        if (
-            timer.saved_by
-            and self.modules == ("1",)
-            and not isinstance(run.model.get_submodule("0"), PaddedLinear)
-        ):
-            raise RefusedError("layer 0 is not padded")
-        return apply(self, run)
+    class Needing(Change):
+        def make(self, run: Run, edits: Edits) -> None:
+            if timer.saved_by and not behaviours(run.model[1]):
+                raise RefusedError("layer 1 is not changed")
+            super().make(run, edits)
 
-    monkeypatch.setattr(Padding, "apply", second_needs_first)
-    monkeypatch.setattr(planner, "require_cuda", lambda run: None)
+    class Both(Faster):
+        def changes(self, context: Any) -> Iterator[ChangeSet]:
+            if not behaviours(context.run.model[1]):
+                yield Change(("1",), as_relu)
+            elif not behaviours(context.run.model[2]):
+                yield Needing(("2",), as_relu)
+
     monkeypatch.setattr(planner, "step_times_s", timer)
-    layers = Several([nn.Linear(1533, 1533), nn.Linear(1021, 1021)])
-    inputs = tuple(torch.empty(65536, width, device="meta") for width in (1533, 1021))
-    plan = tilefit.optimize(
-        layers, inputs, gpu="h200", amp="bf16", select=["pad-linear"], verify=False, measure=True
-    )
+    model = layers(2)
+    plan = planned(model, monkeypatch, Both())
     assert not plan.fixes
-    assert not any(isinstance(layer, PaddedLinear) for layer in layers)
+    assert not any(behaviours(layer) for layer in model)
     reasons = {each.modules: each.reason for each in plan.refused}
-    assert "longer with it" in reasons["0",]
-    assert "goes with a fix that was taken back (layer 0 is not padded)" in reasons["1",]
+    assert "longer with it" in reasons["1",]
+    assert "goes with a fix that was taken back (layer 1 is not changed)" in reasons["2",]
 
 
 @pytest.mark.parametrize(("saved_ms", "kept"), [(20, True), (2, False), (-20, False)])

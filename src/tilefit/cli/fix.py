@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,10 +145,10 @@ def _gpu(name: str | None, settled: tuple[str, ...], measure: bool, calibration:
 
 
 @contextmanager
-def _stage(message: str) -> Iterator[None]:
+def _stage(message: str) -> Iterator[Callable[[str], None]]:
     """Show what is done; what the user's program prints meanwhile is no output of ours."""
-    with output.progress(message), redirect_stdout(sys.stderr):
-        yield
+    with output.progress(message) as say, redirect_stdout(sys.stderr):
+        yield say
 
 
 def _print_diff(outcome: Outcome) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, TypeVar
 
 from tilefit.console import table as table
@@ -24,16 +25,39 @@ def stdout() -> Console:
     return Console(highlight=False, soft_wrap=False)
 
 
-@contextmanager
-def progress(message: str) -> Iterator[None]:
-    """Say what is going on while it is, if anybody watches."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
+#: Seconds after which a line is written of what still goes on, where nobody watches.
+_PATIENCE_S = 2.0
 
-    with Console(stderr=True).status(message):
-        yield
+
+@contextmanager
+def progress(message: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is going on while it is; what the block is given says more of it.
+
+    In a terminal it is one line that changes; elsewhere each thing that takes some time gets a line.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(message) as status:
+            yield lambda detail: status.update(f"{message}: {detail}")
+        return
+    stream = sys.stderr
+    waiting: list[Timer] = []
+
+    def say(text: str) -> None:
+        while waiting:
+            waiting.pop().cancel()
+        timer = Timer(_PATIENCE_S, print, (f"{text} …",), {"file": stream, "flush": True})
+        timer.daemon = True
+        timer.start()
+        waiting.append(timer)
+
+    say(message)
+    try:
+        yield lambda detail: say(f"{message}: {detail}")
+    finally:
+        for timer in waiting:
+            timer.cancel()
 
 
 def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:

@@ -16,7 +16,14 @@ from tilefit.ops import OPTIMIZER, Step
 _LAUNCH_SPREAD = 0.4
 
 
-def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | None = None) -> StepEstimate:
+def estimate_step(
+    step: Step,
+    gpu: Gpu | str,
+    estimates: Sequence[Estimate] | None = None,
+    *,
+    launch_scale: float | None = None,
+    python_s: float = 0.0,
+) -> StepEstimate:
     """Predicted wall time of a step.
 
     The host launches operation after operation and runs ahead; the GPU starts each one when it has been
@@ -26,6 +33,8 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         step: The step.
         gpu: The GPU, or its name.
         estimates: Times of the step's operations, where they are known better (measured).
+        launch_scale: Host time over what :mod:`tilefit.cost.launch` states; None: as found for the GPU.
+        python_s: Host time beside the launches, spread evenly over the operations, on the stated host.
     """
     device = priced(gpu)
     if estimates is None:
@@ -33,7 +42,8 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         if device.run is not None:
             estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)
-    scale = device.launch_scale
+    scale = device.launch_scale if launch_scale is None else launch_scale
+    beside_s = python_s / max(1, len(step.ops))
     host_s = free_s = gpu_s = 0.0
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
@@ -47,7 +57,7 @@ def estimate_step(step: Step, gpu: Gpu | str, estimates: Sequence[Estimate] | No
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         kernels, launch_s = launch(entry.op, entry.phase, device, step.settings)
         launch_s = scale * (GRAPHED_S if replayed else launch_s)
-        host_s += scale * around
+        host_s += scale * (around + beside_s)
         count = max(1, kernels)
         # The first kernel can start when it is launched, the last one when all are.
         start_s = max(free_s, host_s + launch_s / count)

@@ -2,11 +2,12 @@
 
 from tilefit.fixes import table  # noqa: F401 - which shows plans
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.planner import optimize
 from tilefit.fixes.registry import all_fixes
 from tilefit.fixes.run import Run
+from tilefit.fixes.stripping import strip
 from tilefit.fixes.verification import Difference, Verification, verify
 
 __all__ = [
@@ -21,8 +22,10 @@ __all__ = [
     "RefusedError",
     "RefusedFix",
     "Run",
+    "Stage",
     "Verification",
     "all_fixes",
     "optimize",
+    "strip",
     "verify",
 ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, Stage
 from tilefit.fixes.run import Run
 from tilefit.ops import Conv
 
@@ -39,7 +38,7 @@ class CudnnAutotuning(Fix):
 
     name = "cudnn-autotuning"
     rules = ()
-    is_priced: ClassVar[bool] = False
+    stage = Stage.TRIED
 
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         convolutions = any(isinstance(entry.op, Conv) for entry in context.step.ops)

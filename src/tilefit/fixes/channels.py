@@ -51,10 +51,6 @@ class PaddedChannels(ChangeSet):
         where = self.modules[0] if count == 1 else f"{count} modules"
         return f"Pad {pairs} channels in {where}."
 
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(padding.root for padding in self.paddings))
-
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, padding.path) for padding in self.paddings]
         for padding, module in zip(self.paddings, modules, strict=True):

@@ -26,10 +26,6 @@ class InChannelsLast(ChangeSet):
     def summary(self) -> str:
         return f"Run {len(self.modules)} convolutions on images in NHWC."
 
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        return ("",)
-
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.fixes.cuda_graph import WAITS
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, Stage
 from tilefit.fixes.run import Run
 from tilefit.ops import Recurrent, Step
 
@@ -65,7 +65,7 @@ class Compile(Fix):
     """Compiles the model: ``torch.compile`` makes few kernels of its streaming operations.
 
     Taken up when the other fixes are made, where the step as the compiler would make it is predicted to be
-    faster, with the changes that only a compiled model calls for (:class:`~tilefit.fixes.together.Together`);
+    faster, with the changes that only a compiled model calls for (:class:`~tilefit.fixes.fix.Several`);
     the others are then priced once more, on top of it. Its gain is the fusion of streaming operations
     and the compiler's own padding of misaligned products; convolutions it does not pad. What runs as it was
     written under the compiler (``fuse-attention``, ``merge-projections``) is priced so.
@@ -80,7 +80,7 @@ class Compile(Fix):
 
     name = "compile"
     rules = ("NTC001",)
-    is_last: ClassVar[bool] = True
+    stage = Stage.RUN
 
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         run, step = context.run, context.step

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tilefit.fixes.behaviour import Behaviour, is_replaced
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
 from tilefit.fixes.run import Run
 
 #: A call is captured when it has been made this often, with tensors of the same sizes.
@@ -77,7 +77,7 @@ class CudaGraph(Fix):
 
     name = "cuda-graph"
     rules = ()
-    is_last: ClassVar[bool] = True
+    stage = Stage.RUN
 
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         estimate, run = context.estimate, context.run

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar
 
 from tilefit.errors import TilefitError
@@ -25,22 +26,35 @@ class Context(base.Context):
     run: Run
 
 
+class Stage(IntEnum):
+    """When a fix is taken up."""
+
+    #: A change of the model: the best first.
+    MODEL = 0
+    #: A change of how the whole program is run, when no change of the model is worth it any more: what others
+    #: save first it often saves as well, but what only they save is then there, too.
+    RUN = 1
+    #: What it gains cannot be predicted: tried where steps are measured, and kept where it gains more than
+    #: the noise.
+    TRIED = 2
+
+
 @dataclass(frozen=True)
 class ChangeSet(ABC):
-    """A change that a fix proposes. It holds paths and sizes, never live modules: the same candidate is
-    tried on a copy without weights and then applied to the model itself. Equal candidates are one.
+    """A change that a fix proposes. It holds paths and sizes, never live modules: the same change is tried
+    on a copy without weights and then made to the model itself. Equal ones are one.
 
     Attributes:
         modules: Paths of the modules it changes; empty where it changes only how the model is run.
+        host_s: Host time that its Python adds to a step beside launches, on the host that launch costs are
+            stated for. Neither the compiler nor a CUDA graph runs that Python.
     """
 
     #: From one seed the changed model draws the same random numbers (dropout) as the original.
     same_random_numbers: ClassVar[bool] = True
-    #: Fewer launches are less work for the host. Where they are not, since the Python that makes them fewer
-    #: takes as long and is not in the price, only the GPU time that is saved decides whether it pays.
-    saves_launches: ClassVar[bool] = True
 
     modules: tuple[str, ...]
+    host_s: float = field(default=0.0, kw_only=True, compare=False)
 
     @property
     @abstractmethod
@@ -67,20 +81,35 @@ class ChangeSet(ABC):
         return edits
 
     @property
-    def scopes(self) -> tuple[str, ...]:
-        """Paths of the smallest modules that map the same inputs to the same outputs as before.
+    def parts(self) -> tuple[ChangeSet, ...]:
+        """The change sets it is made of."""
+        return (self,)
 
-        Where a model is too large to be run twice, the proof compares these modules.
-        """
-        return self.modules
 
-    def miniature(self, run: Run) -> tuple[ChangeSet, dict[int, int]] | None:
-        """The same change to a small model, for modules too large to be run twice.
+@dataclass(frozen=True)
+class Several(ChangeSet):
+    """Change sets that are made together: a way to run the program, with the changes of the model that only
+    it calls for, such as a mask that an encoder makes only when it is compiled."""
 
-        Makes the modules of ``run.model`` (on ``meta``, a copy) smaller, and returns the change that is then
-        to be made, and the new sizes of features by the old ones; None where that cannot be.
-        """
-        return None
+    changes: tuple[ChangeSet, ...]
+
+    @classmethod
+    def of(cls, *changes: ChangeSet) -> Several:
+        """One change set of several."""
+        paths = dict.fromkeys(path for each in changes for path in each.modules)
+        return cls(tuple(paths), changes, host_s=sum(each.host_s for each in changes))
+
+    @property
+    def summary(self) -> str:
+        return " ".join(each.summary for each in self.changes)
+
+    @property
+    def parts(self) -> tuple[ChangeSet, ...]:
+        return self.changes
+
+    def make(self, run: Run, edits: Edits) -> None:
+        for each in self.changes:
+            each.make(run, edits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +138,7 @@ class Fix(ABC):
     rules: ClassVar[tuple[str, ...]]
     #: ``safe`` (the same function, to be proven) or ``unsafe`` (may change training).
     level: ClassVar[str] = SAFE
-    #: What it gains can be predicted. What cannot is tried where steps are measured, after all other fixes,
-    #: and stays where it gains more than the noise.
-    is_priced: ClassVar[bool] = True
-    #: It changes how the whole program is run, and is taken up when no other fix is worth it any more: what
-    #: others save first it often saves as well, but what only they save is then there, too.
-    is_last: ClassVar[bool] = False
+    stage: ClassVar[Stage] = Stage.MODEL
 
     @abstractmethod
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilefit.cost import estimate
-from tilefit.fixes.behaviour import Behaviour, changed_modules
+from tilefit.fixes.behaviour import Behaviour, behaviours
 from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
@@ -22,7 +22,6 @@ from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
 from tilefit.ops import FORWARD, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules import resize
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import misaligned_operands
 from tilefit.rules.layers import Linear, weight
@@ -99,15 +98,6 @@ class PaddedProduct(Behaviour):
         return is_enough and (not is_alone or torch.compiler.is_compiling())
 
 
-def on_any_rows(model: nn.Module, edits: Edits) -> None:
-    """Let padded layers pad few rows, too: comparisons and tests have few."""
-    for changed in changed_modules(model):
-        padding = (
-            replace(b, least_rows=0) if isinstance(b, PaddedProduct) else b for b in changed.behaviours
-        )
-        edits.set(changed, "behaviours", tuple(padding))
-
-
 @dataclass(frozen=True, slots=True)
 class PaddedLayer:
     """One layer of a :class:`Padding`; sizes are (out_features, in_features).
@@ -151,32 +141,6 @@ class Padding(ChangeSet):
         between = ", and what passes between them" if self.parents else ""
         layers = listed(self.modules, "linear layers")
         return f"Pad the product of {layers}{between}, from {changes} features."
-
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        inside = [f"{path}." if path else "" for path in self.parents]
-        alone = [path for path in self.modules if not any(path.startswith(prefix) for prefix in inside)]
-        return (*self.parents, *alone)
-
-    def miniature(self, run: Run) -> tuple[ChangeSet, dict[int, int]] | None:
-        old = dict.fromkeys(size for layer in self.layers for size in layer.old)
-        # Different sizes stay different, and as far from a multiple of 8 as they were.
-        sizes = {size: 16 * number + size % 8 for number, size in enumerate(old, start=1)}
-        layers = []
-        for layer in self.layers:
-            small = (sizes[layer.old[0]], sizes[layer.old[1]])
-            module = submodule(run.model, layer.path)
-            assert isinstance(module, nn.Linear)
-            module.out_features, module.in_features = small
-            module.weight = nn.Parameter(module.weight.new_empty(small))
-            if module.bias is not None:
-                module.bias = nn.Parameter(module.bias.new_empty(small[:1]))
-            new = tuple(
-                resize.pad(after, 8) if before != wide else after
-                for after, before, wide in zip(small, layer.old, layer.new, strict=True)
-            )
-            layers.append(replace(layer, old=small, new=(new[0], new[1])))
-        return replace(self, layers=tuple(layers)), sizes
 
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, layer.path) for layer in self.layers]
@@ -269,6 +233,8 @@ def _computed_weights(context: Context) -> Iterator[Refusal]:
 def _require_layer(context: Context, layer: Linear) -> None:
     module = submodule(context.run.model, layer.module)
     require_plain(module, layer.module, nn.Linear)
+    if any(each.is_innermost for each in behaviours(module)):
+        raise RefusedError(f"{layer.module} is changed by another fix already")
     assert isinstance(module, nn.Linear)
     if (module.out_features, module.in_features) != (layer.out_features, layer.in_features):
         raise RefusedError(f"{layer.module} does not compute the product with {layer.parameter} itself")

@@ -18,11 +18,12 @@ from tilefit.report.markdown import escape, table
 from tilefit.rules.sites import pattern
 
 if TYPE_CHECKING:
+    from tilefit.fixes.answers import Answer
     from tilefit.fixes.plan import AppliedFix, Plan
-    from tilefit.fixes.source.patches import ByHand, Patches
+    from tilefit.fixes.source.patches import Patches
 
 #: Version of the JSON form.
-FIX_SCHEMA = 1
+FIX_SCHEMA = 2
 NOTHING = "Nothing to fix."
 
 
@@ -36,7 +37,7 @@ class Outcome:
         patches: What can be written into the user's files.
         call: The line that applies the plan.
         fuses: It needs the optimizer, which the plan fuses.
-        others: Codes of the findings that remain, and that no fix answers.
+        answers: What becomes of each finding, in the order of a check.
         place: Where it goes: the line that builds the model; empty where that is not the user's.
         source_wanted: The user asked for changes of files: what cannot be written is told even where it is
             fixed at run time.
@@ -47,7 +48,7 @@ class Outcome:
     plan: Plan | None
     patches: Patches
     call: str
-    others: Sequence[str] = ()
+    answers: Sequence[Answer] = ()
     fuses: bool = False
     place: str = ""
     source_wanted: bool = False
@@ -59,11 +60,14 @@ class Outcome:
         return int(bool(self.patches.made or (self.plan and self.plan.fixes)))
 
     @property
-    def by_hand(self) -> Sequence[ByHand]:
-        """What is left to the user: neither written into files nor changed at run time."""
-        planned = self.plan.fixes if self.plan and not self.source_wanted else ()
-        covered = {code for fix in planned for code in fix.rules}
-        return [each for each in self.patches.by_hand if each.level or each.code not in covered]
+    def left(self) -> Sequence[tuple[Answer, str]]:
+        """What is left to the user, with the reason; where changes of files are wanted, also what is only
+        done at run time."""
+        return [
+            (each, each.by_hand if self.source_wanted and each.by_hand else each.reason)
+            for each in self.answers
+            if each.reason or (self.source_wanted and each.by_hand and not each.written)
+        ]
 
 
 # ---- for people --------------------------------------------------------------------------------
@@ -78,7 +82,7 @@ def terminal(outcome: Outcome) -> RenderableType:
     nothing = None if outcome.exit_code else Text(NOTHING, style="bold green")
     parts = (
         *(nothing, _at_run_time(outcome), _in_files(outcome)),
-        *(_left_alone(outcome), _by_hand(outcome), _others(outcome)),
+        *(_left_alone(outcome), _left(outcome)),
     )
     return _apart([head, *(part for part in parts if part is not None)])
 
@@ -97,8 +101,8 @@ def beside_diff(outcome: Outcome) -> RenderableType:
     parts: list[RenderableType] = []
     if outcome.plan and outcome.plan.fixes:
         parts.append(Group(Text(_speed(outcome.plan), style="bold"), *_how(outcome, outcome.plan)))
-    left = (_by_hand(outcome), _others(outcome))
-    return _apart([*parts, *(part for part in left if part is not None)])
+    left = _left(outcome)
+    return _apart([*parts, left] if left else parts)
 
 
 def _apart(parts: Sequence[RenderableType]) -> RenderableType:
@@ -132,17 +136,17 @@ def _left_alone(outcome: Outcome) -> RenderableType | None:
     return Group(Text("Left alone", style="bold"), *_items(items))
 
 
-def _by_hand(outcome: Outcome) -> RenderableType | None:
-    if not outcome.by_hand:
+def _left(outcome: Outcome) -> RenderableType | None:
+    if not outcome.left:
         return None
-    items = ((f"{b.code}  {b.where}: {b.reason}", "" if b.level else b.advice) for b in outcome.by_hand)
-    return Group(Text("By hand", style="bold"), *_items(items))
+    items = ((_finding(outcome, each, reason), each.advice) for each, reason in outcome.left)
+    return Group(Text("Left to you", style="bold"), *_items(items))
 
 
-def _others(outcome: Outcome) -> RenderableType | None:
-    if not outcome.others:
-        return None
-    return Text(f"Left to you, see tilefit check: {', '.join(outcome.others)}", style="dim")
+def _finding(outcome: Outcome, answer: Answer, reason: str) -> str:
+    """A finding that is left, with what it would save alone."""
+    saves = " ".join(_gain(answer.gain_s, outcome.report.step.time_s))
+    return f"{answer.code}  {saves}  {answer.level}  {answer.where}: {reason}"
 
 
 def _items(pairs: Iterable[tuple[str, str]]) -> Iterator[RenderableType]:
@@ -279,8 +283,7 @@ def as_json(outcome: Outcome) -> str:
             }
             for patch in patches.made
         ],
-        "by_hand": [asdict(each) for each in outcome.by_hand],
-        "left_to_you": list(outcome.others),
+        "findings": [asdict(each) for each in outcome.answers],
         "diff": patches.diff().decode(errors="replace"),
         "written": list(outcome.written),
     }
@@ -313,13 +316,12 @@ def as_markdown(outcome: Outcome) -> str:
         lines += [_markdown_table(["rule", "saves", "", "level", "where", "what"], _patch_rows(outcome))]
         lines += ["", *(f"- {escape(note)}" for note in _notes(outcome))]
         lines += ["", "```diff", patches.diff().decode(errors="replace").rstrip("\n"), "```"]
-    if outcome.by_hand:
-        lines += ["", "## By hand", ""]
+    if outcome.left:
+        lines += ["", "## Left to you", ""]
         lines += [
-            f"- {b.code} {escape(b.where)}: {escape(b.reason)}: {escape(b.advice)}" for b in outcome.by_hand
+            f"- {escape(_finding(outcome, each, reason))}: {escape(each.advice)}"
+            for each, reason in outcome.left
         ]
-    if outcome.others:
-        lines += ["", "## Left to you", "", f"See `tilefit check`: {', '.join(outcome.others)}"]
     return "\n".join(lines) + "\n"
 
 

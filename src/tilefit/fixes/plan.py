@@ -12,7 +12,8 @@ from torch import nn
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
-from tilefit.fixes.verification import Verification, join
+from tilefit.fixes.verification import Verification
+from tilefit.ops import Step
 
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
@@ -33,7 +34,8 @@ class AppliedFix:
         gain_s: Predicted saving per step, on top of the fixes before it; ``gain_low_s`` and ``gain_high_s``
             bound it (80 %).
         measured_s: The same, measured; None where nothing was.
-        verification: The proof in fp64; None for what does not change the model's function (settings).
+        verification: The proof in fp64, of all fixes together; None for what does not change the model's
+            function (settings).
         on_gpu: The comparison in the working precision; None where the model is on no GPU.
     """
 
@@ -79,6 +81,7 @@ class Plan:
         before_bytes, after_bytes: Predicted peak of memory.
         provenance: Where the times come from: ``estimated`` or ``measured``.
         candidates: The fixes as they can be applied to another copy of the model.
+        step: The changed step as it runs, as it was priced.
         edits: What the fixes changed.
     """
 
@@ -93,6 +96,7 @@ class Plan:
     after_bytes: int
     provenance: str = "estimated"
     candidates: tuple[ChangeSet, ...] = field(default=(), repr=False)
+    step: Step | None = field(default=None, repr=False)
     edits: Edits = field(default_factory=Edits, repr=False)
 
     @property
@@ -102,15 +106,13 @@ class Plan:
 
     @property
     def verification(self) -> Verification | None:
-        """The proofs in fp64 of all fixes together; None where nothing had to be proven."""
-        proofs = [fix.verification for fix in self.fixes if fix.verification is not None]
-        return join(proofs) if proofs else None
+        """The proof in fp64, of all fixes together; None where nothing had to be proven."""
+        return next((fix.verification for fix in self.fixes if fix.verification), None)
 
     @property
     def on_gpu(self) -> Verification | None:
-        """The comparisons in the working precision together; None where the model is on no GPU."""
-        proofs = [fix.on_gpu for fix in self.fixes if fix.on_gpu is not None]
-        return join(proofs) if proofs else None
+        """The comparison in the working precision; None where the model is on no GPU."""
+        return next((fix.on_gpu for fix in self.fixes if fix.on_gpu), None)
 
     def undo(self) -> None:
         """Take all fixes back: model and settings are as they were."""

@@ -6,31 +6,33 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
 
 from tilefit import units
 from tilefit.capture.failures import ON_CPU
+from tilefit.capture.trees import tensors
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.fusion import fuse
 from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.fix import ChangeSet, Context, Fix, RefusedError, Several, Stage
+from tilefit.fixes.likeness import shrunken
 from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
 from tilefit.fixes.optimizer import is_fused, like
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
-from tilefit.fixes.proof import prove, prove_in_place
+from tilefit.fixes.proof import prove, prove_in_place, with_values
 from tilefit.fixes.registry import select as select_fixes
 from tilefit.fixes.run import Run
-from tilefit.fixes.together import Together
-from tilefit.fixes.verification import Verification, join
+from tilefit.fixes.verification import Verification
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.options import OptimizerName, Selection, SelectionKeywords, StepKeywords, StepOptions, taken
@@ -49,6 +51,19 @@ class OptimizeKeywords(StepKeywords, SelectionKeywords, total=False):
 
 #: Smallest gain worth a change, as a share of the step: below, the prediction is noise.
 MIN_GAIN = 0.01
+#: A plan is to be no loss where the host takes so many times as long for launches as the one that their costs
+#: are stated for. Hosts of one kind of machine differed by a factor of two (:mod:`tilefit.cost.launch`).
+HOSTS = (0.7, 3.0)
+#: Share of a step by which two ways to sum up the same times may differ.
+_ROUNDING = 1e-9
+
+#: Where code reads values, a step on so many samples is run for real, as long as its largest input has not
+#: more elements, times parameters, than this: some 10 s a capture on two CPU cores. A choice.
+_SAMPLES, _MOST_WORK = 2, 2e11
+
+#: Is told what is being done.
+Say = Callable[[str], None]
+_Compare = Callable[[Run, Sequence[ChangeSet]], Verification]
 
 
 def optimize(
@@ -102,7 +117,8 @@ def optimize(
         inputs=inputs,
         options=options,
         loss=loss,
-        live_optimizer=live if isinstance(live, torch.optim.Optimizer) else None,
+        # Of a copy the caller's optimizer has no parameter: what the plan says of it is to be done.
+        live_optimizer=live if inplace and isinstance(live, torch.optim.Optimizer) else None,
     )
     return make_plan(run, gpus[0], selection, level=level, verify=verify, measure=measure, budget=budget)
 
@@ -116,6 +132,7 @@ def make_plan(
     verify: bool = True,
     measure: bool = False,
     budget: float | None = None,
+    say: Say = lambda _: None,
 ) -> Plan:
     """What :func:`optimize` does to a model that is to be changed in place; arguments and errors as there."""
     if level not in LEVELS:
@@ -127,23 +144,23 @@ def make_plan(
     deadline_s = time.monotonic() + budget if budget is not None else float("inf")
     if measure:
         require_cuda(run)
+    say("Pricing the step as it is")
     try:
-        planner = _Planner(run, gpu, fixes, min_gain, verify)
+        planner = _Planner(run, run, gpu, fixes, min_gain, measured=measure, say=say)
     except CaptureError as error:
         if run.live_optimizer is not None:
             _blame(run.live_optimizer, run, error)
-        if error.hint == ON_CPU:
-            error.hint = "Fixes are chosen on shapes alone; tilefit check --on-cpu still shows the findings."
-        raise
-    try:
-        while time.monotonic() < deadline_s and planner.improve():
-            pass
-        if measure:
-            planner.measure()
-    except BaseException:
-        planner.take_back()
-        raise
-    return planner.plan()
+        if error.hint != ON_CPU:
+            raise
+        say("Pricing the step on real data, since its code reads values")
+        planner = _Planner(run, _on_real_data(run, error), gpu, fixes, min_gain, measured=measure, say=say)
+    with planner.edits.all_or_none():
+        applied = None
+        while applied is None:
+            while time.monotonic() < deadline_s and planner.improve():
+                pass
+            applied = planner.settle(verify)
+        return planner.measured(applied) if measure else planner.plan(applied)
 
 
 def _refuse_unchangeable(model: object) -> None:
@@ -163,6 +180,24 @@ def _refuse_unchangeable(model: object) -> None:
         )
 
 
+def _on_real_data(run: Run, error: CaptureError) -> Run:
+    """The run on two samples with values, for code that reads some.
+
+    Raises:
+        CaptureError: that one, where this would take too long.
+    """
+    few = with_values(shrunken(run.inputs, {"batch": _SAMPLES}), run.model)
+    first, cut = (next((t for t in tensors(inputs) if t.dim()), None) for inputs in (run.inputs, few))
+    size = max((t.numel() for t in tensors(few)), default=0) * sum(p.numel() for p in run.model.parameters())
+    if first is None or cut is None or size > _MOST_WORK:
+        error.hint = (
+            "The model is too large to be tried on real data here; tilefit check --on-cpu shows findings."
+        )
+        raise error
+    options = replace(run.options, on_cpu=True)
+    return replace(run, inputs=few, options=options, samples=len(first) / len(cut), live_optimizer=None)
+
+
 def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> None:
     """Say that the optimizer is what keeps the step from being captured.
 
@@ -179,305 +214,377 @@ def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> N
     ) from error
 
 
-def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
-    return [Gain.between(before, after) for before, after in pairwise(times_s)]
+class Proposal(NamedTuple):
+    """A change with the fix that proposes it."""
+
+    fix: Fix
+    change: ChangeSet
+
+    @property
+    def key(self) -> tuple[str, ChangeSet]:
+        return self.fix.name, self.change
 
 
 @dataclass(frozen=True, slots=True)
-class _Priced:
-    """A run with its price.
+class _State:
+    """A run with changes, and what it costs.
 
     Attributes:
+        run: On ``meta``.
+        made: The changes that are made.
         written: The step as the model is written, in which fixes look for what they can change.
         step: The step as it runs: what the compiler makes of it, where it is compiled.
+        estimate: On the host as it was found.
+        on_hosts: On each of ``HOSTS``.
+        before: The state without the last change.
     """
 
     run: Run
+    made: tuple[Proposal, ...]
     written: Step
     step: Step
     estimate: StepEstimate
+    on_hosts: tuple[StepEstimate, ...]
+    before: _State | None = None
 
 
-_Key = tuple[str, ChangeSet]
+class _UnfitError(Exception):
+    """The last change of a state cannot be part of a plan."""
+
+    def __init__(self, state: _State, reason: str) -> None:
+        super().__init__(reason)
+        self.state, self.reason = state, reason
+
+
+@contextmanager
+def _unfit_if_refused(state: _State) -> Iterator[None]:
+    try:
+        yield
+    except RefusedError as refused:
+        raise _UnfitError(state, refused.what) from refused
+
+
+def _of_model(state: _State) -> tuple[ChangeSet, ...]:
+    """What a state's last change does to the model. How the program is run is no part of a proof."""
+    return tuple(part for part in state.made[-1].change.parts if part.modules)
 
 
 class _Planner:
-    """The search: greedy, and lazy in that a candidate is priced again only when it could be the best.
+    """The search: greedy, and lazy in that a change is priced again only when it could be the best.
 
-    What a candidate saved on top of fewer fixes is taken for what it will save on top of more, until nothing
+    What a change saved on top of fewer others is taken for what it will save on top of more, until nothing
     else is left.
     """
 
-    def __init__(self, run: Run, gpu: PricedGpu, fixes: Sequence[Fix], min_gain: float, verify: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        tried: Run,
+        gpu: PricedGpu,
+        fixes: Sequence[Fix],
+        min_gain: float,
+        *,
+        measured: bool,
+        say: Say,
+    ) -> None:
         self.run = run
+        #: The same model, as it is captured and proven.
+        self.tried = tried
         self.gpu = gpu
         self.fixes = fixes
         self.min_gain = min_gain
-        self.verify = verify
-        self.first = self.now = self._priced(run.on_meta())
-        self.applied: list[AppliedFix] = []
+        # What is measured here need not pay on other hosts.
+        self.hosts = () if measured else HOSTS
+        self.say = say
         self.refused: dict[RefusedFix, None] = {}
-        self.candidates: list[ChangeSet] = []
-        self.unpriced: set[ChangeSet] = set()
-        #: Host time of Python that some fixes run in place of launches.
-        self.unpriced_s = 0.0
         self.edits = Edits()
-        self.before_s = self.after_s = self.first.estimate.time_s
-        self.provenance = ESTIMATED
-        self._gains: dict[_Key, float] = {}
-        self._unfit: set[_Key] = set()
+        self._gains: dict[tuple[str, ChangeSet], float] = {}
+        self._unfit: set[tuple[str, ChangeSet]] = set()
+        self.first = self.now = self._state(tried.on_meta(), ())
+
+    # ---- the search ----------------------------------------------------------------------------
 
     def improve(self) -> bool:
-        """Apply the best fix that is left; False where none is worth it."""
-        return any(
-            self._best_applied([fix for fix in self.fixes if fix.is_priced and fix.is_last == last])
-            for last in (False, True)
-        )
+        """Take the best change that is left; False where none is worth it."""
+        return any(self._best_taken(stage) for stage in (Stage.MODEL, Stage.RUN))
 
-    def _best_applied(self, fixes: Sequence[Fix]) -> bool:
-        """Apply the best of some fixes; False where none is worth it."""
-        waiting = self._candidates(fixes)
-        priced: dict[_Key, _Priced] = {}
+    def _best_taken(self, stage: Stage) -> bool:
+        waiting = sorted(self._proposals(self.now, stage), key=self._known_gain_s, reverse=True)
+        tried: dict[tuple[str, ChangeSet], _State] = {}
         while waiting:
-            fix, candidate = waiting.pop(0)
-            key = (fix.name, candidate)
-            if key not in priced:
-                after = self._tried(fix, candidate)
+            proposal = waiting.pop(0)
+            if proposal.key not in tried:
+                after = self._tried(proposal)
                 if after is None:
                     continue
-                priced[key] = after
-                self._gains[key] = self._gain(fix, candidate, after)[0]
-                waiting[:0] = self._called_for(fix, candidate, after)
-                if waiting and self._gains[key] < self._known_gain_s(waiting[0]):
-                    waiting.append((fix, candidate))
+                tried[proposal.key] = after
+                self._gains[proposal.key] = self._gain(after)[0]
+                waiting[:0] = self._called_for(proposal, after)
+                if waiting and self._gains[proposal.key] < self._known_gain_s(waiting[0]):
+                    waiting.append(proposal)
                     waiting.sort(key=self._known_gain_s, reverse=True)
                     continue
-            if self._is_worth(fix, candidate, priced[key]) and self._apply(fix, candidate, priced[key]):
-                self.unpriced_s -= self._unpriced_gain_s(fix, candidate, priced[key])
-                self.now = priced[key]
-                self.after_s = self.now.estimate.time_s + self.unpriced_s
+            if self._is_worth(proposal, tried[proposal.key]):
+                self.now = tried[proposal.key]
                 return True
         return False
 
-    def _is_worth(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> bool:
-        """Above what counts as a change, and a gain nine times in ten."""
-        gain_s, low_s, _ = self._gain(fix, candidate, after)
-        return gain_s >= self.min_gain * self.now.estimate.time_s and (low_s > 0 or self.min_gain < 0)
+    def _known_gain_s(self, proposal: Proposal) -> float:
+        return self._gains.get(proposal.key, float("inf"))
 
-    def _gain(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> tuple[float, float, float]:
-        """What a candidate saves, with the bounds of it."""
-        gain_s, low_s, high_s = gain(self.now.estimate, after.estimate, Change(step=after.step))
-        more_s = self._unpriced_gain_s(fix, candidate, after)
-        return gain_s + more_s, low_s + more_s, high_s + more_s
+    def _proposals(self, state: _State, stage: Stage) -> Iterator[Proposal]:
+        """What fixes of a stage would change, but for what was found unfit."""
+        context = self._context(state)
+        changed = {path for made in state.made for path in made.change.modules}
+        for fix in self.fixes:
+            for found in fix.find(context) if fix.stage == stage else ():
+                if isinstance(found, ChangeSet):
+                    if (fix.name, found) not in self._unfit:
+                        yield Proposal(fix, found)
+                # What another fix has changed is not refused.
+                elif not changed.intersection(found.modules):
+                    self._refuse(fix, found.modules, found.reason)
 
-    def _unpriced_gain_s(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> float:
-        """What a candidate saves of the host time that prices leave out: less than nothing where it adds as
-        much to it as it saves of launches."""
-        if fix.is_last:
-            return self.unpriced_s  # neither the compiler nor a graph runs that Python
-        if candidate.saves_launches:
-            return 0.0
-        now, then = self.now.estimate, after.estimate
-        return min(0.0, (now.gpu_time_s - then.gpu_time_s) - (now.time_s - then.time_s))
-
-    def _known_gain_s(self, entry: tuple[Fix, ChangeSet]) -> float:
-        fix, candidate = entry
-        return self._gains.get((fix.name, candidate), float("inf"))
-
-    def _candidates(self, fixes: Sequence[Fix]) -> list[tuple[Fix, ChangeSet]]:
-        context = self._context(self.now)
-        changed = {path for fix in self.applied for path in fix.modules}
-        found = []
-        for fix in fixes:
-            for candidate in fix.find(context):
-                if isinstance(candidate, Refusal):
-                    # What another fix has changed is not refused.
-                    if not changed.intersection(candidate.modules):
-                        self._refuse(fix, candidate.modules, candidate.reason)
-                elif (fix.name, candidate) not in self._unfit:
-                    found.append((fix, candidate))
-        return sorted(found, key=self._known_gain_s, reverse=True)
-
-    def _called_for(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> list[tuple[Fix, ChangeSet]]:
+    def _called_for(self, proposal: Proposal, after: _State) -> list[Proposal]:
         """A way to run the whole program once more, with the changes of the model that only it calls for: it
         is not to be judged without them."""
-        if not fix.is_last or isinstance(candidate, Together):
+        if proposal.fix.stage != Stage.RUN or isinstance(proposal.change, Several):
             return []
-        context = self._context(after)
-        first = tuple(
-            found
-            for other in self.fixes
-            if other.is_priced and not other.is_last
-            for found in other.find(context)
-            # What the model calls for as it is run now was priced before.
-            if isinstance(found, ChangeSet) and (other.name, found) not in self._gains.keys() | self._unfit
-        )
-        together = Together.of(first, candidate)
-        return [(fix, together)] if first and (fix.name, together) not in self._unfit else []
+        # What the model calls for as it is run now was priced before.
+        first = [each.change for each in self._proposals(after, Stage.MODEL) if each.key not in self._gains]
+        together = Proposal(proposal.fix, Several.of(*first, proposal.change))
+        return [together] if first and together.key not in self._unfit else []
 
-    def _tried(self, fix: Fix, candidate: ChangeSet) -> _Priced | None:
-        """The run with the candidate on top; None where that cannot be."""
+    def _tried(self, proposal: Proposal) -> _State | None:
+        """The run with a change on top; None where that cannot be."""
+        self.say(f"Pricing {proposal.fix.name}")
         run = self.now.run.on_meta()
         try:
-            candidate.apply(run)
-            return self._priced(run)
+            proposal.change.apply(run)
+            return self._state(run, (*self.now.made, proposal), self.now)
         except (RefusedError, CaptureError) as error:
-            self._reject(fix, candidate, error.what)
+            self.reject(proposal, error.what)
             return None
 
-    def _priced(self, run: Run) -> _Priced:
+    # ---- prices --------------------------------------------------------------------------------
+
+    def _state(self, run: Run, made: tuple[Proposal, ...], before: _State | None = None) -> _State:
         written = run.capture()
         step = fuse(written) if run.options.compile else written
-        return _Priced(run, written, step, estimate_step(step, self.gpu))
+        is_eager = not (run.options.compile or run.cuda_graph)
+        python_s = is_eager * sum(each.change.host_s for each in made)
+        estimate = estimate_step(step, self.gpu, python_s=python_s)
+        on_hosts = tuple(
+            estimate_step(step, self.gpu, estimate.ops, launch_scale=scale, python_s=python_s)
+            for scale in self.hosts
+        )
+        return _State(run, made, written, step, estimate, on_hosts, before)
 
-    def _context(self, priced: _Priced) -> Context:
+    def _context(self, state: _State) -> Context:
         """What fixes look at."""
-        is_written = priced.step is priced.written
-        estimate = priced.estimate if is_written else estimate_step(priced.written, self.gpu)
-        return Context(priced.written, self.gpu, estimate, priced.run)
+        is_written = state.step is state.written
+        estimate = state.estimate if is_written else estimate_step(state.written, self.gpu)
+        return Context(state.written, self.gpu, estimate, state.run)
 
-    def _apply(self, fix: Fix, candidate: ChangeSet, after: _Priced) -> bool:
-        proofs: list[Verification] = []
-        try:
-            for proof in self._proofs(candidate):
-                if not proof.ok:
-                    self._reject(fix, candidate, f"not proven the same: {proof}")
-                    return False
-                proofs.append(proof)
-            candidate.apply(self.run, self.edits)
-        except RefusedError as refused:
-            self._reject(fix, candidate, refused.what)
+    def _gain(self, after: _State) -> tuple[float, float, float]:
+        """What a state's last change saves, with the bounds of it."""
+        assert after.before is not None
+        return gain(after.before.estimate, after.estimate, Change(step=after.step))
+
+    def _is_worth(self, proposal: Proposal, after: _State) -> bool:
+        """Above what counts as a change, a gain nine times in ten, and on no host a loss."""
+        gain_s, low_s, _ = self._gain(after)
+        if gain_s < self.min_gain * self.now.estimate.time_s or (low_s <= 0 and self.min_gain >= 0):
             return False
-        self._add(fix, candidate, self._gain(fix, candidate, after), proofs)
+        for scale, then, now in zip(self.hosts, after.on_hosts, self.now.on_hosts, strict=True):
+            loss_s = then.time_s - now.time_s
+            if self.min_gain >= 0 and loss_s > _ROUNDING * now.time_s:
+                reason = f"where the host takes {scale:g} times as long for launches, a step would take "
+                self._refuse(proposal.fix, proposal.change.modules, f"{reason}{units.seconds(loss_s)} longer")
+                return False
         return True
 
-    def _add(
-        self,
-        fix: Fix,
-        candidate: ChangeSet,
-        predicted_s: tuple[float, float, float],
-        proofs: Sequence[Verification],
-    ) -> None:
-        gain_s, low_s, high_s = predicted_s
-        in_fp64, on_gpu = (*proofs, None, None)[:2]
-        self.candidates.append(candidate)
-        self.applied.append(
-            AppliedFix(
-                name=fix.name,
-                level=fix.level,
-                rules=fix.rules,
-                modules=candidate.modules,
-                summary=candidate.summary,
-                gain_s=gain_s,
-                gain_low_s=low_s,
-                gain_high_s=high_s,
-                verification=in_fp64,
-                on_gpu=on_gpu,
-            )
+    # ---- the proof -----------------------------------------------------------------------------
+
+    def settle(self, verify: bool) -> tuple[AppliedFix, ...] | None:
+        """Prove what was chosen and change the model; None where a part of it cannot be, which is then
+        refused, and the search goes on from before it."""
+        states = self._states()
+        try:
+            self._make(states)
+            self.edits.undo()
+            proofs = self._proofs(states) if verify else ()
+            self._make(states)
+        except _UnfitError as unfit:
+            self.edits.undo()
+            self.reject(unfit.state.made[-1], unfit.reason)
+            self.now = unfit.state.before or self.first
+            return None
+        return tuple(self._applied(state, proofs) for state in states)
+
+    def _states(self) -> list[_State]:
+        """From the first change to all of them."""
+        states: list[_State] = []
+        state = self.now
+        while state.before is not None:
+            states.insert(0, state)
+            state = state.before
+        return states
+
+    def _make(self, states: Sequence[_State]) -> None:
+        for state in states:
+            with _unfit_if_refused(state):
+                state.made[-1].change.apply(self.run, self.edits)
+
+    def _proofs(self, states: Sequence[_State]) -> tuple[Verification, ...]:
+        """Of all changes of the model together: in fp64 on the CPU, and on the GPU that it is on."""
+        on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
+        found = []
+        for compare in (prove, prove_in_place)[: 1 + on_gpu]:
+            self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in self.now.made)))
+            changes = [part for state in states for part in _of_model(state)]
+            try:
+                proof = compare(self.tried, changes) if changes else None
+                reason = "" if proof is None or proof.ok else f"not proven the same: {proof}"
+            except RefusedError as refused:
+                reason = refused.what
+            if reason:
+                self._blame(compare, states, reason)
+            found += [proof] if proof else []
+        return tuple(found)
+
+    def _blame(self, compare: _Compare, states: Sequence[_State], reason: str) -> None:
+        """Find the change that is not proven; none of them alone, it is the last one on top of the others.
+
+        Raises:
+            _UnfitError: always.
+        """
+        states = [state for state in states if _of_model(state)]
+        # One of whose modules the proof tells is the first to be looked at.
+        for state in sorted(
+            states, key=lambda s: not any(p and p in reason for p in s.made[-1].change.modules)
+        ):
+            if len(states) > 1:
+                self.say(f"Proving {state.made[-1].fix.name}")
+                with _unfit_if_refused(state):
+                    proof = compare(self.tried, _of_model(state))
+                if not proof.ok:
+                    raise _UnfitError(state, f"not proven the same: {proof}")
+        raise _UnfitError(states[-1], reason)
+
+    def _applied(self, state: _State, proofs: Sequence[Verification]) -> AppliedFix:
+        fix, change = state.made[-1]
+        in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
+        gain_s, low_s, high_s = self._gain(state)
+        return AppliedFix(
+            name=fix.name,
+            level=fix.level,
+            rules=fix.rules,
+            modules=change.modules,
+            summary=change.summary,
+            gain_s=gain_s,
+            gain_low_s=low_s,
+            gain_high_s=high_s,
+            verification=in_fp64,
+            on_gpu=on_gpu,
         )
 
-    def _proofs(self, candidate: ChangeSet) -> Iterator[Verification]:
-        """In fp64 on the CPU; and where the model is on a GPU, there."""
-        if self.verify and candidate.modules:
-            # How the program is run is no part of the proof.
-            changes = candidate.first if isinstance(candidate, Together) else (candidate,)
-            yield join([prove(self.run, each) for each in changes])
-            if all(parameter.is_cuda for parameter in self.run.model.parameters()):
-                yield join([prove_in_place(self.run, each) for each in changes])
-
-    def _reject(self, fix: Fix, candidate: ChangeSet, reason: str) -> None:
-        self._unfit.add((fix.name, candidate))
-        self._refuse(fix, candidate.modules, reason)
+    def reject(self, proposal: Proposal, reason: str) -> None:
+        """Leave a change out for good."""
+        self._unfit.add(proposal.key)
+        self._refuse(proposal.fix, proposal.change.modules, reason)
 
     def _refuse(self, fix: Fix, modules: tuple[str, ...], reason: str) -> None:
         self.refused.setdefault(RefusedFix(fix.name, modules, reason))
 
-    def measure(self) -> None:
-        """Measure what the fixes gain; take back those that make the step slower, and all that make up a plan
-        that is no gain."""
-        context = self._context(self.now)
-        for fix in self.fixes:
-            for candidate in () if fix.is_priced else fix.find(context):
-                if isinstance(candidate, ChangeSet):
-                    self._add(fix, candidate, (0.0, 0.0, 0.0), ())
-                    self.unpriced.add(candidate)
-        times_s = self._measured()
-        while losses := self._losses(times_s):
-            for index, gain_s in reversed(losses):
-                self.candidates.pop(index)
-                lost = self.applied.pop(index)
-                longer = f"a step takes {units.seconds(-gain_s)} longer with it"
-                reason = (
-                    f"measured on this GPU, {longer if gain_s < 0 else 'it saves no more than the noise'}"
-                )
-                self.refused.setdefault(RefusedFix(lost.name, lost.modules, reason))
-            self.now = self._with_what_is_left()
-            times_s = self._measured()
-        self.before_s = statistics.median(times_s[0])
-        self.after_s = self.before_s - Gain.between(times_s[0], times_s[-1]).time_s
-        self.provenance = MEASURED
-        self.applied = [
-            replace(fix, measured_s=gain.time_s)
-            for fix, gain in zip(self.applied, _gains(times_s), strict=True)
-        ]
-        for candidate in self.candidates:
-            candidate.apply(self.run, self.edits)
+    # ---- the plan ------------------------------------------------------------------------------
 
-    def _losses(self, times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-        """Indices of fixes that do not stay, with what each gains."""
-        gains = _gains(times_s)
-        losses = [
-            (index, gain.time_s)
-            for index, (candidate, gain) in enumerate(zip(self.candidates, gains, strict=True))
-            if gain.high_s < 0 or (candidate in self.unpriced and gain.low_s <= 0)
-        ]
-        if not losses and Gain.between(times_s[0], times_s[-1]).time_s < 0:
-            # No single one for sure, all together none the less.
-            losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
-        return losses
-
-    def _with_what_is_left(self) -> _Priced:
-        """The model as it was passed in with the candidates that are left, of which some have no price; what
-        needs one that was taken back goes too."""
-        run = self.first.run.on_meta()
-        for candidate in list(self.candidates):
-            if candidate in self.unpriced:
-                continue
-            try:
-                candidate.apply(run)
-            except RefusedError as error:
-                index = self.candidates.index(candidate)
-                self.candidates.pop(index)
-                lost = self.applied.pop(index)
-                reason = f"it goes with a fix that was taken back ({error})"
-                self.refused.setdefault(RefusedFix(lost.name, lost.modules, reason))
-        return self._priced(run)
-
-    def _measured(self) -> list[list[float]]:
-        self.take_back()
-        return step_times_s(self.run, self.candidates)
-
-    def take_back(self) -> None:
-        """Undo what was applied."""
-        self.edits.undo()
-
-    def _outdone(self) -> set[str]:
-        """Names of the fixes that run the whole program in another way, where one of them was applied."""
-        whole = {fix.name for fix in self.fixes if fix.is_last}
-        return whole if whole.intersection(fix.name for fix in self.applied) else set()
-
-    def plan(self) -> Plan:
+    def plan(self, applied: Sequence[AppliedFix], times_s: tuple[float, float] | None = None) -> Plan:
+        """The plan; ``times_s``: measured, without and with it."""
+        before_s, after_s = times_s or (self.first.estimate.time_s, self.now.estimate.time_s)
+        made = {(fix.name, fix.modules) for fix in applied}
+        whole = {fix.name for fix in self.fixes if fix.stage == Stage.RUN}
+        if whole.intersection(fix.name for fix in applied):
+            made |= {(each.name, each.modules) for each in self.refused if each.name in whole}
         return Plan(
             model=self.run.model,
             run=self.run,
             gpu=self.gpu.name,
-            fixes=tuple(self.applied),
-            refused=tuple(each for each in self.refused if each.name not in self._outdone()),
-            before_s=self.before_s,
-            after_s=self.after_s,
+            fixes=tuple(applied),
+            refused=tuple(each for each in self.refused if (each.name, each.modules) not in made),
+            before_s=before_s,
+            after_s=after_s,
             before_bytes=self.first.step.memory.peak_bytes,
             after_bytes=self.now.step.memory.peak_bytes,
-            provenance=self.provenance,
-            candidates=tuple(self.candidates),
+            provenance=MEASURED if times_s else ESTIMATED,
+            candidates=tuple(each.change for each in self.now.made),
+            step=self.now.step,
             edits=self.edits,
         )
+
+    def measured(self, applied: Sequence[AppliedFix]) -> Plan:
+        """The plan of what is measured to gain: what makes the step slower is taken back, and all that makes
+        up a plan that is no gain."""
+        fixes, made = list(applied), list(self.now.made)
+        for proposal in self._proposals(self.now, Stage.TRIED):
+            made.append(proposal)
+            state = replace(self.now, made=tuple(made), before=self.now)
+            fixes.append(self._applied(state, ()))
+        self.say("Measuring")
+        times_s = self._times_s(made)
+        while losses := _losses(made, times_s):
+            for index, gain_s in reversed(losses):
+                self._lose(fixes.pop(index), _why(gain_s))
+                made.pop(index)
+            self._without_losses(fixes, made)
+            times_s = self._times_s(made)
+        for each in made:
+            each.change.apply(self.run, self.edits)
+        gains = (gain.time_s for gain in _gains(times_s))
+        before_s = statistics.median(times_s[0])
+        after_s = before_s - Gain.between(times_s[0], times_s[-1]).time_s
+        fixes = [replace(fix, measured_s=gain_s) for fix, gain_s in zip(fixes, gains, strict=True)]
+        return self.plan(fixes, (before_s, after_s))
+
+    def _times_s(self, made: Sequence[Proposal]) -> list[list[float]]:
+        self.edits.undo()
+        return step_times_s(self.run, [each.change for each in made])
+
+    def _without_losses(self, fixes: list[AppliedFix], made: list[Proposal]) -> None:
+        """The state of what is left; what needs a change that was taken back goes too."""
+        run, index = self.first.run.on_meta(), 0
+        while index < len(made):
+            try:
+                if made[index].fix.stage != Stage.TRIED:
+                    made[index].change.apply(run)
+                index += 1
+            except RefusedError as error:
+                made.pop(index)
+                self._lose(fixes.pop(index), f"it goes with a fix that was taken back ({error})")
+        self.now = self._state(run, tuple(made), self.first)
+
+    def _lose(self, fix: AppliedFix, reason: str) -> None:
+        self.refused.setdefault(RefusedFix(fix.name, fix.modules, reason))
+
+
+def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
+    return [Gain.between(before, after) for before, after in pairwise(times_s)]
+
+
+def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+    """Indices of changes that do not stay, with what each gains."""
+    gains = _gains(times_s)
+    losses = [
+        (index, gain.time_s)
+        for index, (proposal, gain) in enumerate(zip(made, gains, strict=True))
+        if gain.high_s < 0 or (proposal.fix.stage == Stage.TRIED and gain.low_s <= 0)
+    ]
+    if not losses and Gain.between(times_s[0], times_s[-1]).time_s < 0:
+        # No single one for sure, all together none the less.
+        losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
+    return losses
+
+
+def _why(gain_s: float) -> str:
+    longer = f"a step takes {units.seconds(-gain_s)} longer with it"
+    return f"measured on this GPU, {longer if gain_s < 0 else 'it saves no more than the noise'}"

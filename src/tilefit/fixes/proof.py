@@ -1,10 +1,8 @@
-"""Proves a candidate on a model: on the whole model where that is cheap, else on each module it changes."""
+"""Proves changes on a model: the whole of it, or of a small one like it, in all that people do with it."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,73 +13,52 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit.capture.copies import copied
-from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, RefusedError
-from tilefit.fixes.linear import on_any_rows
+from tilefit.fixes.likeness import Likeness, few_rows, likeness, shrunken
 from tilefit.fixes.run import Run
-from tilefit.fixes.verification import Verification, join, verify, verify_in_place
-from tilefit.ops import Step
-from tilefit.units import count
-
-#: Up to here a whole model is compared: parameters (in fp64, with gradients and Adam's state), and FLOP of
-#: one inference call on the small inputs (the comparison does some hundred times that, at a few GFLOP/s).
-WHOLE_MODEL_PARAMETERS = 20_000_000
-WHOLE_MODEL_FLOP = 500_000_000
-#: Up to here a module is compared as it is, above in miniature.
-SCOPE_PARAMETERS = 50_000_000
-#: Up to here optimizer steps are compared too.
-STEPPED_PARAMETERS = 2_000_000
-#: Sizes of the comparison: small, and unlike each other and the sizes of models. What a model does not accept
-#: is left as it was, the frames of a spectrogram first.
-_SIZES: tuple[dict[str, int], ...] = (
-    {"batch": 2, "tokens": 7, "frames": 7, "pixels": 48},
-    {"batch": 2, "tokens": 7, "pixels": 48},
-    {"batch": 2},
-    {},
-)
-
-#: Inputs of modules by path.
-Arguments = dict[str, Any]
-
+from tilefit.fixes.scenarios import SCENARIOS, Scenario, Trial
+from tilefit.fixes.verification import TOLERANCES, Difference, Verification, compared, judged, verify_in_place
 
 #: No model is given numbers larger or smaller than these; what memory holds by chance often is.
 _LARGEST_INPUT, _SMALLEST_INPUT = 1e9, 1e-18
 #: Inputs are compared at this size: a softmax or a product of far larger ones magnifies rounding errors
 #: until two ways of computing the same thing differ.
 _COMPARED_INPUT = 10.0
+#: Parts that are called by themselves, at most: equal ones once. A choice.
+_MOST_PARTS = 24
 
 
-def prove(run: Run, candidate: ChangeSet) -> Verification:
-    """Compare the run's model with and without the candidate, in fp64 on the CPU, on few inputs: the run's,
-    random ones for those without values, smaller ones for large ones (:func:`_comparable`).
+def prove(run: Run, changes: Sequence[ChangeSet]) -> Verification:
+    """Compare the run's model with and without the changes on the CPU, in every scenario, on few inputs: the
+    run's, random ones for those without values, smaller ones for large ones (:func:`_comparable`).
 
     The model itself is not touched. A parameter without a value (on ``meta``), or with one value everywhere
-    (a bias of zeros), gets random ones.
+    (a bias of zeros), gets random ones. A large model is compared in a small one like it.
 
     Raises:
         RefusedError: the comparison cannot be made.
     """
     with torch.device("cpu"), _seeded(), _as_refusals():  # whatever device new tensors go to by default
-        return _proof(run, candidate)
+        return _compared(likeness(run, changes))
 
 
-def prove_in_place(run: Run, candidate: ChangeSet) -> Verification:
-    """Compare the model with and without the candidate where it is, in its working precision, on two samples
+def prove_in_place(run: Run, changes: Sequence[ChangeSet]) -> Verification:
+    """Compare the model with and without the changes where it is, in its working precision, on two samples
     of the run's inputs; random ones where these have no values or one, smaller ones where they are large.
 
     Raises:
-        RefusedError: the candidate does not apply, or the comparison cannot be made.
+        RefusedError: a change does not apply, or the comparison cannot be made.
     """
 
-    def change(run: Run, edits: Edits) -> None:
-        candidate.apply(run, edits)
-        on_any_rows(run.model, edits)
+    def make(run: Run, edits: Edits) -> None:
+        for change in changes:
+            few_rows(change).apply(run, edits)
 
     with _seeded(), _as_refusals():
-        few = _with_values(_shrunken(run.inputs, _SIZES[-2]), run.model)
-        return verify_in_place(replace(run, inputs=few), change)
+        few = with_values(shrunken(run.inputs), run.model)
+        return verify_in_place(replace(run, inputs=few), make)
 
 
 @contextmanager
@@ -106,81 +83,91 @@ def _as_refusals() -> Iterator[None]:
         raise RefusedError(f"the comparison raised {type(error).__name__}: {text}") from error
 
 
-def _proof(run: Run, candidate: ChangeSet) -> Verification:
-    inputs, step, arguments = _small_inputs(run, candidate.scopes)
-    parameters = sum(p.numel() for p in run.model.parameters())
-    if not candidate.scopes or (parameters <= WHOLE_MODEL_PARAMETERS and step.flop <= WHOLE_MODEL_FLOP):
-        return _compare(run, candidate, "", inputs)
-    missing = [path for path in candidate.scopes if path not in arguments]
-    if missing:
-        raise RefusedError(f"{missing[0]} was not called, so that nobody knows its inputs")
-    # Modules that look alike are changed alike.
-    distinct = {repr(run.model.get_submodule(path)): path for path in reversed(candidate.scopes)}
-    return join([_compare_scope(run, candidate, path, arguments[path]) for path in distinct.values()])
-
-
-def _compare_scope(run: Run, candidate: ChangeSet, path: str, inputs: Any) -> Verification:
-    """Compare the module at ``path``, or a small one like it where it is too large."""
-    parameters = sum(p.numel() for p in run.model.get_submodule(path).parameters())
-    if parameters <= SCOPE_PARAMETERS:
-        return _compare(run, candidate, path, inputs)
-    small = run.on_meta()
-    made = candidate.miniature(small)
-    if made is None:
-        raise RefusedError(f"{path} has {count(parameters)} parameters, too many to be compared here")
-    candidate, sizes = made
-    inputs = tree_map(partial(_resized, sizes), inputs)
-    return replace(_compare(small, candidate, path, inputs), scope=f"{path} (in miniature)")
-
-
-def _resized(sizes: Mapping[int, int], leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        return leaf
-    return leaf.new_empty((*leaf.shape[:-1], sizes.get(leaf.shape[-1], leaf.shape[-1])))
-
-
-def _compare(run: Run, candidate: ChangeSet, path: str, inputs: Any) -> Verification:
-    """Compare the module at ``path``; the empty path is the whole model."""
-    original = _real_scope(run, path)[1]
-    _fill(original, run.model.get_submodule(path))
-    trial, fixed = _real_scope(run, path)
-    candidate.apply(trial)
-    for (_, to), (_, value) in zip(_state(fixed), _state(original), strict=True):
-        to.data.copy_(value.data)
-    on_any_rows(fixed, Edits())
-    return verify(
-        original,
-        fixed,
-        _with_values(inputs, run.model),
-        loss=None if path else run.loss,
+def _compared(like: Likeness) -> Verification:
+    run = like.run
+    original = copied(run.model, "cpu").double()
+    _fill(original, run.model)
+    fixed = _changed(run, original, like.changes)
+    inputs = with_values(run.inputs, run.model)
+    trial = Trial(
+        inputs,
+        run.loss,
+        same_random_numbers=all(change.same_random_numbers for change in like.changes),
         train=run.options.train,
-        # Equal gradients of the same parameters make equal steps.
-        steps=3 if sum(p.numel() for p in original.parameters()) <= STEPPED_PARAMETERS else 0,
-        same_random_numbers=candidate.same_random_numbers,
-        scope=path or "whole model",
     )
+    trial = replace(trial, parts=_parts(trial, original, like.changes))
+    parameters = sum(p.numel() for p in original.parameters()) if like.is_small else float("inf")
+    differences: list[Difference] = []
+    count, worst = 0, 0.0
+    for scenario in SCENARIOS:
+        if parameters > scenario.most or (scenario.training and not trial.train):
+            continue
+        how, dtype = _how(scenario, trial, run)
+        errors = compared(scenario, how, original, fixed, must_run=scenario in SCENARIOS[:2])
+        count += len(errors)
+        differences += [each for each in errors if not each.error <= TOLERANCES[dtype]]
+        if dtype == torch.float64:
+            worst = max([worst, *(each.error for each in errors)])
+        if differences:
+            break
+    found = judged((), like.scope, torch.float64, "cpu")
+    return replace(found, compared=count, worst=worst, differences=tuple(differences))
 
 
-def _real_scope(run: Run, path: str) -> tuple[Run, nn.Module]:
-    """The run on ``meta`` but for the module at ``path``, which is in fp64 on the CPU; and that module."""
-    trial = run.on_meta()
-    scope = copied(run.model.get_submodule(path), "cpu").double()
-    if path:
-        trial.model.set_submodule(path, scope)
-    else:
-        trial.model = scope
-    return trial, scope
+def _how(scenario: Scenario, trial: Trial, run: Run) -> tuple[Trial, torch.dtype]:
+    """How a scenario is run, and the type that its results are as exact as."""
+    if not scenario.working:
+        return trial, torch.float64
+    amp = run.options.autocast
+    own = next((p.dtype for p in run.model.parameters() if p.is_floating_point()), torch.float32)
+    result = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp, own)
+    return replace(trial, dtype=own, amp=amp), result
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _changed(run: Run, original: nn.Module, changes: Sequence[ChangeSet]) -> nn.Module:
+    """A changed copy of a model on the CPU."""
+    trial = replace(run, model=copied(original, "cpu"), live_optimizer=None)
+    for change in changes:
+        change.apply(trial)
+    return trial.model
+
+
+def _parts(trial: Trial, model: nn.Module, changes: Sequence[ChangeSet]) -> dict[str, tuple[Any, Any]]:
+    """Changed modules and all that they are parts of, with the arguments of their first calls; of those that
+    look alike the first."""
+    paths: dict[str, None] = {}
+    for change in changes:
+        for path in change.modules:
+            while path:
+                paths[path] = None
+                path = path.rpartition(".")[0]
+    modules = dict(model.named_modules())
+    distinct = {repr(modules[path]): path for path in reversed(paths) if path in modules}
+    arguments: dict[str, tuple[Any, Any]] = {}
+
+    def record(module: nn.Module, args: Any, kwargs: Any, path: str) -> None:
+        if path not in arguments:
+            arguments[path] = trial.fresh((args, kwargs))  # before the module changes them
+
+    handles = [
+        modules[path].register_forward_pre_hook(partial(record, path=path), with_kwargs=True)
+        for path in [*distinct.values()][:_MOST_PARTS]
+    ]
+    mode = model.training
+    try:
+        with trial.running(), torch.no_grad():
+            trial.called(model.eval(), trial.fresh())
+    finally:
+        model.train(mode)
+        for handle in handles:
+            handle.remove()
+    return arguments
 
 
 @torch.no_grad()
 def _fill(module: nn.Module, source: nn.Module) -> None:
     """Random values where ``source`` has none or one."""
-    known = dict(_state(source))
+    known = {**dict(source.named_parameters()), **dict(source.named_buffers())}
     for name, tensor in module.named_parameters():
         if known[name].is_meta or (tensor == tensor.flatten()[:1]).all():
             if tensor.dim() > 1:
@@ -192,62 +179,7 @@ def _fill(module: nn.Module, source: nn.Module) -> None:
             buffer.uniform_(0.5, 1.5)
 
 
-# ---- few inputs --------------------------------------------------------------------------------
-
-
-def _small_inputs(run: Run, scopes: tuple[str, ...]) -> tuple[Any, Step, Arguments]:
-    """The smallest inputs the model accepts; the inference call with them; each scope's arguments."""
-    for sizes in _SIZES:
-        trial = run.on_meta()
-        trial.change(train=False, compile=False)
-        trial.inputs = _shrunken(run.inputs, sizes)
-        arguments: Arguments = {}
-        for path in scopes:
-            module = trial.model.get_submodule(path)
-            module.register_forward_pre_hook(_recording(arguments, path), with_kwargs=True)
-        try:
-            return trial.inputs, trial.capture(), arguments
-        except CaptureError as error:
-            failure = error
-    raise RefusedError(f"the model does not run on a copy ({failure.what})")
-
-
-def _recording(arguments: Arguments, path: str) -> Callable[[nn.Module, Any, Any], None]:
-    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path not in arguments:
-            found = inspect.signature(module.forward).bind(*args, **kwargs).arguments if kwargs else args
-            arguments[path] = tree_map(_as_it_is, found)
-
-    return record
-
-
-def _as_it_is(leaf: Any) -> Any:
-    """An argument before the module changes it (a cache of keys and values)."""
-    return leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
-
-
-def _shrunken(inputs: Any, sizes: Mapping[str, int]) -> Any:
-    """The beginning of the inputs: fewer samples, tokens, frames or pixels, as far as ``sizes`` says."""
-    first = next((t for t in tensors(inputs) if t.dim()), None)
-    length = next((t.shape[1] for t in tensors(inputs) if t.dim() >= 2 and not t.is_floating_point()), 0)
-
-    def kind(tensor: torch.Tensor, axis: int) -> str:
-        if axis == 0 and first is not None and tensor.shape[0] == first.shape[0]:
-            return "batch"
-        if tensor.dim() >= 4 and tensor.is_floating_point():
-            return "pixels" if axis >= 2 else ""
-        if tensor.dim() == 3 and tensor.is_floating_point():
-            return "frames" if axis == 1 else ""
-        return "tokens" if tensor.shape[axis] == length else ""
-
-    def shrunken(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        for axis, size in enumerate(leaf.shape):
-            leaf = leaf.narrow(axis, 0, min(size, sizes.get(kind(leaf, axis), size)))
-        return leaf.contiguous()
-
-    return tree_map(shrunken, inputs)
+# ---- values ------------------------------------------------------------------------------------
 
 
 def _is_mask(leaf: torch.Tensor) -> bool:
@@ -266,7 +198,7 @@ def _comparable(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.cpu() * min(_COMPARED_INPUT / largest, 1.0)
 
 
-def _with_values(inputs: Any, model: nn.Module) -> Any:
+def with_values(inputs: Any, model: nn.Module) -> Any:
     """The inputs on the CPU; random where they have no values or one, indices within every table."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     most = min(tables, default=2)

@@ -13,6 +13,7 @@ from torch import nn
 from tilefit.capture.copies import copied, on_device
 from tilefit.capture.run import capture
 from tilefit.ops import Step
+from tilefit.ops.scaling import scale_batch
 from tilefit.options import StepOptions
 
 
@@ -27,6 +28,8 @@ class Run:
         cuda_graph: The model's kernels are replayed from CUDA graphs, not launched one by one.
         loss: Makes the loss of the model's output.
         live_optimizer: The user's optimizer, if there is one.
+        samples: Of the step that is captured, over those of the inputs. Where real data is needed, a step on
+            few samples is captured and scaled.
     """
 
     model: nn.Module
@@ -35,14 +38,17 @@ class Run:
     cuda_graph: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
     live_optimizer: torch.optim.Optimizer | None = None
+    samples: float = 1.0
 
     def capture(self) -> Step:
-        """The step it executes, on shapes alone.
+        """The step it executes, on shapes alone unless its options say otherwise.
 
         Raises:
             CaptureError: the step cannot be captured.
         """
         step = capture(self.model, self.inputs, options=self.options, loss=self.loss)
+        if self.samples != 1.0:
+            step = scale_batch(step, self.samples)
         return replace(step, settings=replace(step.settings, cuda_graph=self.cuda_graph))
 
     def change(self, **options: Any) -> Callable[[], None]:
@@ -75,7 +81,6 @@ class Run:
                 module.training = mode
 
     def on_meta(self) -> Run:
-        """A copy without weights, to try a fix on."""
-        return replace(
-            self, model=copied(self.model, "meta"), inputs=on_device(self.inputs, "meta"), live_optimizer=None
-        )
+        """A copy without weights, to try a fix on; inputs of a capture on the CPU keep their values."""
+        inputs = self.inputs if self.options.on_cpu else on_device(self.inputs, "meta")
+        return replace(self, model=copied(self.model, "meta"), inputs=inputs, live_optimizer=None)

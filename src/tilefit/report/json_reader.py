@@ -17,7 +17,7 @@ from tilefit.errors import UsageError
 from tilefit.ops import PHASES
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, OpRow, Report, StepSummary
 from tilefit.report.watched import Watched
-from tilefit.rules.finding import ADVICE, ERROR, NOTE, SAFE, UNSAFE, WARNING, Alarm, Finding
+from tilefit.rules.finding import ADVICE, ERROR, NOTE, SAFE, THROUGHPUT, UNSAFE, WARNING, Alarm, Finding
 from tilefit.version import __version__
 
 #: Fields that a file may lack although every report has them: operations once were written only on request.
@@ -25,7 +25,7 @@ ABSENT: dict[tuple[type, str], Any] = {(Report, "ops"): ()}
 #: Fields that hold one of a few words.
 WORDS: dict[tuple[type, str], tuple[str, ...]] = {
     (Finding, "severity"): (ERROR, WARNING, NOTE),
-    (Finding, "safety"): (SAFE, UNSAFE, ADVICE),
+    (Finding, "safety"): (SAFE, UNSAFE, ADVICE, THROUGHPUT),
     (Alarm, "severity"): (ERROR, WARNING, NOTE),
     (OpRow, "phase"): PHASES,
     (StepSummary, "provenance"): (DATASHEET, ESTIMATED, MEASURED, ""),

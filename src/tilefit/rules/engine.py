@@ -15,7 +15,7 @@ from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.options import Selection, SelectionKeywords, taken
 from tilefit.rules.base import Change, Context, Proposal
-from tilefit.rules.finding import ERROR, NOTE, SAFE, WARNING, Finding
+from tilefit.rules.finding import ERROR, NOTE, SAFE, THROUGHPUT, WARNING, Finding
 from tilefit.rules.registry import select as select_rules
 
 #: Smallest gain worth a finding, as a share of the step.
@@ -48,7 +48,8 @@ def run(
 
 
 def find(context: Context, selection: Selection) -> list[Found]:
-    """What is worth changing in a step on a GPU, best first; errors before everything.
+    """What is worth changing in a step on a GPU, best first; errors before everything, and throughput, which
+    makes no step shorter, behind everything.
 
     Every proposal is priced by estimating the whole step again with the change made, its costs (padded
     arithmetic, copies, larger activations) included.
@@ -75,7 +76,13 @@ def find(context: Context, selection: Selection) -> list[Found]:
                 found.append(Found(finding, proposal.change))
     return sorted(
         found,
-        key=lambda f: (f.finding.severity != ERROR, -f.finding.gain_s, f.finding.code, f.finding.module),
+        key=lambda f: (
+            f.finding.severity != ERROR,
+            f.finding.safety == THROUGHPUT,
+            -f.finding.gain_s,
+            f.finding.code,
+            f.finding.module,
+        ),
     )
 
 
@@ -137,7 +144,7 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
         source=proposal.place.source,
         message=proposal.message,
         fix=proposal.fix,
-        safety=proposal.safety,
+        safety=THROUGHPUT if proposal.change and proposal.change.work_ratio != 1.0 else proposal.safety,
         gain_s=gain_s,
         gain_low_s=low_s,
         gain_high_s=high_s,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 SAFE = "safe"
 UNSAFE = "unsafe"
 ADVICE = "advice"
+#: More work in a step, and less time for each piece of it: no step becomes shorter.
+THROUGHPUT = "throughput"
 
 ERROR = "error"
 WARNING = "warning"
@@ -24,7 +26,8 @@ class Finding:
             (``transformer.h.*.mlp.c_fc``) and the first one's line.
         message: What is wrong, one sentence.
         fix: What to do, one sentence.
-        safety: ``safe`` (same function), ``unsafe`` (may change training) or ``advice``.
+        safety: ``safe`` (same function), ``unsafe`` (may change training), ``advice``, or ``throughput`` (a
+            step of more work, such as a larger batch; the gain is for the work of this one).
         gain_s: Predicted saving per step; ``gain_low_s`` and ``gain_high_s`` bound it.
         gain_fraction: The saving as a share of the step.
         arithmetic: The figures behind it, a line each.

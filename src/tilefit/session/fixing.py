@@ -23,13 +23,14 @@ from tilefit.options import Selection, StepOptions, TargetOptions
 
 if TYPE_CHECKING:
     from tilefit.fixes import Plan
+    from tilefit.fixes.answers import Answer
     from tilefit.fixes.outcome import Outcome
     from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Program
     from tilefit.report import Report
 
-#: Says what is going on while a block runs.
-Stage = Callable[[str], AbstractContextManager[None]]
+#: Says what is going on while a block runs, and gives it what says more of it.
+Stage = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class FixSession:
         UsageError: a name of the selection fits no fix and no rule.
     """
 
-    def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext()) -> None:
+    def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext(lambda _: None)) -> None:
         require_readable(request.target)
         self.request = request
         self._stage = stage
@@ -138,16 +139,10 @@ class FixSession:
     @cached_property
     def _selection(self) -> Selection:
         """The rules behind the selected fixes."""
-        from tilefit.fixes.planner import MIN_GAIN
         from tilefit.fixes.registry import codes_of
 
         wanted = self.request.selection
-        return replace(
-            wanted,
-            select=codes_of(wanted.select),
-            ignore=codes_of(wanted.ignore),
-            min_gain=MIN_GAIN if wanted.min_gain is None else wanted.min_gain,
-        )
+        return replace(wanted, select=codes_of(wanted.select), ignore=codes_of(wanted.ignore))
 
     @property
     def report(self) -> Report:
@@ -179,7 +174,7 @@ class FixSession:
         if request.measure:
             model = model.to("cuda")
             inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
-        with self._stage("Choosing fixes"):
+        with self._stage("Choosing fixes") as say:
             return make_plan(
                 Run(model, inputs, options, loss=loaded.loss),
                 request.gpu,
@@ -187,21 +182,25 @@ class FixSession:
                 level=request.level,
                 verify=request.verify,
                 measure=request.measure,
+                say=say,
             )
 
     @cached_property
     def patches(self) -> Patches:
         """What can be written into the user's files."""
+        from tilefit.fixes.planner import MIN_GAIN
         from tilefit.fixes.source.patches import Patches, propose
 
-        request = self.request
+        request, selection = self.request, self._selection
+        if selection.min_gain is None:
+            selection = replace(selection, min_gain=MIN_GAIN)
         if not has_source(request.target):
             return Patches()
         before = self.assessment
         with self._stage("Trying changes of your files"):
             return propose(
                 before.context,
-                lambda context: [each.finding for each in rules.find(context, self._selection)],
+                lambda context: [each.finding for each in rules.find(context, selection)],
                 self.program,
                 self.options,
                 request.levels,
@@ -209,20 +208,17 @@ class FixSession:
             )
 
     @cached_property
-    def others(self) -> Sequence[str]:
-        """Codes of the findings that remain, and that no fix answers."""
-        from tilefit.fixes.registry import all_fixes
-        from tilefit.fixes.source.patches import source_fixes
+    def answers(self) -> Sequence[Answer]:
+        """What becomes of each finding."""
+        from tilefit.fixes.answers import answers
 
-        plan = self.plan
-        if plan is None:
-            return self.patches.others
-        named = {each.name for each in plan.refused}
-        elsewhere = [fix for fix in all_fixes() if fix.level not in self.request.levels or fix.name in named]
-        answered = {*source_fixes(), *(code for fix in elsewhere for code in fix.rules)}
-        after = self.assessed(plan.run.on_meta().capture())
-        codes = dict.fromkeys(finding.code for finding in after.findings)
-        return [code for code in codes if code not in answered]
+        plan, patches = self.plan, self.patches
+        if plan is None or plan.step is None:
+            remaining = {*patches.others, *(each.code for each in patches.by_hand)}
+        else:
+            after = Assessment(plan.step, self.request.gpu, self._selection)
+            remaining = {finding.code for finding in after.findings}
+        return answers(self.assessment.findings, remaining, plan, patches, self.request.levels)
 
     @property
     def fuses(self) -> bool:
@@ -240,7 +236,7 @@ class FixSession:
             plan=plan,
             patches=patches,
             call=self.call,
-            others=self.others,
+            answers=self.answers,
             fuses=self.fuses,
             place=self.program.built_at,
             source_wanted=source_wanted,

@@ -18,7 +18,7 @@ def test_one_token_at_a_time_reads_weights() -> None:
         for entry, estimate in zip(step.ops, estimate_step(step, "h200").ops, strict=True)
         if entry.op.kind == "gemm"
     )
-    assert finding.safety == "advice"
+    assert finding.safety == "throughput"
     assert "on 4 rows, most of it to read weights" in finding.message
     assert "8 samples at once instead of 1" in finding.fix
     # What is gained is the layers' own time, with the launches that go with them.

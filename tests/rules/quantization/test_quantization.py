@@ -29,7 +29,7 @@ def test_a_batch_just_above_whole_waves_names_a_smaller_one(a100: Gpu) -> None:
     for batch in range(9, 33):
         for finding in run(mlp(64 * batch, 8192, 8192, batch), a100, select=["QNT002"]):
             advised[batch] = int(finding.fix.split("batch of ")[1].split()[0])
-            assert finding.safety == "unsafe"
+            assert finding.safety == "throughput"
     assert advised
     for batch, better in advised.items():
         assert better < batch

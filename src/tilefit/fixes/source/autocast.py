@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, SourceFix, refuse_where_mentioned, torch_name
+from tilefit.fixes.source.change import Change, refuse_where_mentioned, torch_name, writes
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loop import model_call
 from tilefit.fixes.source.program import Program
@@ -15,31 +15,27 @@ from tilefit.rules.base import Context
 from tilefit.rules.finding import UNSAFE
 
 
-class Autocast(SourceFix):
+@writes("mixed-precision", UNSAFE)
+def write_autocast(finding: Finding, context: Context, program: Program) -> Change:
     """``with torch.autocast("cuda", dtype=torch.bfloat16):`` around the statements from the model's call to
     the one before ``backward``."""
-
-    code = "PRC002"
-    level = UNSAFE
-
-    def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        if not context.gpu.supports("bf16"):
-            raise RefusedError("fp16 needs a GradScaler in the training loop")
-        syntax, call, runs = model_call(program)
-        program.require_own(syntax)
-        if not runs:
-            refuse_where_mentioned(program, ("autocast",), "--amp bf16")
-        statements = _statements(syntax, call)
-        torch, imports = torch_name(syntax)
-        line = syntax.line(statements[0])
-        header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'
-        return Change(
-            {syntax: (*imports, *_within(syntax, header, statements))},
-            line,
-            header,
-            "products run in bf16: the same training but for rounding",
-            {} if runs else {"amp": "bf16"},
-        )
+    if not context.gpu.supports("bf16"):
+        raise RefusedError("fp16 needs a GradScaler in the training loop")
+    syntax, call, runs = model_call(program)
+    program.require_own(syntax)
+    if not runs:
+        refuse_where_mentioned(program, ("autocast",), "--amp bf16")
+    statements = _statements(syntax, call)
+    torch, imports = torch_name(syntax)
+    line = syntax.line(statements[0])
+    header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'
+    return Change(
+        {syntax: (*imports, *_within(syntax, header, statements))},
+        line,
+        header,
+        "products run in bf16: the same training but for rounding",
+        {} if runs else {"amp": "bf16"},
+    )
 
 
 def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, NamedTuple, TypeVar
 
 import libcst as cst
 
@@ -41,21 +40,33 @@ class Change:
         return f"{next(iter(self.edits)).file.name}:{self.line}"
 
 
-class SourceFix(ABC):
-    """Answers a finding by changing the user's files."""
+class Writer(NamedTuple):
+    """What a fix writes into the user's files.
 
-    #: The rule it answers.
-    code: ClassVar[str]
-    #: ``safe`` or ``unsafe``.
-    level: ClassVar[str]
+    Attributes:
+        level: ``safe`` or ``unsafe``; a size that the model declares is another thing than a padded product.
+        write: ``(finding, context, program)`` to the change; raises ``RefusedError`` where it is not clear
+            what to write.
+    """
 
-    @abstractmethod
-    def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        """The change.
+    level: str
+    write: Callable[[Finding, Context, Program], Change]
 
-        Raises:
-            RefusedError: there is no place where it is clear what to write; says why.
-        """
+
+#: By the name of the fix.
+WRITERS: dict[str, Writer] = {}
+
+_Write = TypeVar("_Write", bound=Callable[..., Change])
+
+
+def writes(fix: str, level: str) -> Callable[[_Write], _Write]:
+    """Enters a function as what a fix writes."""
+
+    def entered(write: _Write) -> _Write:
+        WRITERS[fix] = Writer(level, write)
+        return write
+
+    return entered
 
 
 def torch_name(syntax: Syntax) -> tuple[str, tuple[Edit, ...]]:

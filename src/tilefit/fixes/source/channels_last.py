@@ -6,7 +6,7 @@ import libcst as cst
 from torch import nn
 
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, SourceFix, refuse_where_mentioned, torch_name
+from tilefit.fixes.source.change import Change, refuse_where_mentioned, torch_name, writes
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loop import class_names
 from tilefit.fixes.source.program import Program, users_call
@@ -17,37 +17,33 @@ from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE
 
 
-class ChannelsLast(SourceFix):
+@writes("channels-last", SAFE)
+def write_channels_last(finding: Finding, context: Context, program: Program) -> Change:
     """``UNet()``: ``UNet().to(memory_format=torch.channels_last)``.
 
     The first convolution converts images that come in the other format.
     """
-
-    code = "LAY001"
-    level = SAFE
-
-    def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        refuse_where_mentioned(program, ("channels_last", "channels_last_3d"), "--channels-last")
-        edits: dict[Syntax, tuple[Edit, ...]] = {}
-        line = 0
-        for model in program.models.values():
-            ranks = {p.dim() for p in model.parameters() if p.dim() > 3}
-            if not ranks:
-                continue
-            if len(ranks) > 1:
-                raise RefusedError("the model has convolutions in two and in three dimensions")
-            last = "channels_last" if ranks == {4} else "channels_last_3d"
-            for syntax, call in _makers(program, model):
-                program.require_own(syntax)
-                torch, imports = torch_name(syntax)
-                stop = syntax.stop(call)
-                converted = Edit(stop, stop, f".to(memory_format={torch}.{last})")
-                own = edits.get(syntax, ())
-                edits[syntax] = (*own, *(() if own else imports), converted)
-                line = line or syntax.line(call)
-        if not edits:
-            raise RefusedError("its convolutions are not modules of the program")
-        return Change(edits, line, next(reversed(next(iter(edits.values())))).text)
+    refuse_where_mentioned(program, ("channels_last", "channels_last_3d"), "--channels-last")
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    line = 0
+    for model in program.models.values():
+        ranks = {p.dim() for p in model.parameters() if p.dim() > 3}
+        if not ranks:
+            continue
+        if len(ranks) > 1:
+            raise RefusedError("the model has convolutions in two and in three dimensions")
+        last = "channels_last" if ranks == {4} else "channels_last_3d"
+        for syntax, call in _makers(program, model):
+            program.require_own(syntax)
+            torch, imports = torch_name(syntax)
+            stop = syntax.stop(call)
+            converted = Edit(stop, stop, f".to(memory_format={torch}.{last})")
+            own = edits.get(syntax, ())
+            edits[syntax] = (*own, *(() if own else imports), converted)
+            line = line or syntax.line(call)
+    if not edits:
+        raise RefusedError("its convolutions are not modules of the program")
+    return Change(edits, line, next(reversed(next(iter(edits.values())))).text)
 
 
 def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:

@@ -8,7 +8,7 @@ import libcst as cst
 
 from tilefit.capture.optimizer import OPTIMIZERS
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, SourceFix, keyword, lines, with_argument
+from tilefit.fixes.source.change import Change, keyword, lines, with_argument, writes
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Program
 from tilefit.fixes.source.syntax import Syntax
@@ -21,32 +21,28 @@ from tilefit.rules.finding import SAFE
 _FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
 
 
-class FusedOptimizer(SourceFix):
+@writes("fuse-optimizer", SAFE)
+def write_fused(finding: Finding, context: Context, program: Program) -> Change:
     """``AdamW(model.parameters(), lr=1e-4)``: with ``fused=True``."""
-
-    code = "NTC003"
-    level = SAFE
-
-    def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        calls, run = _constructors(program)
-        edits: dict[Syntax, tuple[Edit, ...]] = {}
-        line = 0
-        for syntax, call in calls:
-            program.require_own(syntax)
-            fused, foreach = keyword(call, "fused"), keyword(call, "foreach")
-            if foreach is not None:
-                raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
-            if fused is None:
-                edit = with_argument(syntax, call, "fused=True")
-            elif syntax.code(fused.value) == "True":
-                continue
-            else:
-                edit = syntax.replaced(fused.value, "True")
-            line = line if edits else syntax.line(call)
-            edits[syntax] = (*edits.get(syntax, ()), edit)
-        if not edits:
-            raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
-        return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
+    calls, run = _constructors(program)
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    line = 0
+    for syntax, call in calls:
+        program.require_own(syntax)
+        fused, foreach = keyword(call, "fused"), keyword(call, "foreach")
+        if foreach is not None:
+            raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
+        if fused is None:
+            edit = with_argument(syntax, call, "fused=True")
+        elif syntax.code(fused.value) == "True":
+            continue
+        else:
+            edit = syntax.replaced(fused.value, "True")
+        line = line if edits else syntax.line(call)
+        edits[syntax] = (*edits.get(syntax, ()), edit)
+    if not edits:
+        raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
+    return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
 
 
 def optimizer_of(program: Program) -> dict[str, Any]:

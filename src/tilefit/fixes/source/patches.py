@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 
 from tilefit.capture.child import captures_in_child
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, SourceFix
+from tilefit.fixes.registry import all_fixes
+from tilefit.fixes.source.change import WRITERS, Change, Writer
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Program
 from tilefit.options import TargetOptions
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
-from tilefit.rules.registry import discover
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,12 @@ class Patches:
 
 
 @cache
-def source_fixes() -> dict[str, SourceFix]:
-    """Every source fix by the rule it answers."""
-    found = discover(SourceFix, __name__.rpartition(".")[0])  # type: ignore[type-abstract]
-    return {fix.code: fix for fix in found}
+def writers() -> dict[str, Writer]:
+    """What fixes write, by the rules they answer."""
+    folder = Path(__file__).parent
+    for info in pkgutil.iter_modules([str(folder)], f"{__package__}."):
+        import_module(info.name)
+    return {code: WRITERS[fix.name] for fix in all_fixes() if fix.name in WRITERS for code in fix.rules}
 
 
 def propose(
@@ -135,27 +140,27 @@ def propose(
         levels: Patches of other levels are left to the user.
         timeout_s: How long one capture may take.
     """
-    fixes = source_fixes()
+    known = writers()
     made: dict[tuple[str, str], Patch] = {}
     while True:
         changes: list[tuple[Finding, Change]] = []
         by_hand: list[ByHand] = []
         others: dict[str, None] = {}
         for finding in find(context):
-            if finding.code not in fixes:
+            if finding.code not in known:
                 others[finding.code] = None
                 continue
-            fix = fixes[finding.code]
+            writer = known[finding.code]
             try:
-                change = fix.change(finding, context, program)
+                change = writer.write(finding, context, program)
                 _texts([change])
             except RefusedError as refused:
                 by_hand.append(_by_hand(finding, refused.what))
                 continue
             key = finding.code, change.summary
-            if fix.level not in levels:
-                reason = f"{change.summary} in {change.where} is {fix.level}: --level {fix.level}"
-                by_hand.append(_by_hand(finding, reason, fix.level))
+            if writer.level not in levels:
+                reason = f"{change.summary} in {change.where} is {writer.level}: --level {writer.level}"
+                by_hand.append(_by_hand(finding, reason, writer.level))
             elif key not in made:  # nor what was left out: on top of other changes it may be worth it
                 changes.append((finding, change))
         count = len(made)
@@ -166,7 +171,7 @@ def propose(
                 by_hand.append(_by_hand(finding, outcome))
                 continue
             gain_s = context.estimate.time_s - outcome.estimate.time_s
-            level = fixes[finding.code].level
+            level = known[finding.code].level
             made[key] = Patch(finding.code, level, change.where, change.summary, change.note, gain_s, change)
             context = outcome
         if len(made) == count:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import libcst as cst
 from torch import nn
 
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, SourceFix
+from tilefit.fixes.source.change import Change, writes
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.syntax import Syntax
@@ -22,76 +21,76 @@ from tilefit.rules.finding import UNSAFE
 from tilefit.rules.sites import pattern
 
 
-class LinearFeatures(SourceFix):
+@writes("pad-linear", UNSAFE)
+def write_features(finding: Finding, context: Context, program: Program) -> Change:
     """``nn.Linear(768, 1023)``: 1024, in every module that has the size."""
-
-    code = "ALN001"
-    level = UNSAFE
-    #: Whether it is about sizes that count tokens or classes.
-    vocabularies: ClassVar[bool] = False
-
-    def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        group = self._group(finding, context)
-        sizes, _, _ = group.padded(context)
-        fed = {size for size in sizes if any(_has_width(text, size) for text in context.step.inputs)}
-        literals: dict[cst.Integer, tuple[Literal, int]] = {}
-        for old, new in sizes.items():
-            if old not in fed:
-                for literal in self._literals(old, group, program):
-                    literals[literal.node] = (literal, new)
-        if not literals:
-            raise RefusedError(f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
-        edits: dict[Syntax, tuple[Edit, ...]] = {}
-        for literal, new in literals.values():
-            program.require_own(literal.syntax)
-            text = f"{new:_}" if "_" in literal.node.value else str(new)
-            edit = literal.syntax.replaced(literal.node, text)
-            edits[literal.syntax] = (*edits.get(literal.syntax, ()), edit)
-        first = next(iter(literals.values()))[0]
-        changed = dict.fromkeys(f"{literal} -> {new}" for literal, new in literals.values())
-        return Change(
-            edits,
-            first.syntax.line(first.node),
-            ", ".join(changed),
-            "changes the model's declared size and the shapes in its state_dict: checkpoints of the old "
-            "size do not load",
-        )
-
-    def _group(self, finding: Finding, context: Context) -> Group:
-        for group in groups(context.step):
-            layers = [
-                layer
-                for layer in group.layers
-                if not self.vocabularies or layer.out_features == max(group.vocabularies, default=0)
-            ]
-            if bool(group.vocabularies) == self.vocabularies and (
-                pattern(layer.module for layer in layers) == finding.module
-            ):
-                return group
-        raise RefusedError("its layers are not found again")
-
-    def _literals(self, size: int, group: Group, program: Program) -> list[Literal]:
-        """Where the size is written, for every module that has it."""
-        found = []
-        layers = [layer for layer in group.layers if size in (layer.in_features, layer.out_features)]
-        for path in dict.fromkeys(layer.module for layer in layers):
-            module = program.module(path)
-            if module is None:
-                raise RefusedError(f"{path} is not a module of the program")
-            found += _in_constructor(path, module, size, program)
-        for model in program.models.values():
-            for path, module in model.named_modules():
-                own = module.parameters(recurse=False)
-                if not isinstance(module, nn.Linear) and any(size in p.shape for p in own):
-                    found += _in_constructor(path, module, size, program)
-        return found
+    return _padded(finding, context, program, vocabularies=False)
 
 
-class Vocabulary(LinearFeatures):
+@writes("pad-vocabulary", UNSAFE)
+def write_vocabulary(finding: Finding, context: Context, program: Program) -> Change:
     """``vocab_size=50257``: 50304."""
+    return _padded(finding, context, program, vocabularies=True)
 
-    code = "ALN002"
-    vocabularies = True
+
+def _padded(finding: Finding, context: Context, program: Program, *, vocabularies: bool) -> Change:
+    """Sizes that count tokens or classes, or all others."""
+    group = _group(finding, context, vocabularies)
+    sizes, _, _ = group.padded(context)
+    fed = {size for size in sizes if any(_has_width(text, size) for text in context.step.inputs)}
+    literals: dict[cst.Integer, tuple[Literal, int]] = {}
+    for old, new in sizes.items():
+        if old not in fed:
+            for literal in _literals(old, group, program):
+                literals[literal.node] = (literal, new)
+    if not literals:
+        raise RefusedError(f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    for literal, new in literals.values():
+        program.require_own(literal.syntax)
+        text = f"{new:_}" if "_" in literal.node.value else str(new)
+        edit = literal.syntax.replaced(literal.node, text)
+        edits[literal.syntax] = (*edits.get(literal.syntax, ()), edit)
+    first = next(iter(literals.values()))[0]
+    changed = dict.fromkeys(f"{literal} -> {new}" for literal, new in literals.values())
+    return Change(
+        edits,
+        first.syntax.line(first.node),
+        ", ".join(changed),
+        "changes the model's declared size and the shapes in its state_dict: checkpoints of the old "
+        "size do not load",
+    )
+
+
+def _group(finding: Finding, context: Context, vocabularies: bool) -> Group:
+    for group in groups(context.step):
+        layers = [
+            layer
+            for layer in group.layers
+            if not vocabularies or layer.out_features == max(group.vocabularies, default=0)
+        ]
+        if bool(group.vocabularies) == vocabularies and (
+            pattern(layer.module for layer in layers) == finding.module
+        ):
+            return group
+    raise RefusedError("its layers are not found again")
+
+
+def _literals(size: int, group: Group, program: Program) -> list[Literal]:
+    """Where the size is written, for every module that has it."""
+    found = []
+    layers = [layer for layer in group.layers if size in (layer.in_features, layer.out_features)]
+    for path in dict.fromkeys(layer.module for layer in layers):
+        module = program.module(path)
+        if module is None:
+            raise RefusedError(f"{path} is not a module of the program")
+        found += _in_constructor(path, module, size, program)
+    for model in program.models.values():
+        for path, module in model.named_modules():
+            own = module.parameters(recurse=False)
+            if not isinstance(module, nn.Linear) and any(size in p.shape for p in own):
+                found += _in_constructor(path, module, size, program)
+    return found
 
 
 def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -> list[Literal]:

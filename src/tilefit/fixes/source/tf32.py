@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, SourceFix, refuse_where_mentioned, torch_name
+from tilefit.fixes.source.change import Change, refuse_where_mentioned, torch_name, writes
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Program
 from tilefit.fixes.source.syntax import Syntax
@@ -14,26 +14,22 @@ from tilefit.rules.base import Context
 from tilefit.rules.finding import UNSAFE
 
 
-class Tf32(SourceFix):
+@writes("tf32", UNSAFE)
+def write_tf32(finding: Finding, context: Context, program: Program) -> Change:
     """``torch.set_float32_matmul_precision("high")`` behind the imports."""
-
-    code = "PRC001"
-    level = UNSAFE
-
-    def change(self, finding: Finding, context: Context, program: Program) -> Change:
-        syntax = program.syntax(program.main)
-        program.require_own(syntax)
-        refuse_where_mentioned(
-            program, ("set_float32_matmul_precision", "allow_tf32", "fp32_precision"), "--tf32"
-        )
-        torch, imports = torch_name(syntax)
-        statement = f'{torch}.set_float32_matmul_precision("high")'
-        return Change(
-            {syntax: (*imports, behind_imports(syntax, statement))},
-            1,
-            statement,
-            "fp32 products round their factors to 10 bits of mantissa",
-        )
+    syntax = program.syntax(program.main)
+    program.require_own(syntax)
+    refuse_where_mentioned(
+        program, ("set_float32_matmul_precision", "allow_tf32", "fp32_precision"), "--tf32"
+    )
+    torch, imports = torch_name(syntax)
+    statement = f'{torch}.set_float32_matmul_precision("high")'
+    return Change(
+        {syntax: (*imports, behind_imports(syntax, statement))},
+        1,
+        statement,
+        "fp32 products round their factors to 10 bits of mantissa",
+    )
 
 
 def behind_imports(syntax: Syntax, statement: str) -> Edit:

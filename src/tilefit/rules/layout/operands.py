@@ -9,7 +9,7 @@ from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.rules.alignment.padding import gemm_command
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
-from tilefit.rules.finding import SAFE
+from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import Linear, linears
 from tilefit.units import seconds
 
@@ -81,7 +81,7 @@ class OperandLayout(Rule):
                     f"({layout}) than {other} ({_TWINS[layout]})"
                 ),
                 fix=f"Store the weight {other} (transpose it once, when it is loaded).",
-                safety=SAFE,
+                safety=ADVICE,
                 change=Change(turned),
                 arithmetic=(
                     f"{len(indices)} products: {seconds(before_s)} -> {seconds(after_s)}",

@@ -1,0 +1,47 @@
+"""Taking every fix off a model, whoever has its plan."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from tilefit.fixes.behaviour import Changed
+from tilefit.fixes.fused_loss import CompiledLoss
+from tilefit.nn import convert
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def strip(model: _Model) -> _Model:
+    """Take every fix off a model, in place, also off a deep copy or what was saved and loaded; return it.
+
+    For what cannot be done with a changed model (``docs/fix.md`` names it), and for saving one that is to
+    be loaded where tilefit is not installed. Where a plan is at hand, :meth:`Plan.undo` also takes back what
+    belongs to the optimizer and to the program (``cudnn.benchmark``, TF32).
+
+    Modules compute what their classes say, the layers of :mod:`tilefit.nn` are those of ``torch.nn``, losses
+    and whatever was compiled in place are not, and filters are contiguous, as PyTorch makes them. Parameters
+    stay the same objects with the same values.
+    """
+    convert(model, back=True)
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        while forward is not None:  # somebody may have put something of theirs around ours
+            if isinstance(forward, Changed):
+                forward.behaviours = ()
+                if vars(module).get("forward") is forward:
+                    del module.forward
+                break
+            forward = getattr(forward, "__wrapped__", None)
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = None
+        for name, value in list(vars(module).items()):
+            if isinstance(value, CompiledLoss):
+                setattr(module, name, value.loss)
+        if isinstance(module, _ConvNd) and isinstance(module._parameters.get("weight"), nn.Parameter):
+            with torch.no_grad():
+                module.weight.data = module.weight.data.contiguous()
+    return model
