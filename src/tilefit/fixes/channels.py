@@ -15,6 +15,7 @@ from tilefit.fixes.convolution import CONVOLUTIONS, Convolution, Cropped, WideNo
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.interior import Interior
+from tilefit.fixes.padding import COMPARED_S, LAYER_S
 from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
@@ -198,7 +199,9 @@ def _candidate(
     roots = {padding.root for padding in new}
     if new:
         together = tuple(padding for padding in wanted if padding.root in roots)
-        yield PaddedChannels(tuple(padding.path for padding in new), tuple(chosen.items()), together)
+        host_s = LAYER_S * len(new) + COMPARED_S * sum(1 for _ in model.modules())
+        paths = tuple(padding.path for padding in new)
+        yield PaddedChannels(paths, tuple(chosen.items()), together, host_s=host_s)
 
 
 def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:

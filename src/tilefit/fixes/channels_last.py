@@ -13,6 +13,7 @@ from tilefit.fixes.behaviour import Behaviour, Changed, behaviours, is_replaced
 from tilefit.fixes.convolution import CONVOLUTIONS, ContiguousOutside, Convolution, ImagesInNHWC
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.padding import REGION_S
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import submodule
 from tilefit.rules.layout.channels_last import channels_last
@@ -85,4 +86,4 @@ class ChannelsLast(Fix):
             else:
                 found[path] = None
         if found:
-            yield InChannelsLast(tuple(found))
+            yield InChannelsLast(tuple(found), host_s=REGION_S * len(found))

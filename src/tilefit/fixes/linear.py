@@ -16,7 +16,7 @@ from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.interior import Interior
-from tilefit.fixes.padding import Places, crop, is_transformed, product_dtype, widen
+from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, is_transformed, product_dtype, widen
 from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
 from tilefit.fixes.swap import require_plain, submodule
@@ -205,12 +205,21 @@ def paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
             for path in chain.takers:
                 plain[path] = replace(plain[path], takes=chain.parent)
     if chained:
-        yield Padding(tuple(chained), tuple(plain.pop(path) for path in chained))
+        host_s = _host_s(context, group, chained) + REGION_S * len(chained)
+        yield Padding(tuple(chained), tuple(plain.pop(path) for path in chained), host_s=host_s)
     shapes: dict[tuple[int, int], list[PaddedLayer]] = {}
     for padded in plain.values():
         shapes.setdefault(padded.old, []).append(padded)
     for layers in shapes.values():
-        yield Padding(tuple(layer.path for layer in layers), tuple(layers))
+        paths = tuple(layer.path for layer in layers)
+        yield Padding(paths, tuple(layers), host_s=_host_s(context, group, paths))
+
+
+def _host_s(context: Context, group: Group, paths: Iterable[str]) -> float:
+    """Host time that the layers' Python adds to a step."""
+    calls = {layer.module: len(layer.forward) for layer in group.layers}
+    share = 1.0 if context.run.options.train else 0.6
+    return share * LAYER_S * sum(calls[path] for path in paths)
 
 
 def _computed_weights(context: Context) -> Iterator[Refusal]:
