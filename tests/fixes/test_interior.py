@@ -207,8 +207,8 @@ def _make_narrower(model: Any) -> None:
 
 LATER = [
     _flip_a_flag, _flip_in_a_config, _fill_a_list, _replace_an_activation, _replace_a_layer, _add_a_layer,
-    _watch, _watch_backward, _replace_a_forward, _replace_a_containers_forward, _freeze_a_part, _prune, _parametrise,
-    _make_narrower,
+    _watch, _watch_backward, _replace_a_forward, _replace_a_containers_forward, _freeze_a_part, _prune,
+    _parametrise, _make_narrower,
 ]  # fmt: skip
 
 
