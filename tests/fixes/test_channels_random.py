@@ -164,7 +164,7 @@ def test_padding_keeps_the_function(program: list[Any], sizes: list[int], nhwc: 
     run = Run(fixed)
     if nhwc:
         names = [name for name, m in fixed.named_modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
-        InChannelsLast(tuple(names), tuple(names[:1])).apply(run)
+        InChannelsLast(tuple(names)).apply(run)
     PaddedChannels(tuple(p.path for p in what), tuple(chosen.items()), tuple(what)).apply(run)
     result = tilefit.verify(net, fixed, torch.randn(2, 3, 5, 4, dtype=torch.double), steps=2)
     assert result.ok, result

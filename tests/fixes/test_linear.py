@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tilefit
 from fixing import fixed
 from tilefit.fixes import Plan
-from tilefit.fixes.linear import PaddedLinear
+from tilefit.fixes.behaviour import behaves, behaviours
+from tilefit.fixes.linear import PaddedProduct
 
 pytestmark = pytest.mark.usefixtures("any_size")
 LARGE = torch.empty(8192, 13, device="meta")
@@ -32,8 +34,34 @@ def padded(model: nn.Module, inputs: Any = LARGE) -> nn.Module:
     """A copy of the model with padded layers, planned in fp32 under autocast."""
     dtype = next(model.parameters()).dtype
     changed = fixed(copy.deepcopy(model).float(), inputs, select=["pad-linear"]).model
-    assert any(isinstance(module, PaddedLinear) for module in changed.modules())
+    assert any(behaves(module, PaddedProduct) for module in changed.modules())
     return changed.to(dtype)
+
+
+class _Products(TorchFunctionMode):
+    """Notes the sizes of what linear layers multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            self.sizes.append(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def features_seen(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """(out_features, in_features) of the products of a call."""
+    with _Products() as products:
+        model(x)
+    return products.sizes
+
+
+def is_handed_on(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether some layer is given padded features."""
+    taken = [b for module in model.modules() for b in behaviours(module) if getattr(b, "takes", None)]
+    return any((b.padded in features_seen(model, x)) for b in taken)
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -115,7 +143,7 @@ def test_deep_copies_and_pickles_stay_padded() -> None:
     torch.save(changed, file)
     file.seek(0)
     for other in (copy.deepcopy(changed), torch.load(file, weights_only=False)):
-        assert isinstance(other[0], PaddedLinear)
+        assert behaves(other[0], PaddedProduct)
         assert torch.equal(other(x), changed(x))
 
 
@@ -147,11 +175,11 @@ def test_hooks_see_the_layer_as_it_was() -> None:
 def test_few_rows_run_as_they_did() -> None:
     x = torch.empty(131072, 4095, device="meta")
     layer = tilefit.optimize(nn.Linear(4095, 4095), x, gpu="h200", amp="bf16", select=["ALN"]).model
-    assert isinstance(layer, PaddedLinear)
-    assert 1 < layer.least_rows < 131072
-    few, many = torch.randn(1, 4095), torch.randn(layer.least_rows, 4095)
-    assert layer(few).is_contiguous()
-    assert layer(many).stride(0) == 4096
+    (padding,) = behaviours(layer)
+    assert isinstance(padding, PaddedProduct)
+    assert 1 < padding.least_rows < 131072
+    assert features_seen(layer, torch.randn(1, 4095)) == [(4095, 4095)]
+    assert features_seen(layer, torch.randn(padding.least_rows, 4095)) == [(4096, 4096)]
 
 
 def test_undo_leaves_no_trace() -> None:
@@ -160,7 +188,7 @@ def test_undo_leaves_no_trace() -> None:
     plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", select=["ALN"], min_gain=-1e9)
     assert plan.model is model
     assert plan.fixes
-    assert isinstance(model[0], PaddedLinear)
+    assert behaves(model[0], PaddedProduct)
     plan.undo()
     assert [(type(m), dict(vars(m))) for m in model.modules()] == before
     assert plan.speedup == 1.0
@@ -228,8 +256,8 @@ def hooked() -> nn.Module:
 def test_columns_stay_where_nothing_else_sees_them(build: Callable[[], nn.Module], chained: bool) -> None:
     model = build().double()
     changed = padded(model, torch.empty(8192, 16, device="meta"))
-    assert any(getattr(module, "keeps_padding", False) for module in changed.modules()) == chained
     x = torch.randn(5, 16, dtype=torch.double)
+    assert is_handed_on(changed, x) == chained
     result = tilefit.verify(model, changed, x)
     assert result.ok, result
 
@@ -237,7 +265,7 @@ def test_columns_stay_where_nothing_else_sees_them(build: Callable[[], nn.Module
 def test_columns_that_are_no_zeros_on_the_way_do_no_harm() -> None:
     model = nn.Sequential(nn.Linear(16, 21), nn.Sigmoid(), nn.Softplus(), nn.Linear(21, 16)).double()
     changed = padded(model, torch.empty(8192, 16, device="meta"))
-    assert changed[0].keeps_padding
+    assert is_handed_on(changed, torch.randn(5, 16, dtype=torch.double))
     assert tilefit.verify(model, changed, torch.randn(5, 16, dtype=torch.double)).ok
 
 
@@ -252,7 +280,6 @@ def test_a_layer_that_is_also_called_from_elsewhere_gives_real_columns() -> None
 
     model = Both().double()
     changed = padded(model, torch.empty(8192, 16, device="meta"))
-    assert not changed.mlp[0].keeps_padding
     assert tilefit.verify(model, changed, torch.randn(5, 16, dtype=torch.double)).ok
 
 
@@ -271,7 +298,7 @@ class Adapted(nn.Module):
 def test_an_adapted_layer() -> None:
     model = nn.Sequential(Adapted(), nn.ReLU(), nn.Linear(21, 8))
     changed = padded(model)
-    assert isinstance(changed[0].base_layer, PaddedLinear)
+    assert behaves(changed[0].base_layer, PaddedProduct)
     assert tilefit.verify(model, changed, torch.randn(5, 13)).ok
     assert changed[0].base_layer.weight.grad is None
     with torch.no_grad():  # merged into the layer

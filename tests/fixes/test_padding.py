@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import Parameter
 
-from tilefit.fixes.padding import crop, pad, working_dtype
+from tilefit.fixes.padding import crop, product_dtype, widen, working_dtype
 
 pytestmark = pytest.mark.usefixtures("any_size")
+#: Dimensions that are padded: behind all, and between the elements.
+PLACES = [{0: ((3, 4),), 1: ((5, 8),)}, {1: ((2, 4), (3, 4))}]
 
 
-def test_pad_surrounds_with_zeros() -> None:
-    x = torch.randn(3, 5)
-    padded = pad(x, (4, 8))
-    assert torch.equal(padded[:3, :5], x)
-    assert padded.sum().item() == pytest.approx(x.sum().item())
-    assert torch.equal(crop(padded, (3, 5)), x)
+def wide(x: torch.Tensor, places, dtype: torch.dtype | None = None, nhwc: bool = False) -> torch.Tensor:
+    return widen([(x, places)], dtype or x.dtype, nhwc=nhwc)[0]
 
 
-def test_nothing_to_do_is_no_copy() -> None:
-    x = torch.randn(3, 5)
-    assert pad(x, (3, 5)) is x
-    assert crop(x, (3, 5)) is x
+@pytest.mark.parametrize("gradients", [True, False])
+def test_elements_are_surrounded_with_zeros(gradients: bool) -> None:
+    x = torch.randn(3, 5, requires_grad=gradients)
+    behind, between = (wide(x, places) for places in PLACES)
+    assert torch.equal(behind[:3, :5], x)
+    assert torch.equal(between[:, [0, 1, 4, 5, 6]], x)
+    for each in (behind, between):
+        assert torch.count_nonzero(each) == torch.count_nonzero(x)
+    assert torch.equal(crop(between, 1, PLACES[1][1]), x)
+    assert torch.equal(crop(behind[:3], 1, PLACES[0][1]), x)
 
 
-def test_pad_casts_on_the_way_and_the_gradient_is_cast_back() -> None:
+def test_a_cast_on_the_way_is_taken_back_in_the_gradient() -> None:
     x = torch.randn(3, 5, requires_grad=True)
-    y = pad(x, (3, 8), torch.bfloat16)
+    y = wide(x, PLACES[1], torch.bfloat16)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert x.grad is not None
@@ -34,56 +39,67 @@ def test_pad_casts_on_the_way_and_the_gradient_is_cast_back() -> None:
     assert torch.equal(x.grad, torch.ones(3, 5))
 
 
-@pytest.mark.parametrize("function", [lambda x: pad(x, (4, 8)), lambda x: crop(x, (2, 3))])
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: wide(x, PLACES[0]), lambda x: wide(x, PLACES[1]), lambda x: crop(x, 1, ((1, 2), (2, 3)))],
+)
 def test_gradients_of_any_order(function) -> None:
     x = torch.randn(3, 5, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(function, (x,))
     assert torch.autograd.gradgradcheck(function, (x,))
 
 
-def test_the_gradient_of_what_is_cropped_away_is_zero() -> None:
-    x = torch.randn(3, 8, requires_grad=True)
-    crop(x, (3, 5)).sum().backward()
+def test_who_needs_no_gradient_gets_none() -> None:
+    x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3)
+    first, second = widen([(x, PLACES[0]), (y, {0: ((3, 4),)})], torch.float32)
+    (first.sum() + second.sum()).backward()
+    assert y.grad is None
+    z = torch.randn(3, requires_grad=True)
+    first, second = widen([(x, PLACES[0]), (z, {0: ((3, 4),)})], torch.float32)
+    first.sum().backward()
+    assert z.grad is None
+
+
+def test_a_crop_is_a_tensor_of_its_own() -> None:
+    x = torch.randn(1, 8, requires_grad=True)
+    y = crop(x * 1, 1, ((5, 8),))
+    assert y.is_contiguous()
+    assert y.untyped_storage().nbytes() == 5 * 4
+    y.relu_().sum().backward()
     assert x.grad is not None
-    assert torch.equal(x.grad, torch.cat([torch.ones(3, 5), torch.zeros(3, 3)], 1))
-
-
-def test_a_crop_may_be_changed_in_place() -> None:
-    x = torch.randn(3, 8, requires_grad=True)
-    y = crop(x * 1, (3, 5)).relu_()
-    y.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad[:, :5], (x[:, :5] > 0).float())
-
-
-def test_functional_transforms() -> None:
-    x = torch.randn(4, 3, 5)
-    batched = torch.func.vmap(lambda t: crop(pad(t, (4, 8)), (3, 4)))(x)
-    assert torch.equal(batched, x[:, :, :4])
-    gradient = torch.func.grad(lambda t: crop(pad(t, (4, 8)), (3, 4)).square().sum())(x[0])
-    assert torch.equal(gradient, torch.cat([2 * x[0, :, :4], torch.zeros(3, 1)], 1))
+    assert torch.equal(x.grad, torch.cat([(x[:, :5] > 0).float(), torch.zeros(1, 3)], 1))
+    with torch.no_grad():
+        crop(x, 1, ((5, 8),)).detach_()
 
 
 def test_images_stay_in_channels_last() -> None:
-    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    padded = pad(x, (2, 8, 4, 5))
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    padded = wide(x, {1: ((3, 8),)}, nhwc=True)
     assert padded.is_contiguous(memory_format=torch.channels_last)
-    assert pad(crop(padded, (2, 6, 4, 5)), (2, 8, 4, 5)).is_contiguous(memory_format=torch.channels_last)
+    cropped = crop(padded, 1, ((3, 8),))
+    assert cropped.is_contiguous(memory_format=torch.channels_last)
+    cropped.sum().backward()
+    assert x.grad is not None
+    assert x.grad.is_contiguous()
 
 
 def test_one_graph_for_the_compiler() -> None:
     x = torch.randn(3, 5, requires_grad=True)
-    compiled = torch.compile(lambda t: crop(pad(t, (4, 8)) * 2, (3, 5)), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda t: crop(wide(t, PLACES[1]) * 2, 1, PLACES[1][1]), backend="aot_eager", fullgraph=True
+    )
     compiled(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full((3, 5), 2.0))
 
 
-def test_working_dtype_is_autocasts() -> None:
-    x = torch.randn(2)
-    assert working_dtype(x) == torch.float32
+def test_element_types_are_those_of_a_plain_layer() -> None:
+    x, weight = torch.randn(2), Parameter(torch.randn(2))
+    assert working_dtype(x) == product_dtype(x, weight, None) == torch.float32
+    assert product_dtype(x, weight.bfloat16()) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert working_dtype(x) == torch.bfloat16
+        assert working_dtype(x) == product_dtype(x, weight) == torch.bfloat16
         assert working_dtype(x.double()) == torch.float64
+        assert product_dtype(x.double(), weight) is None
         with torch.autocast("cpu", enabled=False):
             assert working_dtype(x) == torch.float32

@@ -90,6 +90,20 @@ def test_where_rows_see_each_other_it_is_refused() -> None:
         assert any(where in refused.reason for refused in plan.refused), plan.refused
 
 
+def test_other_outputs_are_refused() -> None:
+    class Centred(Transposed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(64, 16))
+
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            return {**super().forward(x), "centres": self.centres}
+
+    plan = plan_of(Centred())
+    assert not plan.fixes
+    assert "not every tensor" in plan.refused[0].reason
+
+
 def test_several_inputs_are_refused() -> None:
     class Two(Transposed):
         def forward(self, x: torch.Tensor, z: torch.Tensor) -> dict[str, object]:

@@ -7,13 +7,13 @@ such a column.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx, nn
 
-from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, is_elementwise
+from tilefit.fixes.elementwise import of_padding
+from tilefit.fixes.interior import has_hooks, traced
 
 #: Modules with more parts than this are not looked through.
 _MOST_MODULES = 60
@@ -44,12 +44,19 @@ def chains(model: nn.Module, layers: Iterable[str], size: int) -> list[Chain]:
     found = []
     for path in _parents(left):
         prefix = f"{path}." if path else ""
-        inside = {layer.removeprefix(prefix) for layer in left if layer.startswith(prefix)}
-        for givers, takers in _in_module(model.get_submodule(path), inside, size):
+        parent = model.get_submodule(path)
+        inside = {parent.get_submodule(name.removeprefix(prefix)) for name in left if name.startswith(prefix)}
+        graphs = (
+            traced(parent, inside.__contains__) if sum(1 for _ in parent.modules()) <= _MOST_MODULES else None
+        )
+        if not graphs:
+            continue
+        training, evaluating = (_Graph(graph, parent, inside, size).chains() for graph in graphs)
+        for givers, takers in training if training == evaluating else []:
             chain = Chain(path, *(tuple(prefix + name for name in names) for names in (givers, takers)))
             found.append(chain)
             for layer in chain.givers:
-                del left[layer]
+                left.pop(layer, None)
     return found
 
 
@@ -65,79 +72,42 @@ def _parents(layers: Iterable[str]) -> list[str]:
     return sorted(shared, key=lambda path: len(path.split(".")) if path else 0, reverse=True)
 
 
-def _in_module(
-    parent: nn.Module, names: set[str], size: int
-) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Givers and takers of each chain in a module's ``forward``."""
-    modules = list(parent.modules())
-    arguments = inspect.signature(parent.forward).parameters.values()
-    # With a default or a variable number of arguments it may do different things.
-    if len(modules) > _MOST_MODULES or any(
-        a.default is not a.empty or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments
-    ):
-        return []
-    modes = [module.training for module in modules]
-    tracer = _Tracer([parent.get_submodule(name) for name in names])
-    try:
-        graphs = [tracer.trace(parent.train(mode)) for mode in (True, False)]
-    except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
-        return []
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-    training, evaluating = (_Graph(graph, parent, names, size).chains() for graph in graphs)
-    return training if training == evaluating else []
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, leaves: list[nn.Module]) -> None:
-        super().__init__()
-        self._leaves = leaves
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return any(m is leaf for leaf in self._leaves) or super().is_leaf_module(m, module_qualified_name)
-
-
 class _Graph:
-    """The traced ``forward`` of a module, and the layers named in it."""
+    """The traced ``forward`` of a module, and the layers among its parts."""
 
-    def __init__(self, graph: fx.Graph, parent: nn.Module, names: set[str], size: int) -> None:
+    def __init__(self, graph: fx.Graph, parent: nn.Module, layers: set[nn.Module], size: int) -> None:
         self.nodes = list(graph.nodes)
-        self.modules = {
-            node: parent.get_submodule(str(node.target)) for node in self.nodes if node.op == "call_module"
-        }
-        self.names = names
+        self.modules = {n: parent.get_submodule(str(n.target)) for n in self.nodes if n.op == "call_module"}
+        self.layers = {n: m for n, m in self.modules.items() if isinstance(m, nn.Linear) and m in layers}
         self.size = size
 
     def chains(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        padded: set[fx.Node] = set()
+        padded: dict[fx.Node, float] = {}
         for node in self.nodes:
             inputs = node.all_input_nodes
-            if self._gives(node) or (inputs and padded.issuperset(inputs) and self._is_elementwise(node)):
-                padded.add(node)
-        found = []
+            if node in self.layers and self.layers[node].out_features == self.size:
+                padded[node] = 0.0
+            elif node not in self.layers and inputs and padded.keys() >= set(inputs):
+                value = of_padding(node, self.modules.get(node), padded)
+                if value is not None:
+                    padded[node] = value
+        found, left = [], set(padded)
         for node in self.nodes:
-            if node not in padded:
+            if node not in left:
                 continue
-            group = self._connected(node, padded)
-            padded -= group
+            group = self._connected(node, left)
+            left -= group
             readers = {user for member in group for user in member.users} - group
             if readers and all(map(self._takes, readers)) and not self._has_hooks(group | readers):
-                found.append((self._layers(group), self._layers(readers)))
+                found.append((self._names(group), self._names(readers)))
         return found
 
-    def _gives(self, node: fx.Node) -> bool:
-        return self._is_layer(node) and bool(self.modules[node].out_features == self.size)
-
     def _takes(self, node: fx.Node) -> bool:
-        return self._is_layer(node) and bool(self.modules[node].in_features == self.size)
+        return node in self.layers and self.layers[node].in_features == self.size
 
-    def _is_layer(self, node: fx.Node) -> bool:
-        return node in self.modules and node.target in self.names
-
-    def _layers(self, nodes: set[fx.Node]) -> tuple[str, ...]:
+    def _names(self, nodes: set[fx.Node]) -> tuple[str, ...]:
         """Names of the layers among nodes, in order."""
-        return tuple(dict.fromkeys(str(n.target) for n in self.nodes if n in nodes and self._is_layer(n)))
+        return tuple(dict.fromkeys(str(n.target) for n in self.nodes if n in nodes and n in self.layers))
 
     def _connected(self, start: fx.Node, padded: set[fx.Node]) -> set[fx.Node]:
         """What stays padded together or not at all: what meets in a function, and all calls of a layer."""
@@ -148,24 +118,12 @@ class _Graph:
             if node in group or node not in padded:
                 continue
             group.add(node)
-            if self._is_layer(node):
+            if node in self.layers:
                 todo += [other for other in self.nodes if other.target == node.target]
             else:
                 todo += node.all_input_nodes
-            todo += [user for user in node.users if not self._is_layer(user)]
+            todo += [user for user in node.users if user not in self.layers]
         return group
 
-    def _is_elementwise(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return isinstance(self.modules[node], ELEMENTWISE_MODULES)
-        return is_elementwise(node)
-
     def _has_hooks(self, nodes: set[fx.Node]) -> bool:
-        """Whether somebody else looks at what goes in or out."""
-        return any(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            for module in (self.modules[node] for node in nodes if node in self.modules)
-        )
+        return any(has_hooks(self.modules[node]) for node in nodes if node in self.modules)

@@ -13,7 +13,6 @@ cannot be traced, the modules it is made of are, if a step calls them as their o
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,14 +26,13 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from tilefit.fixes.convolution import FITTED, WIDE, is_cropped
-from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, is_elementwise
+from tilefit.fixes.behaviour import behaviours, is_replaced
+from tilefit.fixes.convolution import CONVOLUTIONS, NORMS, Convolution, Cropped, WideNorm
+from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, of_padding
+from tilefit.fixes.interior import has_hooks, traced
+from tilefit.fixes.padding import Channels, behind_one_another, real_size, wide_size
 from tilefit.fixes.run import Run
-from tilefit.fixes.widening import Channels, behind_one_another, real_size, wide_size
 
-#: Classes whose instances do just what their class says, untouched or changed by us.
-CONVOLUTIONS = frozenset((*FITTED, *FITTED.values()))
-NORMS = frozenset((*WIDE, *WIDE.values()))
 #: Modules that treat every channel by itself, and need not know how many there are.
 _CHANNELWISE_MODULES: tuple[type[nn.Module], ...] = (
     *ELEMENTWISE_MODULES,
@@ -91,8 +89,8 @@ class Trace:
 
 
 def traces(run: Run) -> list[Trace]:
-    """The largest parts of a run's model that can be traced, and that are called as they are traced."""
-    return list(_traces(run.model, "", cache(partial(_calls, run)), run.options.train))
+    """The largest parts of a run's model that can be traced, and that a step calls."""
+    return list(_traces(run.model, "", cache(partial(_calls, run))))
 
 
 def paddings(
@@ -119,7 +117,7 @@ def paddings(
 
 def _is_whole(module: _ConvNd) -> bool:
     """Whether a plain convolution reads all channels for each that it writes."""
-    return type(module) in CONVOLUTIONS and module.groups == 1 and "forward" not in vars(module)
+    return type(module) in CONVOLUTIONS and module.groups == 1 and _is_ours(module)
 
 
 def _by_itself(
@@ -149,7 +147,7 @@ _CONVOLUTION, _DEPTHWISE, _NORM, _CHANNELWISE, _OPAQUE = "convolution", "depthwi
 
 def _kind(module: nn.Module) -> str:
     """What a module does to padded channels; nothing is known of one that was changed or is watched."""
-    if "forward" in vars(module) or has_hooks(module):
+    if not _is_ours(module) or has_hooks(module):
         return _OPAQUE
     if isinstance(module, _ConvNd) and type(module) in CONVOLUTIONS:
         if module.groups == 1:
@@ -157,49 +155,30 @@ def _kind(module: nn.Module) -> str:
         return _DEPTHWISE if module.groups == module.in_channels else _OPAQUE
     if isinstance(module, _BatchNorm) and type(module) in NORMS:
         return _NORM if module.eps > 0 else _OPAQUE
-    plain = type(module) in _CHANNELWISE_MODULES or is_cropped(module)
-    if plain and not getattr(module, "return_indices", False):
-        return _CHANNELWISE
-    return _OPAQUE
+    is_channelwise = type(module) in _CHANNELWISE_MODULES and not getattr(module, "return_indices", False)
+    return _CHANNELWISE if is_channelwise else _OPAQUE
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody else sees, and may change, what goes in or out."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+def _is_ours(module: nn.Module) -> bool:
+    """Whether a module does what its class says, untouched or changed by the fixes of convolutions."""
+    known = all(isinstance(each, Convolution | WideNorm | Cropped) for each in behaviours(module))
+    return known and not is_replaced(module)
 
 
 # ---- tracing -----------------------------------------------------------------------------------
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return bool(_kind(m)) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
-
-
-def _traces(
-    module: nn.Module, path: str, calls: Callable[[], Mapping[str, int]], training: bool
-) -> Iterator[Trace]:
+def _traces(module: nn.Module, path: str, calls: Callable[[], Mapping[str, int]]) -> Iterator[Trace]:
     if isinstance(module, _ConvNd) or not any(isinstance(part, _ConvNd) for part in module.modules()):
         return
-    graphs = _traced(module)
-    if graphs is not None and (not path or _is_called_so(path, graphs[0 if training else 1], calls())):
+    graphs = traced(module, lambda part: bool(_kind(part)))
+    if graphs is not None and (not path or calls()[path]):
         yield Trace(path, graphs)
         parts = sorted({str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"})
     else:
         parts = [name for name, _ in module.named_children()]
     for name in parts:
-        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, calls, training)
-
-
-def _is_called_so(path: str, graph: fx.Graph, calls: Mapping[str, int]) -> bool:
-    """Whether the parts of a module are called by its ``forward``, and by nobody else."""
-    times = Counter(f"{path}.{node.target}" for node in graph.nodes if node.op == "call_module")
-    return calls.get(path, 0) > 0 and all(calls.get(part, 0) == n * calls[path] for part, n in times.items())
+        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, calls)
 
 
 def _calls(run: Run) -> Mapping[str, int]:
@@ -217,21 +196,6 @@ def _counting(counted: Counter[str], path: str) -> Callable[[nn.Module, Any], No
         counted[path] += 1
 
     return count
-
-
-def _traced(module: nn.Module) -> tuple[fx.Graph, fx.Graph] | None:
-    arguments = inspect.signature(module.forward).parameters.values()
-    # With a default or a variable number of arguments it may do different things.
-    if any(a.default is not a.empty or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
-        return None
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        return _Tracer().trace(module.train()), _Tracer().trace(module.eval())
-    except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
-        return None
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 # ---- the paths of channels ---------------------------------------------------------------------
@@ -255,6 +219,8 @@ class _Paths:
             self._calls.setdefault(module, []).append(node)
         #: Channels and spatial dimensions of each image that is understood.
         self._images: dict[fx.Node, tuple[int, int]] = {}
+        #: What padding it would have.
+        self._padding: dict[fx.Node, float] = {}
         self._parents: dict[fx.Node, fx.Node] = {}
         self._spoiled: set[fx.Node] = set()
         for node in nodes:
@@ -305,41 +271,55 @@ class _Paths:
         if node.op == "call_module":
             self._visit_module(node)
         elif (parts := self._concatenated(node)) is not None:
-            images = [self._images[part] for part in parts if part in self._images]
-            if len(images) == len(parts):
-                self._images[node] = (sum(channels for channels, _ in images), images[0][1])
+            if all(part in self._images for part in parts):
+                channels = sum(self._images[part][0] for part in parts)
+                padding = max((self._padding[part] for part in parts), key=abs)
+                self._found(node, channels, self._images[parts[0]][1], padding)
         elif self._is_channelwise(node):
-            self._pass_on(node, node.all_input_nodes[:1])
-        elif is_elementwise(node):
-            self._pass_on(node, node.all_input_nodes)
+            (image,) = node.all_input_nodes[:1]
+            self._found(node, *self._images[image], self._padding[image])
+            self._join(image, node)
+        else:
+            self._visit_elementwise(node, None)
+
+    def _found(self, image: fx.Node, channels: int, dims: int, padding: float = 0.0) -> None:
+        self._images[image], self._padding[image] = (channels, dims), padding
 
     def _visit_module(self, node: fx.Node) -> None:
         module, image = self._modules[node], self._read(node)
         kind = _kind(module)
         if kind == _CONVOLUTION and len(node.args) == 1 and not node.kwargs:
             assert isinstance(module, _ConvNd)
-            self._images[node] = (module.out_channels, len(module.kernel_size))
-        elif kind and image is not None:
+            self._found(node, module.out_channels, len(module.kernel_size))
+        elif image is None:
+            return
+        elif isinstance(module, ELEMENTWISE_MODULES) and kind:
+            self._visit_elementwise(node, module)
+        elif kind:
             channels, dims = self._images[image]
-            if isinstance(module, _ConvNd):
-                channels = module.out_channels
-            self._images[node] = (channels, dims)
+            is_pool = kind == _CHANNELWISE
+            channels = module.out_channels if isinstance(module, _ConvNd) else channels
+            self._found(node, channels, dims, self._padding[image] if is_pool else 0.0)
             if self._is_function(module):
                 self._join(image, node)
 
-    def _pass_on(self, node: fx.Node, operands: list[fx.Node]) -> None:
+    def _visit_elementwise(self, node: fx.Node, module: nn.Module | None) -> None:
         """A function of images of one number of channels, and perhaps of masks with one."""
+        operands = node.all_input_nodes
         if not operands or not all(operand in self._images for operand in operands):
             return
         channels = max(self._images[operand][0] for operand in operands)
-        if any(self._images[operand][0] not in (1, channels) for operand in operands):
+        masks = {operand for operand in operands if self._images[operand][0] != channels}
+        padding = of_padding(node, module, self._padding | dict.fromkeys(masks, 1.0))
+        # A mask is a factor of zeros: whatever it is, they stay zeros.
+        if padding is None or any(self._images[mask][0] != 1 for mask in masks) or (masks and padding):
             return
-        self._images[node] = (channels, self._images[operands[0]][1])
-        for operand in operands:
-            if self._images[operand][0] == channels:
-                self._join(operand, node)
-            else:
-                self._spoiled.add(operand)
+        self._found(node, channels, self._images[operands[0]][1], padding)
+        self._spoiled |= masks
+        if module is None or self._is_function(module):
+            for operand in operands:
+                if operand not in masks:
+                    self._join(operand, node)
 
     def _is_channelwise(self, node: fx.Node) -> bool:
         """Whether a function does the same to every channel of its first argument."""

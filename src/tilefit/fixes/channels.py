@@ -9,13 +9,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from tilefit.fixes.around import around_forward
-from tilefit.fixes.channel_paths import CONVOLUTIONS, Padding, Trace, paddings, traces
-from tilefit.fixes.convolution import Fitted, Wide, cropped, fit, is_cropped
+from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
+from tilefit.fixes.channel_paths import Padding, Trace, paddings, traces
+from tilefit.fixes.convolution import CONVOLUTIONS, Convolution, Cropped, WideNorm
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.interior import Interior
+from tilefit.fixes.padding import COMPARED_S, LAYER_S
+from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule, swap
+from tilefit.fixes.swap import require_plain, submodule
 from tilefit.ops import Conv
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule
@@ -49,37 +52,58 @@ class PaddedChannels(ChangeSet):
         where = self.modules[0] if count == 1 else f"{count} modules"
         return f"Pad {pairs} channels in {where}."
 
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(padding.root for padding in self.paddings))
-
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, padding.path) for padding in self.paddings]
         for padding, module in zip(self.paddings, modules, strict=True):
             require_plain(module, padding.path, type(module))
+        interiors: dict[str, Interior] = {}
         for padding, module in zip(self.paddings, modules, strict=True):
-            _apply(edits, padding, module)
+            if padding.root != padding.path and padding.root not in interiors:
+                root = submodule(run.model, padding.root)
+                interiors[padding.root] = Interior.of(root)
+                _put(edits, root, interiors[padding.root], None)
+            inside = interiors.get(padding.root)
+            old = next((each for each in behaviours(module) if isinstance(each, _BEHAVIOURS)), None)
+            new = _behaviour(padding, module, old, inside.region if inside else None)
+            _put(edits, module, new, old)
 
 
-def _apply(edits: Edits, padding: Padding, module: nn.Module) -> None:
-    attributes = {"cropped_channels": padding.wide_in, "cropped_dims": padding.dims}
+_BEHAVIOURS = Convolution | WideNorm | Cropped
+
+
+def _behaviour(
+    padding: Padding, module: nn.Module, old: Behaviour | None, inside: Region | None
+) -> Behaviour:
     if isinstance(module, _ConvNd):
-        fit(edits, module, wide_in=padding.wide_in, wide_out=padding.wide_out, crops=padding.crops)
-    elif isinstance(module, _BatchNorm):
-        fit(edits, module, wide=padding.wide_in, crops=padding.crops)
-    elif is_cropped(module):
-        fit(edits, module, **attributes)
+        nhwc = old.nhwc if isinstance(old, Convolution) else None
+        return Convolution(padding.wide_in, padding.wide_out, padding.crops, inside, nhwc)
+    assert padding.wide_in is not None
+    assert inside is not None
+    if isinstance(module, _BatchNorm):
+        return WideNorm(padding.wide_in, padding.crops, inside)
+    return Cropped(padding.wide_in, padding.dims, inside)
+
+
+def _put(edits: Edits, module: nn.Module, new: Behaviour, old: Behaviour | None) -> None:
+    """Give a module a behaviour in place of one it has, if there is one."""
+    if old is None:
+        edits.behave(module, new)
     else:
-        swap(edits, module, around_forward(type(module), cropped), **attributes)
+        kept = behaviours(module)
+        edits.set(Changed.of(module), "behaviours", tuple(new if each is old else each for each in kept))
 
 
 def _is_applied(padding: Padding, module: nn.Module) -> bool:
-    if isinstance(module, Fitted):
-        done = (module.wide_in, module.wide_out, module.crops)
-        return done == (padding.wide_in, padding.wide_out, padding.crops)
-    if isinstance(module, Wide):
-        return (module.wide, module.crops) == (padding.wide_in, padding.crops)
-    return is_cropped(module) and bool(module.cropped_channels == padding.wide_in)
+    """Whether a module does what it is to do, in whatever region."""
+    for each in behaviours(module):
+        if isinstance(each, Convolution):
+            done = (each.wide_in, each.wide_out, each.crops)
+            return done == (padding.wide_in, padding.wide_out, padding.crops)
+        if isinstance(each, WideNorm):
+            return (each.wide, each.crops) == (padding.wide_in, padding.crops)
+        if isinstance(each, Cropped):
+            return each.channels == padding.wide_in
+    return False
 
 
 class PadChannels(Fix):
@@ -93,8 +117,9 @@ class PadChannels(Fix):
     change.
 
     Which images stay padded is read off the model's ``forward``, traced symbolically; where a module cannot
-    be traced, each of its convolutions pads its own image and crops its own output. Within a traced module
-    hooks that are registered later, or parts that are called by themselves, see padded images.
+    be traced, each of its convolutions pads its own image and crops its own output. Parts that are called by
+    themselves take and give the channels they always had, and so do all where somebody has replaced or
+    watches a part of the traced module, or has changed an attribute that its ``forward`` may read.
 
     A first layer's few channels are padded to 4 or 8 where that is predicted to pay.
 
@@ -170,18 +195,23 @@ def _candidate(
     """The change that pads the chosen numbers beside those that are padded already, if there is one."""
     wanted = paddings(model, found, sizes, inputs)
     new = [padding for padding in wanted if not _is_applied(padding, model.get_submodule(padding.path))]
+    # The parts of a module that is traced are padded together.
+    roots = {padding.root for padding in new}
     if new:
-        yield PaddedChannels(tuple(padding.path for padding in new), tuple(chosen.items()), tuple(new))
+        together = tuple(padding for padding in wanted if padding.root in roots)
+        host_s = LAYER_S * len(new) + COMPARED_S * sum(1 for _ in model.modules())
+        paths = tuple(padding.path for padding in new)
+        yield PaddedChannels(paths, tuple(chosen.items()), together, host_s=host_s)
 
 
 def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
     """The numbers that are padded already, in images that are written and in images that are read."""
     sizes: dict[int, int] = {}
     inputs: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(module, Fitted):
-            if module.wide_in is not None and len(module.wide_in) == 1:
-                inputs |= dict(module.wide_in)
-            if module.wide_out is not None and len(module.wide_out) == 1:
-                sizes |= dict(module.wide_out)
+    for each in (behaviour for module in model.modules() for behaviour in behaviours(module)):
+        if isinstance(each, Convolution):
+            if each.wide_in is not None and len(each.wide_in) == 1:
+                inputs |= dict(each.wide_in)
+            if each.wide_out is not None and len(each.wide_out) == 1:
+                sizes |= dict(each.wide_out)
     return sizes, inputs

@@ -1,217 +1,205 @@
-"""Convolutions and batch normalisation on images with padded channels, and in NHWC.
+"""Convolutions and what lies between them, on images with padded channels and in NHWC.
 
-Each is a drop-in class for :func:`tilefit.fixes.swap.swap`: parameters and buffers are the module's own. What
-arrives says what is to be done: an image of as many channels as the module always had is padded, if the
-module works on padded ones, and one that is padded already is used as it is.
+What is padded is handed on within one call of the module whose ``forward`` was traced, and nowhere else: by
+itself every module takes and gives the channels it always had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.capture.layouts import is_channels_last
-from tilefit.fixes.edits import Edits
-from tilefit.fixes.padding import working_dtype
-from tilefit.fixes.swap import swap
-from tilefit.fixes.widening import (
+from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.padding import (
     NHWC,
     Channels,
-    narrow,
+    crop,
+    is_transformed,
+    narrowed,
+    product_dtype,
     real_size,
     spread,
     wide_size,
     widen,
 )
+from tilefit.fixes.region import Region
+
+#: Classes whose instances do just what their class says.
+CONVOLUTIONS: frozenset[type[nn.Module]] = frozenset(
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+)
+NORMS: frozenset[type[nn.Module]] = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+_FUNCTIONS: dict[tuple[bool, int], Any] = {
+    (False, 1): F.conv1d, (False, 2): F.conv2d, (False, 3): F.conv3d,
+    (True, 1): F.conv_transpose1d, (True, 2): F.conv_transpose2d, (True, 3): F.conv_transpose3d,
+}  # fmt: skip
 
 
-def crop_channels(image: torch.Tensor, channels: Channels, dims: int) -> torch.Tensor:
-    """The real channels of an image with ``dims`` spatial dimensions; itself if it is not padded."""
-    axis = image.dim() - dims - 1
-    return image if image.shape[axis] == real_size(channels) else narrow(image, axis, channels)
-
-
-def cropped(
-    module: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """Runs a module and crops its output, for :func:`tilefit.fixes.around.around_forward`.
-
-    The module has the attributes ``cropped_channels`` and ``cropped_dims``.
-    """
-    return crop_channels(forward(*args, **kwargs), module.cropped_channels, module.cropped_dims)  # type: ignore[arg-type]
-
-
-def is_cropped(module: nn.Module) -> bool:
-    """Whether a module was changed to do that."""
-    return "cropped_channels" in vars(module)
-
-
-class Fitted(_ConvNd):
-    """A convolution that fits its image, and itself, to the GPU.
+@dataclass(frozen=True)
+class Convolution(Behaviour):
+    """A convolution that fits its image, and its filters, to the GPU.
 
     Attributes:
         wide_in, wide_out: How channels lie in the image it reads and in the one it writes; None if they are
             not padded. A depthwise convolution has both or none, and pads no image itself.
-        crops: Its output is cropped.
-        channels_last: It reads images in NHWC.
+        crops: What it writes is cropped in the region, too.
+        inside: The region in which images are handed on padded; None if it pads and crops by itself.
+        nhwc: The region in which images are laid out in NHWC.
     """
+
+    is_innermost = True
 
     wide_in: Channels | None = None
     wide_out: Channels | None = None
-    crops: bool = False
-    channels_last: bool = False
+    crops: bool = True
+    inside: Region | None = None
+    nhwc: Region | None = None
 
-    def forward(self, input: torch.Tensor, *output_size: Any) -> torch.Tensor:
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """As the convolution it is, but for the padding of what it writes."""
-        dims = len(self.kernel_size)
-        x = self._fitted(input)
-        padded = x.shape[-dims - 1] != self.in_channels
-        depthwise = self.groups > 1
-        if not padded and (self.wide_out is None or depthwise):
-            unpadded: torch.Tensor = super().forward(x, *output_size)
-            return unpadded
-        columns = None if depthwise or not padded else self.wide_in
-        rows = self.wide_out
-        if self.transposed:
-            rows, columns = (self.wide_in, None) if depthwise else (columns, rows)
-        dtype = working_dtype(x)
-        batched = x.dim() == dims + 2
-        layout = NHWC[x.dim()] if batched and is_channels_last(x) else torch.preserve_format
-        # Cast first: what is padded then is half as large.
-        weight = _widened(self.weight.to(dtype, memory_format=layout), rows, columns)
-        bias = None if self.bias is None else _widened(self.bias.to(dtype), self.wide_out, None)
-        groups = x.shape[-dims - 1] if depthwise else 1
-        y = self._convolved(x, weight, bias, groups, *output_size)
-        return crop_channels(y, self.wide_out, dims) if self.crops and self.wide_out else y
+        assert isinstance(module, _ConvNd)
+        dtype = product_dtype(input, module.weight, module.bias)
+        dims = len(module.kernel_size)
+        axis = input.dim() - dims - 1
+        if dtype is None or axis not in (0, 1) or is_transformed():
+            return forward(input, *args, **kwargs)
+        channels, wide_in, wide_out = input.shape[axis], self.wide_in, self.wide_out
+        is_open = self.inside is not None and self.inside.space() is not None
+        is_wide = is_open and wide_in is not None and channels == wide_size(wide_in)
+        if not self._pads(module, channels, is_open, is_wide):
+            wide_in = wide_out = None
+        is_nhwc = axis == 1 and self._wants_nhwc(dims)
+        if wide_in is wide_out is None and (channels != module.in_channels or not is_nhwc):
+            return forward(input, *args, **kwargs)
+        is_nhwc = is_nhwc or (axis == 1 and is_channels_last(input))
+        places = (wide_in, wide_out)
+        x, weight, bias = _padded(module, input, dtype, is_nhwc=is_nhwc, is_wide=is_wide, places=places)
+        groups = x.shape[axis] if module.groups > 1 and wide_in else module.groups
+        y = _convolved(module, x, weight, bias, groups, *args, **kwargs)
+        crops = wide_out is not None and (self.crops or not is_open)
+        return crop(y, axis, wide_out) if crops and wide_out else y
 
-    def _fitted(self, x: torch.Tensor) -> torch.Tensor:
-        """The image with the channels and in the layout that are wanted."""
-        dims = len(self.kernel_size)
-        if self.channels_last and x.dim() == dims + 2:
-            nhwc = NHWC[x.dim()]
-            if not x.is_contiguous(memory_format=nhwc):
-                x = x.to(working_dtype(x), memory_format=nhwc)
-        axis = x.dim() - dims - 1
-        if self.wide_in is not None and self.groups == 1 and x.shape[axis] == self.in_channels:
-            x = widen(x.to(working_dtype(x)), {axis: self.wide_in})
-        return x
+    def _pads(self, module: _ConvNd, channels: int, is_open: bool, is_wide: bool) -> bool:
+        if is_wide:
+            return self._fits(module)
+        if channels != module.in_channels or module.groups > 1:
+            return False
+        is_allowed = is_open or self.inside is None or torch.compiler.is_compiling()
+        return is_allowed and self._fits(module)
 
-    def _convolved(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
-    ) -> torch.Tensor:
-        padding: Any = self.padding
-        if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-        function: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
-        y: torch.Tensor = function(x, weight, bias, self.stride, padding, self.dilation, groups)
-        return y
+    def _wants_nhwc(self, dims: int) -> bool:
+        if self.nhwc is None or dims + 2 not in NHWC:
+            return False
+        return torch.compiler.is_compiling() or self.nhwc.space() is not None
 
-    def extra_repr(self) -> str:
-        notes = [super().extra_repr()]  # type: ignore[no-untyped-call]
-        if self.wide_in or self.wide_out:
-            into = wide_size(self.wide_in) if self.wide_in else self.in_channels
-            out = wide_size(self.wide_out) if self.wide_out else self.out_channels
-            notes.append(f"computed as {into} to {out} channels")
-        if self.channels_last:
-            notes.append("on images in NHWC")
-        return ", ".join(notes)
+    def _fits(self, module: _ConvNd) -> bool:
+        """Whether the convolution has the channels it had."""
+        into = module.in_channels if self.wide_in is None else real_size(self.wide_in)
+        out = module.out_channels if self.wide_out is None else real_size(self.wide_out)
+        filters = (into, out) if module.transposed else (out, into)
+        return module.weight.shape[:2] == (filters if module.groups == 1 else (module.weight.shape[0], 1))
 
 
-class _FittedTransposed(Fitted, _ConvTransposeNd):
-    def _convolved(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        groups: int,
-        output_size: list[int] | None = None,
-    ) -> torch.Tensor:
-        dims = len(self.kernel_size)
-        geometry: Any = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
-        output_padding: Any = self._output_padding(x, output_size, *geometry)
-        function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-        y: torch.Tensor = function(
-            x, weight, bias, self.stride, self.padding, output_padding, groups, self.dilation
-        )
-        return y
+def _padded(
+    module: _ConvNd,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    is_nhwc: bool,
+    is_wide: bool,
+    places: tuple[Channels | None, Channels | None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The image, the filters and the bias as they are multiplied."""
+    wide_in, wide_out = places
+    axis = x.dim() - len(module.kernel_size) - 1
+    pads_image = wide_in is not None and not is_wide
+    if is_nhwc and not pads_image and not x.is_contiguous(memory_format=NHWC[x.dim()]):
+        x = x.to(dtype, memory_format=NHWC[x.dim()])
+    weight, bias = module.weight, module.bias
+    of_filters = (wide_in, wide_out) if module.transposed else (wide_out, wide_in)
+    if module.groups > 1:
+        of_filters = (of_filters[0], None)
+    wide = {at: channels for at, channels in enumerate(of_filters) if channels}
+    if not wide:
+        return x, weight.to(dtype, memory_format=NHWC[x.dim()]), bias
+    parts = [(weight, wide)]
+    if bias is not None and wide_out is not None:
+        parts.append((bias, {0: wide_out}))
+    if pads_image and wide_in is not None:
+        parts.append((x, {axis: wide_in}))
+    made = widen(parts, dtype, nhwc=is_nhwc)
+    if bias is not None and wide_out is not None:
+        bias = made[1]
+    return made[-1] if pads_image else x, made[0], bias
 
 
-def _widened(parameter: torch.Tensor, rows: Channels | None, columns: Channels | None) -> torch.Tensor:
-    places = {0: rows} if rows else {}
-    if columns:
-        places[1] = columns
-    return widen(parameter, places)
+def _convolved(
+    module: _ConvNd,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: int,
+    output_size: list[int] | None = None,
+) -> torch.Tensor:
+    dims = len(module.kernel_size)
+    function = _FUNCTIONS[module.transposed, dims]
+    padding: Any = module.padding
+    if module.transposed:
+        geometry: Any = (module.stride, padding, module.kernel_size, dims, module.dilation)
+        output_padding: Any = module._output_padding(x, output_size, *geometry)  # type: ignore[operator]
+        y = function(x, weight, bias, module.stride, padding, output_padding, groups, module.dilation)
+    else:
+        if module.padding_mode != "zeros":
+            x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+        y = function(x, weight, bias, module.stride, padding, module.dilation, groups)
+    return y  # type: ignore[no-any-return]
 
 
-class FittedConv1d(Fitted, nn.Conv1d):
-    """:class:`torch.nn.Conv1d` that fits."""
-
-
-class FittedConv2d(Fitted, nn.Conv2d):
-    """:class:`torch.nn.Conv2d` that fits."""
-
-
-class FittedConv3d(Fitted, nn.Conv3d):
-    """:class:`torch.nn.Conv3d` that fits."""
-
-
-class FittedConvTranspose1d(_FittedTransposed, nn.ConvTranspose1d):
-    """:class:`torch.nn.ConvTranspose1d` that fits."""
-
-
-class FittedConvTranspose2d(_FittedTransposed, nn.ConvTranspose2d):
-    """:class:`torch.nn.ConvTranspose2d` that fits."""
-
-
-class FittedConvTranspose3d(_FittedTransposed, nn.ConvTranspose3d):
-    """:class:`torch.nn.ConvTranspose3d` that fits."""
-
-
-#: The fitted class of each plain one.
-FITTED: dict[type[nn.Module], type[Fitted]] = {
-    nn.Conv1d: FittedConv1d,
-    nn.Conv2d: FittedConv2d,
-    nn.Conv3d: FittedConv3d,
-    nn.ConvTranspose1d: FittedConvTranspose1d,
-    nn.ConvTranspose2d: FittedConvTranspose2d,
-    nn.ConvTranspose3d: FittedConvTranspose3d,
-}
-
-
-class Wide(_BatchNorm):
+@dataclass(frozen=True)
+class WideNorm(Behaviour):
     """Batch normalisation that leaves padded channels zero.
 
     Attributes:
-        wide: How the channels lie in a padded image; one that is not padded is normalised as ever.
+        wide: How the channels lie in a padded image.
         crops: Its output is cropped.
+        inside: The region in which images are padded.
     """
 
-    wide: Channels
-    crops: bool = False
+    is_innermost = True
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    wide: Channels
+    crops: bool
+    inside: Region
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         """[batch, channels, ...] to the same, running statistics updated."""
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if input.shape[1] == self.num_features:
-            return super().forward(input)
-        tracked = not self.training or self.track_running_stats
-        running = (self.running_mean, self.running_var) if tracked else (None, None)
-        mean, variance, weight, bias = self._widened(*running, self.weight, self.bias)
-        of_batch = self.training or self.running_mean is None
-        y = F.batch_norm(input, mean, variance, weight, bias, of_batch, self._factor(), self.eps)
-        if self.training:
+        assert isinstance(module, _BatchNorm)
+        if self.inside.space() is None or input.dim() < 2 or input.shape[1] != wide_size(self.wide):
+            return forward(input)
+        module._check_input_dim(input)  # type: ignore[no-untyped-call]
+        tracked = not module.training or module.track_running_stats
+        running = (module.running_mean, module.running_var) if tracked else (None, None)
+        mean, variance, weight, bias = self._widened(*running, module.weight, module.bias)
+        of_batch = module.training or module.running_mean is None
+        y = F.batch_norm(input, mean, variance, weight, bias, of_batch, _factor(module), module.eps)
+        if module.training:
             kept = [vector for vector in running if vector is not None]
-            new = [narrow(vector, 0, self.wide) for vector in (mean, variance) if vector is not None]
+            new = [narrowed(vector, 0, self.wide) for vector in (mean, variance) if vector is not None]
             if kept:
                 with torch.no_grad():
                     torch._foreach_copy_(kept, new)
-        return crop_channels(y, self.wide, y.dim() - 2) if self.crops else y
+        return crop(y, 1, self.wide) if self.crops else y
 
     def _widened(self, *vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
         first = next((vector for vector in vectors if vector is not None), None)
@@ -222,44 +210,76 @@ class Wide(_BatchNorm):
         gaps = [zeros[:size] for size in sizes] if len(sizes) > 1 else [zeros]
         return [None if vector is None else spread(vector, self.wide, gaps) for vector in vectors]
 
-    def _factor(self) -> float:
-        """The weight of this batch in the running statistics, after it has been counted."""
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                return 1.0 / float(self.num_batches_tracked)
-        return self.momentum or 0.0
 
-    def extra_repr(self) -> str:
-        own: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{own}, computed on {wide_size(self.wide)} channels"
+def _factor(module: _BatchNorm) -> float:
+    """The weight of this batch in the running statistics, after it has been counted."""
+    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            return 1.0 / float(module.num_batches_tracked)
+    return module.momentum or 0.0
 
 
-class WideBatchNorm1d(Wide, nn.BatchNorm1d):
-    """:class:`torch.nn.BatchNorm1d` that keeps padded channels zero."""
+@dataclass(frozen=True)
+class Cropped(Behaviour):
+    """A module whose image is handed on without the padding it is given.
+
+    Attributes:
+        channels: How the channels lie in a padded image of ``dims`` spatial dimensions.
+        inside: The region in which images are padded.
+    """
+
+    channels: Channels
+    dims: int
+    inside: Region
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        y = forward(*args, **kwargs)
+        axis = y.dim() - self.dims - 1
+        if self.inside.space() is None or y.shape[axis] != wide_size(self.channels):
+            return y
+        return crop(y, axis, self.channels)
 
 
-class WideBatchNorm2d(Wide, nn.BatchNorm2d):
-    """:class:`torch.nn.BatchNorm2d` that keeps padded channels zero."""
+@dataclass(frozen=True)
+class ImagesInNHWC(Behaviour):
+    """A convolution of somebody else's class, on images in NHWC.
+
+    Attributes:
+        nhwc: The region in which images are laid out in NHWC.
+    """
+
+    nhwc: Region
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_transformed() or (self.nhwc.space() is None and not torch.compiler.is_compiling()):
+            return forward(*args, **kwargs)
+        return forward(*(_in_nhwc(each) for each in args), **kwargs)
 
 
-class WideBatchNorm3d(Wide, nn.BatchNorm3d):
-    """:class:`torch.nn.BatchNorm3d` that keeps padded channels zero."""
+def _in_nhwc(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() not in NHWC or is_channels_last(value):
+        return value
+    return value.contiguous(memory_format=NHWC[value.dim()])
 
 
-#: The wide class of each plain one.
-WIDE: dict[type[nn.Module], type[Wide]] = {
-    nn.BatchNorm1d: WideBatchNorm1d,
-    nn.BatchNorm2d: WideBatchNorm2d,
-    nn.BatchNorm3d: WideBatchNorm3d,
-}
+@dataclass(frozen=True, eq=False)
+class ContiguousOutside(Region):
+    """The region of a model in which images are laid out in NHWC; who gave none in NHWC gets none."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(module, forward, *args, **kwargs)
+        if any(isinstance(each, torch.Tensor) and _is_turned(each) for each in tree_leaves((args, kwargs))):
+            return result
+        return tree_map(_turned_back, result)
 
 
-def fit(edits: Edits, module: nn.Module, **attributes: Any) -> None:
-    """Give a plain convolution or batch normalisation its fitted class, or a fitted one more to do."""
-    fitted = FITTED.get(type(module)) or WIDE.get(type(module))
-    if fitted is not None:
-        swap(edits, module, fitted, **attributes)
-        return
-    for name, value in attributes.items():
-        edits.set(module, name, value)
+def _is_turned(tensor: torch.Tensor) -> bool:
+    return tensor.dim() in NHWC and not tensor.is_contiguous() and is_channels_last(tensor)
+
+
+def _turned_back(leaf: Any) -> Any:
+    # What is a view of something else was not made by a convolution.
+    is_view = not torch.compiler.is_compiling() and isinstance(leaf, torch.Tensor) and leaf._is_view()
+    is_ours = isinstance(leaf, torch.Tensor) and not is_view and _is_turned(leaf)
+    return leaf.contiguous() if is_ours else leaf

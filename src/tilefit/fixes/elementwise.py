@@ -2,11 +2,15 @@
 
 They make some finite number of a zero, everywhere the same, and pass a zero gradient on as zero. What is
 padded with zeros may go through them: the next layer multiplies whatever they made of the padding by zero.
+That number is computed when a module is traced, and must be a small one: infinity in any element type, times
+zero, would be no number.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +41,43 @@ _WITH_NUMBER: frozenset[Any] = frozenset(
 )
 
 
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether a call of a function or of a tensor's method is one of these."""
+#: What the padding may become on its way: far from the largest number of any element type.
+_LARGEST = 64.0
+
+
+def of_padding(node: fx.Node, module: nn.Module | None, padding: Mapping[fx.Node, float]) -> float | None:
+    """What a call makes of padding; None if it is no elementwise function, or makes too much of it.
+
+    Args:
+        node: A call of a function, a method or a module.
+        module: The module.
+        padding: The padding of each tensor among its arguments.
+    """
+    if not (isinstance(module, ELEMENTWISE_MODULES) if module is not None else _is_elementwise(node)):
+        return None
+    with torch.no_grad():
+        found = 0.0
+        # In a pool zeros may have joined what it was.
+        for each in (dict.fromkeys(padding, 0.0), padding):
+            scalars = partial(_scalar, each)
+            args, kwargs = fx.map_arg(node.args, scalars), fx.map_arg(node.kwargs, scalars)
+            if module is not None:
+                value = module(*args, **kwargs)
+            elif node.op == "call_method":
+                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            found = float(value)
+            if not abs(found) <= _LARGEST:
+                return None
+    return found
+
+
+def _scalar(padding: Mapping[fx.Node, float], node: fx.Node) -> torch.Tensor:
+    return torch.tensor(padding[node], dtype=torch.float64, device="cpu")
+
+
+def _is_elementwise(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     if node.target in _WITH_NUMBER:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tilefit.cost import estimate
+from tilefit.fixes.behaviour import Behaviour, behaviours
 from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.padding import crop, pad, working_dtype
+from tilefit.fixes.interior import Interior
+from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, is_transformed, product_dtype, widen
+from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule, swap
+from tilefit.fixes.swap import require_plain, submodule
 from tilefit.ops import FORWARD, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules import resize
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import misaligned_operands
 from tilefit.rules.layers import Linear, weight
@@ -28,47 +31,87 @@ from tilefit.rules.sites import listed
 _CLEAR = 0.2
 
 
-class PaddedLinear(nn.Linear):
+#: Whether what is handed on in a region is padded: the first layer that could do so decides for its call.
+_WIDE = "padded features"
+
+
+@dataclass(frozen=True)
+class PaddedProduct(Behaviour):
     """A linear layer that multiplies matrices of padded sizes; its parameters keep theirs.
 
     Attributes:
-        padded_sizes: (out_features, in_features) of the product.
-        keeps_padding: The result is [..., padded out_features], for layers that take it so.
+        sizes: (out_features, in_features) of the layer.
+        padded: Those of the product.
         least_rows: With fewer rows than this (the input's sizes but the last, multiplied) padding costs more
             than it saves, and the layer runs as it always did.
+        takes: The region in which it may be given padded features.
+        gives: The region in which it may hand on padded features.
     """
 
-    padded_sizes: tuple[int, int]
-    keeps_padding: bool
+    is_innermost = True
+
+    sizes: tuple[int, int]
+    padded: tuple[int, int]
     least_rows: int
+    takes: Region | None = None
+    gives: Region | None = None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features], or padded already, to [..., out_features]."""
-        wide_out, wide_in = self.padded_sizes
-        is_narrow = input.shape[-1] == self.in_features
-        if is_narrow and input.numel() < self.least_rows * self.in_features:
-            return super().forward(input)
-        dtype = working_dtype(input)
-        x = pad(input, (*input.shape[:-1], wide_in), dtype)
-        weight = pad(self.weight, self.padded_sizes, dtype)
-        bias = None if self.bias is None else pad(self.bias, (wide_out,), dtype)
-        y = F.linear(x, weight, bias)
-        return y if self.keeps_padding else crop(y, (*y.shape[:-1], self.out_features))
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
+        """[..., in_features] to [..., out_features]; either may be padded in a region."""
+        weight: Any = module.weight
+        bias: Any = module.bias
+        (rows, columns), (wide_rows, wide_columns) = self.sizes, self.padded
+        dtype = product_dtype(input, weight, bias)
+        if dtype is None or is_transformed() or weight.shape != self.sizes:
+            return forward(input)
+        features = input.shape[-1] if input.shape else 0
+        taken = None if self.takes is None else self.takes.space()
+        space = None if self.gives is None else self.gives.space()
+        is_wide = features == wide_columns != columns
+        if is_wide and taken is not None and taken.get(_WIDE):
+            keeps = space is not None and space.setdefault(_WIDE, True)
+        else:
+            is_wide = False
+            if features != columns or not self._pays(input, taken, space):
+                return forward(input)
+            keeps = space is not None
+        parts: list[tuple[torch.Tensor, Places]] = [
+            (weight, {0: ((rows, wide_rows),), 1: ((columns, wide_columns),)})
+        ]
+        if bias is not None and wide_rows != rows:
+            parts.append((bias, {0: ((rows, wide_rows),)}))
+        if not is_wide and wide_columns != columns:
+            parts.append((input, {input.dim() - 1: ((columns, wide_columns),)}))
+        wide = widen(parts, dtype)
+        if len(wide) > 1 and parts[1][0] is bias:
+            bias = wide[1]
+        y = F.linear(wide[-1] if parts[-1][0] is input else input, wide[0], bias)
+        return y if keeps or wide_rows == rows else crop(y, y.dim() - 1, ((rows, wide_rows),))
 
-    def extra_repr(self) -> str:
-        wide_out, wide_in = self.padded_sizes
-        return f"{super().extra_repr()}, multiplied as {wide_in} -> {wide_out}"
+    def _pays(self, x: torch.Tensor, taken: dict[Any, Any] | None, space: dict[Any, Any] | None) -> bool:
+        """Whether to pad what is not padded yet."""
+        is_enough = x.numel() >= self.least_rows * self.sizes[1]
+        if space is not None:
+            return bool(space.setdefault(_WIDE, is_enough))
+        # Where features were to be handed on and are not, nobody knows what padding is worth.
+        is_alone = taken is None and (self.takes is not None or self.gives is not None)
+        return is_enough and (not is_alone or torch.compiler.is_compiling())
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedLayer:
-    """One layer of a :class:`Padding`; sizes are (out_features, in_features)."""
+    """One layer of a :class:`Padding`; sizes are (out_features, in_features).
+
+    Attributes:
+        takes, gives: The path of the module within which it is given padded features, and hands them on.
+    """
 
     path: str
     old: tuple[int, int]
     new: tuple[int, int]
     least_rows: int
-    keeps_padding: bool = False
+    takes: str | None = None
+    gives: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,11 +120,14 @@ class Padding(ChangeSet):
 
     Attributes:
         layers: The layers, in the order of ``modules``.
-        parents: Paths of the modules within which outputs stay padded from layer to layer.
     """
 
     layers: tuple[PaddedLayer, ...]
-    parents: tuple[str, ...] = ()
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Paths of the modules within which outputs stay padded from layer to layer."""
+        return tuple(dict.fromkeys(layer.gives for layer in self.layers if layer.gives is not None))
 
     @property
     def summary(self) -> str:
@@ -96,43 +142,19 @@ class Padding(ChangeSet):
         layers = listed(self.modules, "linear layers")
         return f"Pad the product of {layers}{between}, from {changes} features."
 
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        inside = [f"{path}." if path else "" for path in self.parents]
-        alone = [path for path in self.modules if not any(path.startswith(prefix) for prefix in inside)]
-        return (*self.parents, *alone)
-
-    def miniature(self, run: Run) -> tuple[ChangeSet, dict[int, int]] | None:
-        old = dict.fromkeys(size for layer in self.layers for size in layer.old)
-        # Different sizes stay different, and as far from a multiple of 8 as they were.
-        sizes = {size: 16 * number + size % 8 for number, size in enumerate(old, start=1)}
-        layers = []
-        for layer in self.layers:
-            small = (sizes[layer.old[0]], sizes[layer.old[1]])
-            module = submodule(run.model, layer.path)
-            assert isinstance(module, nn.Linear)
-            module.out_features, module.in_features = small
-            module.weight = nn.Parameter(module.weight.new_empty(small))
-            if module.bias is not None:
-                module.bias = nn.Parameter(module.bias.new_empty(small[:1]))
-            new = tuple(
-                resize.pad(after, 8) if before != wide else after
-                for after, before, wide in zip(small, layer.old, layer.new, strict=True)
-            )
-            layers.append(replace(layer, old=small, new=(new[0], new[1])))
-        return replace(self, layers=tuple(layers)), sizes
-
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, layer.path) for layer in self.layers]
         for layer, module in zip(self.layers, modules, strict=True):
             require_plain(module, layer.path, nn.Linear)
+        interiors = {}
+        for path in self.parents:
+            parent = submodule(run.model, path)
+            interiors[path] = Interior.of(parent)
+            edits.behave(parent, interiors[path])
+        regions = {path: interior.region for path, interior in interiors.items()}
         for layer, module in zip(self.layers, modules, strict=True):
-            swap(
-                *(edits, module, PaddedLinear),
-                padded_sizes=layer.new,
-                keeps_padding=layer.keeps_padding,
-                least_rows=layer.least_rows,
-            )
+            takes, gives = (None if path is None else regions[path] for path in (layer.takes, layer.gives))
+            edits.behave(module, PaddedProduct(layer.old, layer.new, layer.least_rows, takes, gives))
 
 
 class PadLinear(Fix):
@@ -174,25 +196,30 @@ def paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
         old = (layer.out_features, layer.in_features)
         new = (sizes.get(old[0], old[0]), sizes.get(old[1], old[1]))
         plain[layer.module] = PaddedLayer(layer.module, old, new, _least_rows(context, layer, new))
-    calls = {layer.module: len(layer.forward) for layer in group.layers}
     chained: dict[str, None] = {}
-    parents: dict[str, None] = {}
     for size in group.sizes:
         for chain in chains(context.run.model, plain, size):
-            members = (*chain.givers, *chain.takers)
-            if len({calls[path] for path in members}) > 1:
-                continue  # one of them is called from elsewhere too
-            chained |= dict.fromkeys(members)
-            parents[chain.parent] = None
+            chained |= dict.fromkeys((*chain.givers, *chain.takers))
             for path in chain.givers:
-                plain[path] = replace(plain[path], keeps_padding=True)
+                plain[path] = replace(plain[path], gives=chain.parent)
+            for path in chain.takers:
+                plain[path] = replace(plain[path], takes=chain.parent)
     if chained:
-        yield Padding(tuple(chained), tuple(plain.pop(path) for path in chained), tuple(parents))
+        host_s = _host_s(context, group, chained) + REGION_S * len(chained)
+        yield Padding(tuple(chained), tuple(plain.pop(path) for path in chained), host_s=host_s)
     shapes: dict[tuple[int, int], list[PaddedLayer]] = {}
     for padded in plain.values():
         shapes.setdefault(padded.old, []).append(padded)
     for layers in shapes.values():
-        yield Padding(tuple(layer.path for layer in layers), tuple(layers))
+        paths = tuple(layer.path for layer in layers)
+        yield Padding(paths, tuple(layers), host_s=_host_s(context, group, paths))
+
+
+def _host_s(context: Context, group: Group, paths: Iterable[str]) -> float:
+    """Host time that the layers' Python adds to a step."""
+    calls = {layer.module: len(layer.forward) for layer in group.layers}
+    share = 1.0 if context.run.options.train else 0.6
+    return share * LAYER_S * sum(calls[path] for path in paths)
 
 
 def _computed_weights(context: Context) -> Iterator[Refusal]:
@@ -215,6 +242,8 @@ def _computed_weights(context: Context) -> Iterator[Refusal]:
 def _require_layer(context: Context, layer: Linear) -> None:
     module = submodule(context.run.model, layer.module)
     require_plain(module, layer.module, nn.Linear)
+    if any(each.is_innermost for each in behaviours(module)):
+        raise RefusedError(f"{layer.module} is changed by another fix already")
     assert isinstance(module, nn.Linear)
     if (module.out_features, module.in_features) != (layer.out_features, layer.in_features):
         raise RefusedError(f"{layer.module} does not compute the product with {layer.parameter} itself")

@@ -1,47 +1,68 @@
-"""Padding with zeros and cropping, each the gradient of the other.
+"""Tensors with zeros among their elements, and without them again.
 
-Fixes pad while the model runs and never touch a parameter: weights keep their shapes, so that checkpoints,
-optimizers, weight decay, gradient norms, shared weights and wrappers see the model they know. Both functions
-cast on the way, since autocast would copy the tensor anyway.
-
-PyTorch's own functions write every gradient twice, zeros first, and pad in a kernel of its own. For small
-tensors that is cheaper than a gradient written in Python, and they are used.
+What stays padded from layer to layer comes as segments: ``((60, 64), (30, 32))`` are 60 channels padded to
+64 and, behind them, 30 padded to 32, which is what concatenating two padded images gives. Parameters keep
+their real sizes and are copied to their wide places while the model runs, cast on the way, since autocast
+would copy them anyway. What is cropped is a tensor of its own, in the memory format of the padded one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch import nn
+from torch.autograd import Function, forward_ad
 
-#: Elements up to which PyTorch's functions are used: moving them twice takes a microsecond or two on a GPU, a
-#: ``Function`` some ten more on the host.
-SMALL = 1 << 19
+#: Segments of a dimension, each as (elements, elements with the padding behind them).
+Channels = tuple[tuple[int, int], ...]
+#: Dimensions (not negative) that are padded.
+Places = dict[int, Channels]
+
+NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+#: Elements up to which tensors are zeroed as a whole before they are filled, and PyTorch's own functions
+#: crop, which do the same to a gradient: a GPU takes a few microseconds for it, and the host the least.
+SMALL = 1 << 23
+
+#: Host time that a padded layer's Python adds to a training step beside launches, on the host of the launch
+#: constants (``cost/launch.py``): 45 frames and 50 calls more than a plain layer's forward pass, ten of them
+#: PyTorch operations without a kernel or with one that is priced, and a ``Function`` each way. Counted with
+#: ``sys.setprofile`` and turned into time at 0.1 us a call and 1 us an operation; not measured on that host.
+LAYER_S = 25e-6
+#: The same for a layer that converts its image and filters to NHWC, or that looks for its region: 20 frames
+#: and 25 calls.
+REGION_S = 5e-6
+#: For each module that is compared when a region is entered: 0.13 ms for 151 of them on a slow and busy CPU.
+COMPARED_S = 0.4e-6
+
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
-def pad(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A new tensor [shape] in ``dtype`` that holds ``tensor`` at the beginning and zeros elsewhere.
+def real_size(channels: Channels) -> int:
+    """The elements themselves."""
+    return channels[0][0] if len(channels) == 1 else sum(real for real, _ in channels)
 
-    The tensor itself where neither shape nor element type differ.
+
+def wide_size(channels: Channels) -> int:
+    """The elements with their padding."""
+    return channels[0][1] if len(channels) == 1 else sum(wide for _, wide in channels)
+
+
+def behind_one_another(images: Iterable[Channels]) -> Channels:
+    """The channels of images that are concatenated; segments without a gap between them are one.
+
+    >>> behind_one_another([((64, 64),), ((60, 64),)])
+    ((124, 128),)
     """
-    dtype = dtype or tensor.dtype
-    more = [new - old for old, new in zip(tensor.shape, shape, strict=True)]
-    if not any(more):
-        return tensor.to(dtype)
-    if tensor.numel() <= SMALL:
-        ends = [size for extra in reversed(more) for size in (0, extra)]
-        return torch.constant_pad_nd(tensor.to(dtype), ends)
-    return _apply(_Pad, _TransformedPad, tensor, tuple(shape), dtype)
-
-
-def crop(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The beginning [shape] of ``tensor``, in the same memory; it may be changed in place."""
-    if tuple(tensor.shape) == tuple(shape):
-        return tensor
-    if tensor.numel() <= SMALL:
-        return _narrowed(tensor, shape)
-    return _apply(_Crop, _TransformedCrop, tensor, tuple(shape), tensor.dtype)
+    joined: list[tuple[int, int]] = []
+    for real, wide in (segment for channels in images for segment in channels):
+        if joined and joined[-1][0] == joined[-1][1]:
+            real, wide = joined[-1][0] + real, joined.pop()[1] + wide
+        joined.append((real, wide))
+    return tuple(joined)
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -52,93 +73,169 @@ def working_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-# ---- for large tensors -------------------------------------------------------------------------
+def is_transformed() -> bool:
+    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
-def _padded(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    out = _empty(tensor, shape, dtype)
-    kept = out
-    for axis, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if old != new:
-            kept.narrow(axis, old, new - old).zero_()
-            kept = kept.narrow(axis, 0, old)
-    kept.copy_(tensor)
+def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype | None:
+    """The element type of a layer's product; None where PyTorch is to compute it, or to say what is wrong.
+
+    That is where tensors are of other classes or element types than a plain layer multiplies.
+    """
+    if type(x) not in _PLAIN or not x.is_floating_point():
+        return None
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    for parameter in parameters:
+        if parameter is None:
+            continue
+        if type(parameter) not in _PLAIN:
+            return None
+        if parameter.dtype != x.dtype and (not is_cast or torch.float64 in (x.dtype, parameter.dtype)):
+            return None
+    return working_dtype(x)
+
+
+def widen(
+    tensors: Sequence[tuple[torch.Tensor, Places]], dtype: torch.dtype, *, nhwc: bool = False
+) -> Sequence[torch.Tensor]:
+    """Tensors in ``dtype`` with zeros behind the segments of their dimensions.
+
+    Args:
+        tensors: Each with the dimensions that are padded.
+        dtype: Of the results.
+        nhwc: Results of four or five dimensions are laid out in NHWC.
+    """
+    if torch.compiler.is_compiling():
+        return [_widened(tensor.to(dtype), places) for tensor, places in tensors]
+    if torch.is_grad_enabled() and (tensors[0][0].requires_grad or any(t.requires_grad for t, _ in tensors)):
+        only, places = zip(*tensors, strict=True)
+        return _Widen.apply(dtype, nhwc, places, *only)  # type: ignore[no-any-return, no-untyped-call]
+    return [_filled(tensor, places, dtype, nhwc) for tensor, places in tensors]
+
+
+def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
+    """The elements that a padded dimension holds, in memory of their own."""
+    if tensor.numel() > SMALL and tensor.requires_grad and not torch.compiler.is_compiling():
+        return _Crop.apply(tensor, axis, channels)  # type: ignore[no-any-return, no-untyped-call]
+    return _cropped(tensor, axis, channels)
+
+
+def spread(vector: torch.Tensor, channels: Channels, gaps: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A vector [channels] with the zeros of each gap behind each segment, in one kernel."""
+    if len(channels) == 1:
+        return torch.cat((vector, gaps[0]))
+    pieces: Sequence[torch.Tensor] = torch.split(vector, [real for real, _ in channels])
+    return torch.cat([part for pair in zip(pieces, gaps, strict=True) for part in pair])
+
+
+def narrowed(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
+    """The elements that a padded dimension holds; a view if there is but one segment."""
+    if len(channels) == 1:
+        return tensor.narrow(axis, 0, channels[0][0])
+    starts = accumulate((wide for _, wide in channels), initial=0)
+    pieces = [tensor.narrow(axis, start, real) for start, (real, _) in zip(starts, channels, strict=False)]
+    return torch.cat(pieces, axis)
+
+
+def _cropped(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
+    inner = narrowed(tensor, axis, channels)
+    if len(channels) > 1:
+        return inner
+    return inner.clone(memory_format=NHWC[tensor.dim()] if _is_nhwc(tensor) else torch.contiguous_format)
+
+
+def _is_nhwc(tensor: torch.Tensor) -> bool:
+    return tensor.dim() in NHWC and tensor.is_contiguous(memory_format=NHWC[tensor.dim()])
+
+
+def _widened(tensor: torch.Tensor, places: Places) -> torch.Tensor:
+    """In PyTorch's own functions, which can be differentiated in any way and are fused by its compiler."""
+    pads = [0] * (2 * tensor.dim())
+    for axis, channels in places.items():
+        if len(channels) == 1:
+            pads[-2 * axis - 1] = channels[0][1] - channels[0][0]
+            continue
+        shape = list(tensor.shape)
+        pieces = []
+        sizes = [real for real, _ in channels]
+        for piece, (real, wide) in zip(torch.split(tensor, sizes, axis), channels, strict=True):
+            shape[axis] = wide - real
+            pieces += [piece, tensor.new_zeros(shape)]
+        tensor = torch.cat(pieces, axis)
+    return torch.constant_pad_nd(tensor, pads) if any(pads) else tensor
+
+
+def _filled(tensor: torch.Tensor, places: Places, dtype: torch.dtype, nhwc: bool) -> torch.Tensor:
+    """In two kernels where there is but one segment, whatever the dimensions."""
+    shape = list(tensor.shape)
+    for axis, channels in places.items():
+        shape[axis] = wide_size(channels)
+    layout = NHWC[len(shape)] if nhwc and len(shape) in NHWC else torch.contiguous_format
+    out = torch.empty(shape, dtype=dtype, device=tensor.device, memory_format=layout)
+    is_zeroed = out.numel() <= SMALL
+    inner = out.zero_() if is_zeroed else out
+    if is_zeroed and all(len(channels) == 1 for channels in places.values()):
+        for axis, ((real, wide),) in places.items():
+            inner = inner.narrow(axis, 0, real) if wide > real else inner
+        inner.copy_(tensor)
+    else:
+        _fill(out, tensor, list(places.items()))
     return out
 
 
-def _cropped(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    tensor = _narrowed(tensor, shape)
-    # Detached, it is no view to autograd, and may be changed in place.
-    return tensor.detach() if tensor.dtype == dtype else tensor.to(dtype)
+def _fill(out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Channels]]) -> None:
+    if not places:
+        out.copy_(tensor)
+        return
+    (axis, channels), *others = places
+    start = wide_start = 0
+    for real, wide in channels:
+        if wide > real:
+            out.narrow(axis, wide_start + real, wide - real).zero_()
+        piece = tensor.narrow(axis, start, real) if len(channels) > 1 else tensor
+        _fill(out.narrow(axis, wide_start, real), piece, others)
+        start, wide_start = start + real, wide_start + wide
 
 
-def _narrowed(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    for axis, size in enumerate(shape):
-        if tensor.shape[axis] != size:
-            tensor = tensor.narrow(axis, 0, size)
-    return tensor
-
-
-_NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _empty(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory laid out like the tensor's: NHWC where channels are contiguous, also those of a crop."""
-    if tensor.dim() in _NHWC and tensor.shape[1] > 1 and tensor.stride(1) == 1:
-        return torch.empty(shape, dtype=dtype, device=tensor.device, memory_format=_NHWC[tensor.dim()])
-    return tensor.new_empty(shape, dtype=dtype)
-
-
-def _apply(function: type[Function], transformed: type[Function], *args: Any) -> torch.Tensor:
-    """Apply a function, in the form that ``torch.func`` asks for where that is at work: it takes longer."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        function = transformed
-    return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Pad(Function):
+class _Widen(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        ctx.shape, ctx.dtype = tuple(tensor.shape), tensor.dtype
-        return _padded(tensor, shape, dtype)
+    def forward(
+        ctx: Any, dtype: torch.dtype, nhwc: bool, places: tuple[Places, ...], *tensors: torch.Tensor
+    ) -> Any:
+        ctx.places, ctx.kinds = places, [(t.dtype, t.is_contiguous()) for t in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(_filled(t, each, dtype, nhwc) for t, each in zip(tensors, places, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():  # it will be differentiated again
-            return _apply(_Crop, _TransformedCrop, gradient, ctx.shape, ctx.dtype), None, None
-        return _cropped(gradient, ctx.shape, ctx.dtype), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        found: list[torch.Tensor | None] = [None, None, None]
+        for number, (gradient, places) in enumerate(zip(gradients, ctx.places, strict=True)):
+            if gradient is not None and ctx.needs_input_grad[3 + number]:
+                for axis, channels in places.items():
+                    gradient = narrowed(gradient, axis, channels)
+                dtype, contiguous = ctx.kinds[number]
+                # In the cast at once, and not once more where the gradient is accumulated.
+                is_image = gradient.dim() in NHWC and contiguous
+                layout = torch.contiguous_format if is_image else torch.preserve_format
+                found.append(gradient.to(dtype, memory_format=layout))
+            else:
+                found.append(None)
+        return tuple(found)
 
 
 class _Crop(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        ctx.shape, ctx.dtype = tuple(tensor.shape), tensor.dtype
-        return _cropped(tensor, shape, dtype)
+    def forward(ctx: Any, tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
+        ctx.places, ctx.nhwc = {axis: channels}, _is_nhwc(tensor)
+        return _cropped(tensor, axis, channels)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            return _apply(_Pad, _TransformedPad, gradient, ctx.shape, ctx.dtype), None, None
-        return _padded(gradient, ctx.shape, ctx.dtype), None, None
-
-
-class _Transformed:
-    """What ``torch.func`` asks of a function."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.shape, ctx.dtype = tuple(inputs[0].shape), inputs[0].dtype
-
-
-class _TransformedPad(_Transformed, _Pad):
-    @staticmethod
-    def forward(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        return _padded(tensor, shape, dtype)
-
-
-class _TransformedCrop(_Transformed, _Crop):
-    @staticmethod
-    def forward(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        return _cropped(tensor, shape, dtype)
+        return widen([(gradient, ctx.places)], gradient.dtype, nhwc=ctx.nhwc)[0], None, None

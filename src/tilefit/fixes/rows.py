@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from tilefit.capture.trees import tensors
 from tilefit.fixes.behaviour import Behaviour, is_replaced
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.padding import crop
+from tilefit.fixes.padding import is_transformed
 from tilefit.fixes.run import Run
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import is_misaligned
@@ -37,10 +37,10 @@ class InWholeMultiples(Behaviour):
     rows: int
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        leaves = list(tensors((args, kwargs)))
         rows = leaves[0].shape[0] if len(leaves) == 1 and leaves[0].dim() else 0
-        more = -rows % self.rows
-        if not rows or not more:
+        more = -rows % self.rows if not is_transformed() and rows and not leaves[0].is_nested else 0
+        if not more:
             return forward(*args, **kwargs)
 
         def fill(leaf: Any) -> Any:
@@ -49,9 +49,8 @@ class InWholeMultiples(Behaviour):
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         def cut(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows + more:
-                return crop(leaf, (rows, *leaf.shape[1:]))
-            return leaf
+            is_padded = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows + more
+            return leaf[:rows] if is_padded else leaf
 
         args, kwargs = tree_map(fill, (args, kwargs))
         return tree_map(cut, forward(*args, **kwargs))
@@ -87,7 +86,8 @@ class PadRows(Fix):
     training, and for a loss inside the model.
 
     Refused: models with dropout, which would draw other random numbers from the same seed; models with
-    several tensors as inputs, where it is not plain which are batched.
+    several tensors as inputs, where it is not plain which are batched; models that also return what is not
+    batched, which might have as many rows some day.
     """
 
     name = "pad-rows"
@@ -113,5 +113,29 @@ class PadRows(Fix):
             yield Refusal(
                 ("",), f"the model takes {len(inputs)} tensors, and not all of them need be batched"
             )
+        elif not _gives_rows(context.run):
+            yield Refusal(("",), "not every tensor that the model returns has a row for each of its input")
         else:
             yield RowPadding(("",), max(multiples))
+
+
+def _gives_rows(run: Run) -> bool:
+    """Whether all that a model returns has as many rows as its input, whatever their number."""
+    trial = run.on_meta()
+    for rows in (3, 5):
+        for mode in (True, False):
+            (inputs,) = tensors(trial.inputs)
+            few = inputs[:1].expand(rows, *inputs.shape[1:]).contiguous()
+            made = tree_map(
+                lambda leaf, few=few: few if isinstance(leaf, torch.Tensor) else leaf, trial.inputs
+            )
+            positional, named = ((), made) if isinstance(made, Mapping) else (made, {})
+            positional = positional if isinstance(positional, tuple | list) else (positional,)
+            try:
+                with torch.no_grad():
+                    result = trial.model.train(mode)(*positional, **named)
+            except Exception:  # noqa: BLE001 - whatever it is, the model cannot be asked
+                return False
+            if any(leaf.dim() and leaf.shape[0] != rows for leaf in tensors(result)):
+                return False
+    return True

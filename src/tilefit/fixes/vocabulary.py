@@ -14,8 +14,8 @@ class PadVocabulary(Fix):
 
     As ``pad-linear`` does for other layers. Only the head's product is padded, since looking up rows of the
     embedding does not mind their number: the table keeps its rows, tied weights stay one parameter, and the
-    logits have as many columns as before, so that losses, sampling and ``generate`` notice nothing. The
-    logits are a view of rows that begin at multiples of 128 bytes.
+    logits have as many columns as before, so that losses, sampling and ``generate`` notice nothing. They
+    are copied out of the product, which is part of the price.
     """
 
     name = "pad-vocabulary"

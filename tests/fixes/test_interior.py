@@ -1,0 +1,397 @@
+"""What is padded inside a module is seen by nobody else, whatever is done to the module afterwards."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from tilefit.fixes import Run
+from tilefit.fixes.chains import chains
+from tilefit.fixes.channel_paths import paddings, traces
+from tilefit.fixes.channels import PaddedChannels
+from tilefit.fixes.interior import traced
+from tilefit.fixes.linear import PaddedLayer, Padding
+
+SIZES = {13: 16, 21: 24}
+
+
+class Features(nn.Module):
+    """Two layers with 13 features or channels between them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer: Any = nn.Linear if kind == "linear" else lambda a, b: nn.Conv2d(a, b, 3, padding=1)
+        self.encoder = nn.Sequential(layer(6, 13), nn.Sigmoid())
+        self.decoder = layer(13, 6)
+        self.returns_features = False
+        self.config = SimpleNamespace(scale=1.0)
+        self.sizes = [2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        if self.returns_features or self.config.scale != 1.0 or len(self.sizes) != 1:
+            return h
+        return self.decoder(h)
+
+
+def padded(model: nn.Module) -> nn.Module:
+    """A copy in which 13 features or channels are padded wherever they can be."""
+    run = Run(copy.deepcopy(model))
+    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        found = tuple(paddings(run.model, traces(run), SIZES, SIZES))
+        PaddedChannels(tuple(p.path for p in found), tuple(SIZES.items()), found).apply(run)
+        return run.model
+    layers = {path: m for path, m in run.model.named_modules() if isinstance(m, nn.Linear)}
+    sizes = {p: (m.out_features, m.in_features) for p, m in layers.items()}
+    made = {
+        path: PaddedLayer(path, old, (SIZES.get(old[0], old[0]), SIZES.get(old[1], old[1])), 0)
+        for path, old in sizes.items()
+    }
+    for chain in chains(run.model, layers, 13):
+        for path in chain.givers:
+            made[path] = PaddedLayer(path, made[path].old, made[path].new, 0, made[path].takes, chain.parent)
+        for path in chain.takers:
+            made[path] = PaddedLayer(path, made[path].old, made[path].new, 0, chain.parent, made[path].gives)
+    Padding(tuple(made), tuple(made.values())).apply(run)
+    return run.model
+
+
+@pytest.fixture(params=["linear", "convolution"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def inputs(kind: str) -> torch.Tensor:
+    return torch.randn((5, 6) if kind == "linear" else (2, 6, 4, 4))
+
+
+def seen_between(model: nn.Module, x: torch.Tensor) -> set[int]:
+    """Features or channels of what the activation is given."""
+    seen: set[int] = set()
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid):
+                seen.add(args[0].shape[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        model(x)
+    return seen
+
+
+def assert_same(original: nn.Module, changed: nn.Module, x: torch.Tensor) -> None:
+    results = []
+    for model in (original, changed):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.is_contiguous() == theirs.is_contiguous()
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_between_the_layers_it_is_padded(kind: str) -> None:
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    assert seen_between(changed, x) == {16}
+    assert_same(model, changed, x)
+    assert_same(model.eval(), changed.eval(), x)
+
+
+def test_parts_called_by_themselves(kind: str) -> None:
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    assert_same(model.encoder, changed.encoder, x)
+    assert_same(model.encoder[:1], changed.encoder[:1], x)
+    assert_same(model.decoder, changed.decoder, model.encoder(x).detach())
+
+
+@pytest.mark.parametrize("features", [5, 7, 16, 13, 1])
+def test_wrong_sizes_raise_what_they_raised(kind: str, features: int) -> None:
+    model = Features(kind)
+    x = torch.randn((5, features) if kind == "linear" else (2, features, 4, 4))
+    for original, changed in ((model, padded(model)), (model.decoder, padded(model).decoder)):
+        assert shape_or_error(changed, x) == shape_or_error(original, x)
+
+
+def shape_or_error(model: nn.Module, x: torch.Tensor) -> str:
+    try:
+        return str(model(x).shape)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _flip_a_flag(model: Any) -> None:
+    model.returns_features = True
+
+
+def _flip_in_a_config(model: Any) -> None:
+    model.config.scale = 2.0
+
+
+def _fill_a_list(model: Any) -> None:
+    model.sizes.append(3)
+
+
+def _replace_an_activation(model: Any) -> None:
+    model.encoder[1] = nn.Softmax(1)
+
+
+def _replace_a_layer(model: Any) -> None:
+    torch.manual_seed(1)
+    kept = model.decoder
+    model.decoder = nn.Linear(13, 4) if isinstance(kept, nn.Linear) else nn.Conv2d(13, 4, 1)
+
+
+def _add_a_layer(model: Any) -> None:
+    model.encoder.append(nn.Softmax(1))
+
+
+def _watch(model: Any) -> None:
+    model.encoder[1].register_forward_hook(lambda module, args, output: output / output.shape[1])
+
+
+def _watch_backward(model: Any) -> None:
+    model.encoder.register_full_backward_hook(lambda module, before, after: (before[0] / after[0].shape[1],))
+
+
+def _replace_a_forward(model: Any) -> None:
+    model.encoder[1].forward = MethodType(lambda self, x: x.softmax(1), model.encoder[1])
+
+
+def _replace_a_containers_forward(model: Any) -> None:
+    model.encoder.forward = lambda x: model.encoder[0](x).softmax(1)
+
+
+def _freeze_a_part(model: Any) -> None:
+    model.encoder.eval().requires_grad_(False)
+
+
+def _prune(model: Any) -> None:
+    prune.ln_structured(model.encoder[0], "weight", 0.5, n=2, dim=0)
+
+
+def _parametrise(model: Any) -> None:
+    torch.manual_seed(2)
+    parametrizations.weight_norm(model.encoder[0])
+
+
+def _make_narrower(model: Any) -> None:
+    with torch.no_grad():
+        for layer, axis in ((model.encoder[0], 0), (model.decoder, 1)):
+            layer.weight = nn.Parameter(layer.weight.narrow(axis, 0, 10).clone())
+        model.encoder[0].bias = nn.Parameter(model.encoder[0].bias[:10].clone())
+    if isinstance(model.decoder, nn.Linear):
+        model.encoder[0].out_features = model.decoder.in_features = 10
+    else:
+        model.encoder[0].out_channels = model.decoder.in_channels = 10
+
+
+LATER = [
+    _flip_a_flag, _flip_in_a_config, _fill_a_list, _replace_an_activation, _replace_a_layer, _add_a_layer,
+    _watch, _watch_backward, _replace_a_forward, _replace_a_containers_forward, _freeze_a_part, _prune,
+    _parametrise, _make_narrower,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_done_to_a_model_afterwards(kind: str, later: Callable[[Any], None], copied: bool) -> None:
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    if copied:
+        changed = copy.deepcopy(changed)
+        assert seen_between(changed, x) == {16}
+    for each in (model, changed):
+        later(each)
+    assert_same(model, changed, x)
+    assert_same(model.eval(), changed.eval(), x)
+
+
+def test_a_hook_on_every_module(kind: str) -> None:
+    seen: list[torch.Size] = []
+    changed, x = padded(Features(kind)), inputs(kind)
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(output.shape))
+    try:
+        changed(x)
+    finally:
+        handle.remove()
+    assert {shape[1] for shape in seen} == {13, 6}
+
+
+def test_copies_files_and_parts_of_them(kind: str) -> None:
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    for other in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+        assert seen_between(other, x) == {16}
+        assert_same(model, other, x)
+        other.returns_features = True
+        assert other(x).shape[1] == 13
+    part = copy.deepcopy(changed.encoder)
+    assert_same(model.encoder, part, x)
+    assert len(pickle.dumps(part)) < 0.8 * len(pickle.dumps(changed))
+
+
+def test_threads(kind: str) -> None:
+    """While one thread is inside a call, others call parts of the model."""
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    shapes: list[set[Any]] = [set(), set()]
+
+    def run(number: int, part: nn.Module) -> None:
+        for _ in range(50):
+            shapes[number].add(tuple(part(x).shape))
+
+    threads = [threading.Thread(target=run, args=each) for each in ((0, changed), (1, changed.encoder))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert shapes == [{tuple(model(x).shape)}, {tuple(model.encoder(x).shape)}]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(kind: str, reentrant: bool) -> None:
+    model = Features(kind)
+    changed = padded(model)
+    x = inputs(kind).requires_grad_()
+    gradients = []
+    for each in (model, changed):
+        x.grad = None
+        checkpoint(each, x, use_reentrant=reentrant).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_functional_transforms(kind: str) -> None:
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    results = []
+    for each in (model, changed):
+        parameters = {name: p.detach() for name, p in each.named_parameters()}
+
+        def loss(p: Any, sample: torch.Tensor, each: nn.Module = each) -> torch.Tensor:
+            return torch.func.functional_call(each, p, (sample[None],)).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+        _, tangent = torch.func.jvp(lambda p: loss(p, x[0]), (parameters,), (parameters,))
+        with torch.autograd.forward_ad.dual_level():
+            dual = each(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            forward = torch.autograd.forward_ad.unpack_dual(dual).tangent
+        results.append([*per_sample.values(), tangent, forward])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_second_derivatives(kind: str) -> None:
+    changed = padded(Features(kind)).double()
+    x = inputs(kind)[:1].double().requires_grad_()
+    assert torch.autograd.gradgradcheck(changed, (x,))
+
+
+def test_traced_and_exported(kind: str) -> None:
+    model = Features(kind).eval()
+    changed, x = padded(model).eval(), inputs(kind)
+    more = torch.cat([x, x, x])
+    expected = model(more)
+    traced_model = torch.jit.trace(changed, x)
+    torch.jit.save(traced_model, io.BytesIO())
+    batch = torch.export.Dim("batch", min=2, max=1 << 20)
+    exported = torch.export.export(changed, (x,), dynamic_shapes=({0: batch},)).module()
+    graph = fx.symbolic_trace(changed)
+    compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
+    for each in (traced_model, exported, graph, compiled):
+        torch.testing.assert_close(each(more), expected)
+
+
+def test_under_autocast(kind: str) -> None:
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [each(x) for each in (model, changed, changed.encoder)]
+        with torch.autocast("cpu", enabled=False):
+            assert changed(x).dtype == torch.float32
+    assert [each.dtype for each in results] == [torch.bfloat16] * 3
+    torch.testing.assert_close(results[1], results[0])
+
+
+# ---- what is not padded inside a module --------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Two linear layers, and something between them."""
+
+    def __init__(self, between: Callable[[Between, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 13), nn.Linear(13, 6)
+        self.between = between
+        self.kept: Any = None
+        self.store: dict[str, Any] = {}
+        self.register_buffer("flag", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self, self.first(x)))
+
+
+def _keep(model: Between, x: torch.Tensor) -> torch.Tensor:
+    model.kept = x.relu()
+    return model.kept
+
+
+def _store(model: Between, x: torch.Tensor) -> torch.Tensor:
+    model.store["x"] = x
+    return x.relu()
+
+
+def _ask_for_gradients(model: Between, x: torch.Tensor) -> torch.Tensor:
+    return x.relu() if torch.is_grad_enabled() else x.softmax(-1)
+
+
+def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
+    return x.relu() if model.flag > 0 else x.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        _keep,
+        _store,
+        _ask_for_gradients,
+        _ask_a_buffer,
+        lambda model, x: torch.exp(x + 100.0),
+        lambda model, x: torch.exp(torch.exp(torch.exp(torch.exp(x)))),
+        lambda model, x: (x + 1e6) ** 3,
+        lambda model, x: x.softmax(-1),
+    ],
+)
+def test_what_is_handed_on_is_not_padded(between: Callable[[Between, torch.Tensor], torch.Tensor]) -> None:
+    model = Between(between)
+    assert chains(model, ("first", "second"), 13) == []
+    assert model.kept is None
+    assert model.store == {}
+    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13)
+
+
+def test_tracing_leaves_a_module_as_it_was() -> None:
+    model = Between(_keep)
+    before = [dict(vars(part)) for part in model.modules()]
+    assert traced(model, lambda part: False) is None
+    assert [dict(vars(part)) for part in model.modules()] == before
