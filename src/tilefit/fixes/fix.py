@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tilefit.errors import TilefitError
@@ -32,6 +32,8 @@ class ChangeSet(ABC):
 
     Attributes:
         modules: Paths of the modules it changes; empty where it changes only how the model is run.
+        host_s: Host time that its Python adds to a step beside launches, on the host that launch costs are
+            stated for. Neither the compiler nor a CUDA graph runs that Python.
     """
 
     #: From one seed the changed model draws the same random numbers (dropout) as the original.
@@ -41,6 +43,7 @@ class ChangeSet(ABC):
     saves_launches: ClassVar[bool] = True
 
     modules: tuple[str, ...]
+    host_s: float = field(default=0.0, kw_only=True, compare=False)
 
     @property
     @abstractmethod
