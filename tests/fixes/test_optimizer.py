@@ -43,7 +43,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    return FusedOptimizer((), "adamw").apply(Run(nn.Identity(), live_optimizer=optimizer))
+    model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    return FusedOptimizer((), "adamw").apply(Run(model, live_optimizer=optimizer)).undo
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:

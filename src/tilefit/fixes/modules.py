@@ -96,6 +96,14 @@ def caller(model: nn.Module, path: str) -> nn.Module:
     raise RefusedError("it is called by nothing that can be changed")
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts products of ``x`` to now, if it does."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def product_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
     """The element type in which a linear layer would multiply ``x`` now.
 
@@ -107,15 +115,14 @@ def product_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
         return None
     if x.layout != torch.strided or x.is_nested or not x.is_floating_point() or x.is_inference():
         return None
-    kind = x.device.type
-    is_cast = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else x.dtype
+    cast = autocast_dtype(x)
+    dtype = cast or x.dtype
     if weight.shape[-1] != x.shape[-1]:
         return None
     for parameter in (weight,) if bias is None else (weight, bias):
         if type(parameter) not in _PLAIN or parameter.device != x.device:
             return None
-        if parameter.dtype != dtype and (not is_cast or parameter.dtype != torch.float32):
+        if parameter.dtype != dtype and (cast is None or parameter.dtype != torch.float32):
             return None
         if parameter._post_accumulate_grad_hooks:
             return None

@@ -24,7 +24,8 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
+    """Whether what runs is compiled, traced, batched, or differentiated by ``torch.func`` or forward."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -43,8 +44,8 @@ class Region(Behaviour):
     """The module's call opens a space, in which behaviours of its parts find each other.
 
     The space is gone when the call returns or raises; every call and every thread has its own. Parts that are
-    called by anybody else find none. Nor do those that are checkpointed within the call: what is computed anew
-    in the backward pass is computed outside of it, and has to save the same tensors.
+    called by anybody else find none. Nor do those that are checkpointed within the call: what is computed
+    anew in the backward pass is computed outside of it, and has to save the same tensors.
     """
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +67,7 @@ class Region(Behaviour):
 
         None outside, in what is compiled, traced, batched, or differentiated by ``torch.func`` or forward.
         """
-        if (found := _here.spaces.get(id(self))) is None or _is_transformed():
+        if (found := _here.spaces.get(id(self))) is None or is_transformed():
             return None
         space, hooks = found
         return space if hooks == _hooks() else None
