@@ -43,7 +43,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    model = nn.Identity()
+    for group in optimizer.param_groups:
+        model._parameters.update({str(id(p)): p for p in group["params"]})
     return FusedOptimizer((), "adamw").apply(Run(model, live_optimizer=optimizer)).undo
 
 

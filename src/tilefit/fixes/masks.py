@@ -6,7 +6,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -110,44 +109,36 @@ class MakeMasksContiguous(Fix):
 def _masks(run: Run, paths: Iterable[str]) -> dict[str, set[tuple[int, str]]]:
     """By module, the arguments that reach ``scaled_dot_product_attention`` as masks."""
     trial = run.on_meta()
-    trial.change(compile=False, train=False)
-    watching = _Watching()
+    trial.change(train=False)
+    found: dict[str, set[tuple[int, str]]] = {path: set() for path in paths}
+    #: The modules that are being called, with their arguments.
+    calls: list[tuple[str, dict[tuple[int, str], Any]]] = []
+    plain = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        for path, given in calls if mask is not None else ():
+            found[path] |= {place for place, value in given.items() if _root(value) is _root(mask)}
+        return plain(*args, **kwargs)
+
+    def entering(path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            names = list(inspect.signature(module.forward).parameters)
+            named = {(names.index(name), name): value for name, value in kwargs.items() if name in names}
+            calls.append((path, dict(zip(enumerate(names), args, strict=False)) | named))
+
+        return enter
+
+    # Functions, which the copies that are captured share.
     for path in paths:
         module = submodule(trial.model, path)
-        module.register_forward_pre_hook(partial(watching.enter, path), with_kwargs=True)
-        module.register_forward_hook(watching.leave)
-    with patch.object(F, "scaled_dot_product_attention", watching.attention):
+        module.register_forward_pre_hook(entering(path), with_kwargs=True)
+        module.register_forward_hook(lambda *_: calls.pop() and None)
+    with patch.object(F, "scaled_dot_product_attention", attention):
         trial.capture()
-    return {path: watching.found[path] for path in paths if watching.found[path]}
+    return {path: masks for path, masks in found.items() if masks}
 
 
-class _Watching:
-    """Which arguments of the modules that are being called are, or are parts of, what attention is given."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, set[tuple[int, str]]] = defaultdict(set)
-        self._calls: list[tuple[str, dict[tuple[int, str], torch.Tensor]]] = []
-        self._attention = F.scaled_dot_product_attention
-
-    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        names = list(inspect.signature(module.forward).parameters)
-        places = dict(zip(enumerate(names), args, strict=False))
-        places |= {(names.index(name), name): value for name, value in kwargs.items() if name in names}
-        self._calls.append((path, {k: v for k, v in places.items() if isinstance(v, torch.Tensor)}))
-
-    def leave(self, *_: Any) -> None:
-        self._calls.pop()
-
-    def attention(
-        self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **more: Any
-    ) -> Any:
-        if attn_mask is not None:
-            for path, places in self._calls:
-                roots = {place: _root(tensor) for place, tensor in places.items()}
-                self.found[path] |= {place for place, root in roots.items() if root is _root(attn_mask)}
-        return self._attention(q, k, v, attn_mask, *args, **kwargs)
-
-
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that it is a view of."""
-    return tensor if tensor._base is None else tensor._base
+def _root(value: Any) -> Any:
+    """The tensor that a tensor is a view of."""
+    return value._base if isinstance(value, torch.Tensor) and value._base is not None else value
