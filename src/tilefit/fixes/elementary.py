@@ -208,7 +208,8 @@ def _results(
                 trial = copied(module, "meta").to(weight)
                 trial.register_forward_hook(lambda *call: seen.append(call[2].dtype))  # noqa: B023
                 inputs = torch.empty(2, size or 2, dtype=x, device="meta")
-                capture(trial, inputs, options=StepOptions(amp=cast, train=False))
+                options = StepOptions(amp=cast or "off", train=False)  # type: ignore[arg-type]
+                capture(trial, inputs, options=options)
                 if seen[0] == x or (seen[0] == torch.float32 and x.itemsize == 2):
                     autocast = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}[cast]
                     yield (x, weight if size else None, autocast), seen[0]

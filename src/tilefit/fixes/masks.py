@@ -39,8 +39,8 @@ class WithContiguousMasks(Behaviour):
             holder, key = (given, position) if position < len(given) else (kwargs, name)
             mask = given[position] if position < len(given) else kwargs.get(name)
             if isinstance(mask, torch.Tensor) and mask.dim() > 1 and mask.stride(-1) != 1:
-                holder[key] = mask.contiguous()  # type: ignore[index, call-overload]
-                copies.append((mask, holder[key], _version(holder[key])))  # type: ignore[index, call-overload]
+                holder[key] = mask.contiguous()  # type: ignore[index]
+                copies.append((mask, holder[key], _version(holder[key])))  # type: ignore[index]
         output = forward(*given, **kwargs)
         for mask, copy, version in copies:
             if version != _version(copy):  # what was written was meant for whoever gave the mask

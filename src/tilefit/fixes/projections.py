@@ -74,7 +74,7 @@ class Merged(Behaviour):
         elif found.input is not input or found.state != state or not found.holds(self.index):
             return forward(input)  # type: ignore[no-any-return]
         output = found.outputs.pop(self.index, None)
-        return forward(input) if output is None else output
+        return forward(input) if output is None else output  # type: ignore[no-any-return]
 
     def _can_merge(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
         if x.numel() < self.least_rows * x.shape[-1]:
@@ -106,7 +106,7 @@ class _Products:
         if x.dtype != dtype:
             x = x.to(dtype)
         if state[1] and any(p is not None and p.requires_grad for p in (x, *parameters)):
-            outputs = _Product.apply(sizes, x, *parameters)
+            outputs = _Product.apply(sizes, x, *parameters)  # type: ignore[no-untyped-call]
         else:
             outputs = _product(sizes, x, parameters)[0]
         self.outputs = dict(enumerate(outputs))
@@ -180,7 +180,7 @@ def _parts(ctx: Any, used: list[int], gradients: Any, weight: torch.Tensor) -> I
         return [([i], gradients[i], ctx.weights[i].to(gradients[i].dtype)) for i in used]
     if len(used) == len(ctx.sizes):
         return [(used, torch.cat(gradients, -1), weight)]
-    weights = weight.split(ctx.sizes)
+    weights = torch.split(weight, ctx.sizes)
     return [([i], gradients[i], weights[i]) for i in used]
 
 

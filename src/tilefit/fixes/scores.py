@@ -104,7 +104,7 @@ class Scores(torch.Tensor):
     """The scores [..., queries, keys] of attention, or its weights after the softmax.
 
     Attributes:
-        mode: Where it was made.
+        fusing: Where it was made.
         query, key: [..., queries, width] and [..., keys, width]; the scores are their products.
         sizes, kind: Shape and element type of the tensor.
         made_by: The call that makes the tensor: function and arguments.
@@ -113,12 +113,12 @@ class Scores(torch.Tensor):
         masks, fill: ... and ``fill`` where one of the masks, (bool tensor, what it is for scores that are
             left), says so.
         softmaxed, dropped: The softmax over the keys was taken, and then dropout with this probability.
-        is_shared: The tensor would share its memory with another.
+        shares: The tensor would share its memory with another.
         value: The tensor, once it was asked for.
         fused: The weights went into a fused kernel.
     """
 
-    mode: Fusing
+    fusing: Fusing
     query: torch.Tensor
     key: torch.Tensor
     sizes: torch.Size
@@ -131,7 +131,7 @@ class Scores(torch.Tensor):
     fill: float = -math.inf
     softmaxed: bool = False
     dropped: float = 0.0
-    is_shared: bool = False
+    shares: bool = False
     value: torch.Tensor | None = None
     fused: bool = False
 
@@ -150,8 +150,8 @@ class Scores(torch.Tensor):
         vars(made).update(attributes)
         if is_graded:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse)
-        made.mode.made.append(weakref.ref(made))
+                made.register_hook(_refuse)  # type: ignore[no-untyped-call]
+        made.fusing.made.append(weakref.ref(made))
         return made
 
     def computed(self) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Scores(torch.Tensor):
                 nullcontext() if _state(self.query) == self.state else torch.autocast(kind, cast, bool(cast))
             )
             with torch.set_grad_enabled(grad), again:
-                self.value = _computed(self.mode.plainly(func, args, kwargs))
+                self.value = _computed(self.fusing.plainly(func, args, kwargs))
         return self.value
 
     @classmethod
@@ -177,7 +177,7 @@ class Scores(torch.Tensor):
         return called(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_computed(args), **_computed(kwargs or {}))
 
 
@@ -232,19 +232,19 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
         or not any(scores is arg for arg in args)
         or not kwargs.keys() <= _KEYWORDS
     ):
-        return scores.mode.plainly(func, args, kwargs)
+        return scores.fusing.plainly(func, args, kwargs)
     in_place = func in _IN_PLACE_STEPS
-    if in_place and (scores.is_shared or scores is not args[0]):
-        scores.mode.compute_pending()
-        return scores.mode.plainly(func, args, kwargs)
+    if in_place and (scores.shares or scores is not args[0]):
+        scores.fusing.compute_pending()
+        return scores.fusing.plainly(func, args, kwargs)
     if in_place:  # as it was until now
         args = (Scores.of(**vars(scores)), *args[1:])
     result = step(*args, **kwargs)
     if result is NotImplemented:
-        return scores.mode.plainly(func, args, kwargs)
+        return scores.fusing.plainly(func, args, kwargs)
     if not isinstance(result, dict):
         return result
-    changed = {**vars(scores), "made_by": (func, args, kwargs), "is_shared": False, **result}
+    changed = {**vars(scores), "made_by": (func, args, kwargs), "shares": False, **result}
     if in_place:
         vars(scores).update(changed, kind=scores.kind)
         return scores
@@ -264,12 +264,12 @@ def _number(mode: Fusing, value: Any) -> float | None:
 
 def _mul(a: Any, b: Any) -> Any:
     scores, other = (a, b) if isinstance(a, Scores) else (b, a)
-    number = _number(scores.mode, other)
+    number = _number(scores.fusing, other)
     return NotImplemented if number is None else _scaled(scores, number)
 
 
 def _div(scores: Any, other: Any) -> Any:
-    number = _number(scores.mode, other) if isinstance(scores, Scores) else None
+    number = _number(scores.fusing, other) if isinstance(scores, Scores) else None
     return _scaled(scores, 1 / number) if number else NotImplemented
 
 
@@ -329,7 +329,7 @@ def _where(a: Any, b: Any, c: Any) -> Any:
 
 
 def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
-    fill = _number(scores.mode, value) if isinstance(scores, Scores) else None
+    fill = _number(scores.fusing, value) if isinstance(scores, Scores) else None
     if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
         return NotImplemented
     if mask.dtype != torch.bool or (scores.masks and scores.fill != fill):
@@ -375,14 +375,14 @@ def _view(scores: Any, *sizes: Any) -> Any:
     if sizes[-2:] != scores.sizes[-2:] or math.prod(sizes) != math.prod(scores.sizes):
         return NotImplemented
     lead, old = sizes[:-2], scores.sizes[:-2]
-    scores.is_shared = True
+    scores.shares = True
     return {
         "sizes": torch.Size(sizes),
         "query": _with_lead(scores.query, old, lead),
         "key": _with_lead(scores.key, old, lead),
         "bias": None if scores.bias is None else _with_lead(scores.bias, old, lead),
         "masks": tuple((_with_lead(mask, old, lead), keep) for mask, keep in scores.masks),
-        "is_shared": True,
+        "shares": True,
     }
 
 
@@ -503,7 +503,7 @@ def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores | None:
     sizes = torch.Size((*lead, query.shape[-2], key.shape[-2]))
     kind = state[1] or query.dtype
     made_by = func, args, kwargs
-    begun = Scores.of(mode=mode, query=query, key=key, sizes=sizes, kind=kind, made_by=made_by, state=state)
+    begun = Scores.of(fusing=mode, query=query, key=key, sizes=sizes, kind=kind, made_by=made_by, state=state)
     vars(begun).update(more)
     return begun if begun.bias is None or _fits(begun.bias, begun) else None
 
@@ -568,7 +568,7 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
     if not cast and not query.dtype == value.dtype == scores.kind:
         return NotImplemented
     lead = scores.sizes[:-2]
-    if value.shape[:-2] != lead or scores.mode.is_kept():
+    if value.shape[:-2] != lead or scores.fusing.is_kept():
         return NotImplemented
     causal = _is_causal(scores)
     mask = None if causal else scores.bias
@@ -610,7 +610,7 @@ def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _is_causal(scores: Scores) -> bool:
-    known = scores.mode.constants.is_causal
+    known = scores.fusing.constants.is_causal
     if scores.bias is None and len(scores.masks) == 1:
         return known(*scores.masks[0], _NEVER)
     return scores.bias is not None and not scores.masks and known(scores.bias, True, _NEVER)

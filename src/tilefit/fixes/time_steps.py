@@ -56,10 +56,10 @@ class Stepped(Behaviour):
         state = base._version, torch.is_grad_enabled(), dtype, state_of(module)
         key = id(base), input.shape, input.stride()
         if key not in space:
-            space[key] = _Sequence(base, state, input.storage_offset())
+            space[key] = _Sequence(base, state, int(input.storage_offset()))
             return forward(input)  # type: ignore[no-any-return]
         output = space[key].output(module, input, state)
-        return forward(input) if output is None else output
+        return forward(input) if output is None else output  # type: ignore[no-any-return]
 
 
 class _Sequence:
@@ -84,14 +84,16 @@ class _Sequence:
             return None
         if self._outputs is None:
             self._outputs = self._computed(layer, x)
-        number, value = self._outputs.pop(x.storage_offset(), (0, None))
-        if value is None or not torch.is_grad_enabled():
+        if (found := self._outputs.pop(int(x.storage_offset()), None)) is None:
+            return None
+        number, value = found
+        if not torch.is_grad_enabled():
             return value
         return _Step.apply(x, self._anchor, self._product, number, [value])  # type: ignore[no-any-return, no-untyped-call]
 
     def _computed(self, layer: nn.Module, x: torch.Tensor) -> dict[int, tuple[int, torch.Tensor]]:
         """Number and output of the steps from ``x`` on, by their offsets in memory."""
-        offset, start = x.storage_offset(), self._base.storage_offset()
+        offset, start = int(x.storage_offset()), int(self._base.storage_offset())
         apart = offset - self._first
         rest = offset - start if apart < 0 else start + _extent(self._base) - _extent(x) - offset
         count = 1 + rest // abs(apart) if apart and rest >= 0 else 0
@@ -110,8 +112,8 @@ class _Sequence:
         if apart < 0:
             offsets.reverse()
         if is_graded:
-            self._product = _Product(weight, own, rows.unflatten(0, (count, len(x))))
-            self._anchor = _Parameters.apply(self._product, weight, bias)
+            self._product = _Product(weight, own, rows.view(count, *x.shape))
+            self._anchor = _Parameters.apply(self._product, weight, bias)  # type: ignore[no-untyped-call]
         return {at: (number, value) for number, (at, value) in enumerate(zip(offsets, values, strict=True))}
 
 
@@ -254,4 +256,5 @@ def _loop(context: Context, group: Repeated) -> str:
     # What nothing else happens in may be called anew for every step.
     path = ".".join(common(entry.site.module for entry in ops if entry.phase == FORWARD))
     loop = caller(context.run.model, path) if path else context.run.model
-    return next(name for name, module in context.run.model.named_modules() if module is loop)
+    names: dict[nn.Module, str] = {module: name for name, module in context.run.model.named_modules()}
+    return names[loop]
