@@ -13,8 +13,10 @@ from torch import nn
 
 import tilefit
 from fixing import fixed
-from tilefit.fixes.activations import function_of
-from tilefit.fixes.normalizations import epsilon_of
+from tilefit.capture import capture
+from tilefit.fixes.elementary import FusedModules, recognised
+from tilefit.fixes.run import Run
+from tilefit.options import StepOptions
 
 
 class WrittenGelu(nn.Module):
@@ -67,7 +69,8 @@ class Clamped(nn.Module):
     ],
 )
 def test_which_function_a_module_computes(build: Callable[[], nn.Module], function: str) -> None:
-    assert function_of(build()) == function
+    found = recognised(build())
+    assert (found.function if found else "") == function
 
 
 class RmsNorm(nn.Module):
@@ -96,11 +99,77 @@ class WithoutEpsilon(RmsNorm):
 
 
 def test_which_module_is_a_normalization() -> None:
-    assert epsilon_of(RmsNorm()) == 1e-5
-    assert epsilon_of(ShiftedWeight()) is None
-    assert epsilon_of(WithoutEpsilon()) is None
-    assert epsilon_of(nn.LayerNorm(8)) is None
-    assert epsilon_of(nn.Linear(8, 8)) is None
+    found = recognised(RmsNorm())
+    assert found is not None
+    assert (found.function, found.epsilon) == ("rms_norm", 1e-5)
+    for other in (ShiftedWeight(), WithoutEpsilon(), nn.LayerNorm(8), nn.Linear(8, 8)):
+        assert recognised(other) is None
+
+
+BETA = 1.0
+
+
+class OfTheFile(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(BETA * x)
+
+
+class OfTheClass(nn.Module):
+    beta = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class Capped(WrittenSwish):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(max=50.0)
+
+
+class Cleaned(WrittenSwish):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nan_to_num(super().forward(x), 0.0, posinf=1e4)
+
+
+@pytest.mark.parametrize("kind", [OfTheFile, OfTheClass, Capped, Cleaned])
+def test_functions_that_are_others_elsewhere(kind: type[nn.Module]) -> None:
+    assert recognised(kind()) is None
+
+
+def test_an_attribute_that_changes_later_counts() -> None:
+    original = nn.Sequential(Annealed()).double()
+    model = copy.deepcopy(original)
+    x = torch.tensor([1.0, 40.0, math.nan, math.inf, -math.inf], dtype=torch.double)
+    FusedModules(("0",), "silu", 0.0).apply(Run(model))
+    for beta in (1.0, 2.0):
+        for each in (original, model):
+            each[0].beta = beta
+        torch.testing.assert_close(model(x), original(x), equal_nan=True)
+
+
+def test_element_types_of_results() -> None:
+    """On shapes alone, as on a GPU; the CPU computes what was written."""
+    for module, shape in ((RmsNorm(8), (4, 8)), (WrittenGelu(), (4, 8))):
+        for weight in (torch.float32, torch.bfloat16):
+            original = copy.deepcopy(module).to("meta", weight)
+            changed = copy.deepcopy(original)
+            found = recognised(changed, "bf16")
+            assert found is not None
+            FusedModules(("",), found.function, found.epsilon).apply(
+                Run(changed, options=StepOptions(amp="bf16"))
+            )
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+                x = torch.empty(shape, dtype=dtype, device="meta")
+                assert changed(x).dtype == original(x).dtype
 
 
 class Block(nn.Module):
@@ -159,10 +228,9 @@ def test_copies_pickles_and_the_compiler() -> None:
         torch.testing.assert_close(other(x), changed(x))
 
 
-def test_a_wide_result_that_something_else_reads_stays_wide() -> None:
-    class Reading(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.act(self.up(x))
-            return self.down(y) + y.mean(-1, keepdim=True)
-
-    assert not fixed(Reading(), X, select=["fuse-activations"]).fixes
+def test_a_wide_result_stays_wide() -> None:
+    """As under autocast, where ``pow`` is fp32."""
+    model = Block()
+    step = capture(fixed(model, X, select=["fuse-activations"]).model, X, amp="bf16")
+    (gelu,) = (entry for entry in step.ops if entry.name == "aten.gelu")
+    assert gelu.outputs[0].dtype == "fp32"

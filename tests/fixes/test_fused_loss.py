@@ -47,7 +47,7 @@ def test_on_the_cpu_the_loss_is_what_it_was() -> None:
         assert isinstance(which.loss_function, CompiledLoss)
         assert torch.equal(which(**tokens()).loss, original(**tokens()).loss)
     assert changed.state_dict().keys() == original.state_dict().keys()
-    edits.edits.undo()
+    edits.undo()
     assert changed.loss_function is original.loss_function
     assert "_loss_function" not in vars(changed)
 
@@ -98,7 +98,7 @@ def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     small(x, labels)
     compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, labels), original(x, labels))
-    edits.edits.undo()
+    edits.undo()
     changed(x, labels)
     assert len(calls) == 2
 

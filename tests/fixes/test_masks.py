@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tilefit
 from encoders import Encoder, SelfAttention
 from tilefit.capture import capture
 from tilefit.fixes import Plan
-from tilefit.fixes.masks import with_contiguous_masks
+from tilefit.fixes.masks import ContiguousMasks
+from tilefit.fixes.run import Run
 from tilefit.ops import Attention, Step
+from tilefit.options import StepOptions
 
 
 def fixed(model: torch.nn.Module, inputs: Any = None, **options: Any) -> Plan:
@@ -136,9 +139,36 @@ def test_masks_without_dimensions_for_batch_or_heads(dtype: torch.dtype, dimensi
     assert fix.verification.ok
 
 
-def test_numbers_that_attention_is_computed_of_are_no_mask() -> None:
-    x = torch.randn(2, 5, 3).transpose(1, 2)
-    assert with_contiguous_masks(torch.nn.Identity(), lambda given: given, x) is x
+class Cached(SelfAttention):
+    """Writes keys to a cache that it is given, in a layout of its own."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache[:, : x.shape[1]] += x.detach()
+        return super().forward(x, mask)
+
+
+def test_other_arguments_are_the_callers() -> None:
+    model, x = Cached(32, 2, 0.0), torch.randn(2, 16, 32)
+    mask = torch.ones(16, 1, dtype=torch.bool).expand(16, 16)
+    run = Run(nn.Sequential(model), options=StepOptions(amp="bf16"))
+    ContiguousMasks(("0",), ((1, "mask"),)).apply(run)
+    for arguments in ({}, {"mask": mask}):
+        cache = torch.zeros(2, 32, 16).transpose(1, 2)
+        given = (x,) if arguments else (x, mask)
+        model(*given, cache=cache, **arguments)
+        assert torch.equal(cache, x)
+
+
+def test_a_mask_that_is_written_to_is_the_callers() -> None:
+    class Writing(nn.Module):
+        def forward(self, mask: torch.Tensor) -> torch.Tensor:
+            return mask.masked_fill_(mask > 0.5, 2.0)
+
+    model, mask = nn.Sequential(Writing()), torch.rand(4, 6).t()
+    expected = mask.masked_fill(mask > 0.5, 2.0)
+    ContiguousMasks(("0",), ((0, "mask"),)).apply(Run(model))
+    torch.testing.assert_close(model[0](mask), expected)
+    torch.testing.assert_close(mask, expected)
 
 
 def test_a_forward_that_was_replaced_is_refused() -> None:

@@ -43,7 +43,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    return FusedOptimizer((), "adamw").apply(Run(nn.Identity(), live_optimizer=optimizer))
+    model = nn.Identity()
+    for group in optimizer.param_groups:
+        model._parameters.update({str(id(p)): p for p in group["params"]})
+    return FusedOptimizer((), "adamw").apply(Run(model, live_optimizer=optimizer)).undo
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:

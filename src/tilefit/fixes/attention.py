@@ -5,47 +5,33 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.behaviour import Behaviour, behaves
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
+from tilefit.fixes.modules import behave, common
+from tilefit.fixes.region import is_transformed
 from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing
-from tilefit.fixes.swap import submodule
 from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
 from tilefit.rules.sites import pattern
+
+#: Host time that following the calls adds to a step for each attention, beside launches.
+HOST_S = 60e-6
 
 
 class Fused(Behaviour):
     """Attention within the module, as one call of ``scaled_dot_product_attention``."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_transformed():
             return forward(*args, **kwargs)
-        with Fusing(module.buffers()) as mode:
+        with Fusing(module) as mode:
             return mode.finished(forward(*args, **kwargs))
-
-
-def put_around(run: Run, edits: Edits, paths: Iterable[str], behaviour: Behaviour) -> None:
-    """Make the ``forward`` of some modules run inside a behaviour.
-
-    Raises:
-        RefusedError: one of them is compiled by TorchScript, or its ``forward`` was replaced.
-    """
-    modules = {path: submodule(run.model, path) for path in paths}
-    for path, module in modules.items():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
-        if is_replaced(module):
-            raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
-    for module in modules.values():
-        edits.behave(module, behaviour)
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,6 @@ class Fusion(ChangeSet):
 
     #: A fused kernel draws its own random numbers for dropout.
     same_random_numbers: ClassVar[bool] = False
-    saves_launches: ClassVar[bool] = False
 
     @property
     def summary(self) -> str:
@@ -62,7 +47,7 @@ class Fusion(ChangeSet):
         return f"Compute the attention in {where} with scaled_dot_product_attention."
 
     def make(self, run: Run, edits: Edits) -> None:
-        put_around(run, edits, self.modules, Fused())
+        behave(run, edits, self.modules, Fused())
 
 
 class FuseAttention(Fix):
@@ -90,20 +75,21 @@ class FuseAttention(Fix):
     rules = ("NTC002",)
 
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        scopes: dict[str, list[str]] = defaultdict(list)
+        modules = dict(context.run.model.named_modules())
+        scopes: dict[str, dict[str, int]] = defaultdict(dict)
         for chain in attention_chains(Flow(context.step)):
             scope = _scope(context, chain)
-            if scope not in scopes[context.step.modules.get(scope, "")]:
-                scopes[context.step.modules.get(scope, "")].append(scope)
-        for modules in scopes.values():
-            yield Fusion(tuple(modules))
+            if scope in modules and not behaves(modules[scope], Fused):
+                alike = scopes[context.step.modules.get(scope, "")]
+                alike[scope] = alike.get(scope, 0) + 1
+        for found in scopes.values():
+            yield Fusion(tuple(found), host_s=HOST_S * sum(found.values()))
 
 
 def _scope(context: Context, chain: AttentionChain) -> str:
     """Path of the module to change: the smallest in which all of the attention happens, or the block (an
     element of a list of modules) that this is part of, since attention modules like to return their weights,
     for blocks to ignore."""
-    paths = [context.step.ops[index].site.module.split(".") for index in chain.forward]
-    common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]
-    block = max((place for place, name in enumerate(common, 1) if name.isdigit()), default=len(common))
-    return ".".join(common[:block])
+    names = common(context.step.ops[index].site.module for index in chain.forward)
+    block = max((place for place, name in enumerate(names, 1) if name.isdigit()), default=len(names))
+    return ".".join(names[:block])

@@ -25,6 +25,7 @@ _NUMBERS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.lay
 _MOST_WRITES = 100
 _MOST_VERDICTS = 4096
 _verdicts: dict[Any, bool] = {}
+_CHANGED = "a causal mask was changed by .data; take the fix fuse-attention back (plan.undo())"
 
 
 class _UnknownError(Exception):
@@ -70,7 +71,9 @@ class Constants:
     def is_causal(self, mask: torch.Tensor, keep: bool, never: float) -> bool:
         """Whether a mask is known to leave each query the keys up to its own position, and only those.
 
-        A mask on ``meta`` is taken to be causal if it is square.
+        A mask on ``meta`` is taken to be causal if it is square. One that is made of a buffer is looked at in
+        every call, for not every way to write to a buffer can be noticed: on a GPU without waiting for it,
+        and if it is another than it was, the GPU reports an assertion that failed.
 
         Args:
             mask: Bool [..., queries, keys], or floating-point to be added to scores.
@@ -82,13 +85,17 @@ class Constants:
             return False
         if mask.is_meta:
             return True
+        if not mask.is_cuda:
+            return bool(_is_causal(mask, keep, never))
         verdict = _verdicts.get((key, keep))
         if verdict is None:
-            if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing():
                 return False  # no value can be read now
             if len(_verdicts) >= _MOST_VERDICTS:
                 _verdicts.clear()
-            verdict = _verdicts[key, keep] = _is_causal(mask, keep, never)
+            verdict = _verdicts[key, keep] = bool(_is_causal(mask, keep, never))
+        elif verdict and _is_of_buffer(key):
+            torch._assert_async(_is_causal(mask, keep, never), _CHANGED)
         return verdict
 
     def number(self, tensor: torch.Tensor) -> float | None:
@@ -128,9 +135,14 @@ class Constants:
         raise _UnknownError
 
 
-def _is_causal(mask: torch.Tensor, keep: bool, never: float) -> bool:
+def _is_of_buffer(key: Any) -> bool:
+    return isinstance(key, WeakIdRef) or (isinstance(key, tuple) and any(map(_is_of_buffer, key)))
+
+
+def _is_causal(mask: torch.Tensor, keep: bool, never: float) -> torch.Tensor:
+    """A bool, where the mask is."""
     size = mask.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:
-        return bool((mask.eq(keep) == causal).all())
-    return bool(((mask == 0) == causal).all() and ((mask <= never) != causal).all())
+        return (mask.eq(keep) == causal).all()
+    return ((mask == 0) == causal).all() & ((mask <= never) != causal).all()

@@ -21,8 +21,6 @@ _FUSED: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
-#: Tells ``GradScaler`` that the optimizer unscales gradients itself.
-_SCALES = "_step_supports_amp_scaling"
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,10 @@ class FusedOptimizer(ChangeSet):
         return f"Run {self.optimizer} as one fused kernel (fused=True)."
 
     def make(self, run: Run, edits: Edits) -> None:
-        if run.live_optimizer is not None:
+        own = set(run.model.parameters())
+        groups = run.live_optimizer.param_groups if run.live_optimizer is not None else []
+        # That of a model of which this is a copy stays as it is.
+        if run.live_optimizer is not None and any(p in own for group in groups for p in group["params"]):
             _fuse(run.live_optimizer, edits)
         edits.run(run, fused_optimizer=True)
 
@@ -76,7 +77,9 @@ class FuseOptimizer(Fix):
     default streams them through memory for every operation of the rule. The optimizer that is passed in is
     changed itself, half-trained or not: its state stays, but that the step counts of Adam move to the
     parameters' device, as a fused optimizer keeps them; ``state_dict`` loads into an optimizer without
-    ``fused`` and back. ``capturable`` and all other options stay.
+    ``fused`` and back. ``capturable`` and all other options stay. Gradients are still unscaled by a
+    ``GradScaler``, whatever groups the optimizer gets later. The optimizer of the original stays as it is
+    where a copy of the model is changed.
 
     Without an optimizer passed in the plan says to construct it with ``fused=True``.
 
@@ -96,18 +99,14 @@ class FuseOptimizer(Fix):
 def _fuse(optimizer: torch.optim.Optimizer, edits: Edits) -> None:
     _require_fusable(optimizer)
     kept = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
-    had_scaling = _SCALES in vars(optimizer)
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=None)
     _place_steps(optimizer)
-    setattr(optimizer, _SCALES, True)
 
     def undo() -> None:
         for group, options in zip(optimizer.param_groups, kept, strict=False):  # it may have got more groups
             group.update(options)
         _place_steps(optimizer)
-        if not had_scaling:
-            delattr(optimizer, _SCALES)
 
     edits.undone_by(undo)
 

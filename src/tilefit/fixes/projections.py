@@ -3,117 +3,193 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
 
 from tilefit.cost import estimate
+from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.padding import working_dtype
+from tilefit.fixes.modules import (
+    caller,
+    product_dtype,
+    require_alone,
+    require_changeable,
+    state_of,
+    submodule,
+)
+from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule, swap
 from tilefit.ops import Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.flow import Flow, LinearCall, parent
+from tilefit.rules.flow import Flow, LinearCall
 from tilefit.rules.intensity.parallel_projections import groups
 from tilefit.rules.sites import pattern
 
+#: Host time that merging adds to a step for each group, beside launches.
+HOST_S = 20e-6
 
-class MergedLinear(nn.Linear):
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Merged(Behaviour):
     """A linear layer whose product is computed together with its siblings'.
 
+    The one that is called first with a tensor, while a call of the module they belong to runs, computes all;
+    the others find their part. Whatever else they are called with is each one's own product.
+
     Attributes:
-        merged: What the siblings share.
+        region: Of the module they belong to.
+        members: All of them.
         index: Which of them this one is.
-    """
-
-    merged: Merged
-    index: int
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        return self.merged.output(self, input)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, merged with {len(self.merged.members) - 1} siblings"
-
-
-class Merged:
-    """Sibling layers, and what the one that was called first has computed for the others.
-
-    What the merging saves is worth little where the host is what a step waits for, so that every call here
-    counts: PyTorch's own functions throughout, and no more checks than a changed state needs.
-
-    Args:
-        members: The layers, of one number of inputs.
         least_rows: With fewer rows than this each layer computes its own product.
     """
 
-    def __init__(self, members: Sequence[MergedLinear], least_rows: int) -> None:
-        self.members = tuple(members)
-        self.least_rows = least_rows
-        self.sizes = [member.out_features for member in members]
-        self.shapes = [(member.out_features, member.in_features) for member in members]
-        self.has_bias = any(member.bias is not None for member in members)
-        self._forget()
+    region: Region
+    members: tuple[nn.Linear, ...]
+    index: int
+    least_rows: int
+    is_innermost = True
 
-    def _forget(self) -> None:
-        self._input: torch.Tensor | None = None
-        self._state: Any = None
-        self._outputs: list[torch.Tensor | None] = []
-        self._waiting = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {"_input": None, "_state": None, "_outputs": [], "_waiting": 0}
-        return {**self.__dict__, **kept}
-
-    def output(self, member: MergedLinear, x: torch.Tensor) -> torch.Tensor:
-        """What ``member`` makes of ``x``."""
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
+        space = self.region.space()
         # In inference mode nobody can tell whether the input was written to.
-        if (
-            torch.compiler.is_compiling()
-            or x.numel() < self.least_rows * member.in_features
-            or x.is_inference()
-        ):
-            return F.linear(x, member.weight, member.bias)
-        state = x._version, torch.is_grad_enabled(), working_dtype(x)
-        if x is self._input and state == self._state:
-            output = self._outputs[member.index]
-            if output is not None:
-                self._outputs[member.index] = None
-                self._waiting -= 1
-                if not self._waiting:
-                    self._forget()
-                return output
-        outputs = self._products(x)
-        if outputs is None:
-            return F.linear(x, member.weight, member.bias)
-        self._input, self._state, self._outputs = x, state, list(outputs)
-        self._outputs[member.index] = None
-        self._waiting = len(outputs) - 1
-        return outputs[member.index]
+        dtype = None if space is None else product_dtype(module, input)
+        if space is None or dtype is None:
+            return forward(input)  # type: ignore[no-any-return]
+        state = input._version, torch.is_grad_enabled(), dtype
+        found: _Products | None = space.get(self.region)
+        if found is None or not found.outputs:
+            if not self._can_merge(input, dtype):
+                return forward(input)  # type: ignore[no-any-return]
+            found = space[self.region] = _Products(input, state, self.members)
+        elif found.input is not input or found.state != state or not found.holds(self.index):
+            return forward(input)  # type: ignore[no-any-return]
+        output = found.outputs.pop(self.index, None)
+        return forward(input) if output is None else output  # type: ignore[no-any-return]
 
-    def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """What all members make of ``x``; None where their weights are sharded, or not alike."""
-        weights = [member.weight for member in self.members]
-        first = weights[0]
-        for weight, shape in zip(weights, self.shapes, strict=True):
-            if weight.shape != shape or weight.dtype != first.dtype or weight.device != first.device:
-                return None
-        bias = torch.cat([self._bias(member) for member in self.members]) if self.has_bias else None
-        product = F.linear(x, torch.cat(weights), bias)
-        # No views of each other to autograd: each may be changed in place.
-        return torch.unsafe_split_with_sizes(product, self.sizes, -1)
+    def _can_merge(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
+        if x.numel() < self.least_rows * x.shape[-1]:
+            return False
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is not None and wrapper.find_unused_parameters:
+            return False  # it looks for the layers that were called among the inputs of what was computed
+        return all(
+            product_dtype(member, x) == dtype and member.weight.dtype == self.members[0].weight.dtype
+            for member in self.members
+        )
+
+
+class _Products:
+    """What all siblings make of an input.
+
+    Attributes:
+        input, state: The input, and what the outputs depend on besides.
+        outputs: By member, until they are asked for.
+    """
+
+    def __init__(self, x: torch.Tensor, state: Any, members: Sequence[nn.Linear]) -> None:
+        self.input, self.state = x, state
+        self._members = members
+        self._states = [state_of(member) for member in members]
+        dtype = state[2]
+        sizes = [len(member.weight) for member in members]
+        parameters = [p for name in ("weight", "bias") for p in (m._parameters[name] for m in members)]
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        if state[1] and any(p is not None and p.requires_grad for p in (x, *parameters)):
+            outputs = _Product.apply(sizes, x, *parameters)  # type: ignore[no-untyped-call]
+        else:
+            outputs = _product(sizes, x, parameters)[0]
+        self.outputs = dict(enumerate(outputs))
+
+    def holds(self, index: int) -> bool:
+        """Whether a member has the parameters that its output was computed with."""
+        return state_of(self._members[index]) == self._states[index]
+
+
+def _product(sizes: list[int], x: torch.Tensor, parameters: Sequence[Any]) -> tuple[Tensors, torch.Tensor]:
+    """The products with all weights, and these as one."""
+    weights, biases = parameters[: len(sizes)], list(parameters[len(sizes) :])
+    missing = [i for i, bias in enumerate(biases) if bias is None]
+    for i in missing:
+        biases[i] = weights[i].new_zeros(sizes[i])
+    weight = _stacked(weights, x.dtype)
+    product = F.linear(x, weight, None if len(missing) == len(sizes) else _stacked(biases, x.dtype))
+    # No views of each other to autograd: each may be changed in place.
+    return torch.unsafe_split_with_sizes(product, sizes, -1), weight
+
+
+def _stacked(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if tensors[0].dtype == dtype:
+        return torch.cat(list(tensors))
+    rows = sum(map(len, tensors))
+    return torch.cat(list(tensors), out=tensors[0].new_empty(rows, *tensors[0].shape[1:], dtype=dtype))
+
+
+class _Product(Function):
+    """Products of x [..., k] and weights [n, k], plus biases [n] or None; x in the type they are computed in.
+
+    Parameters of an output that nobody uses get no gradient, as if it had not been computed.
+    """
 
     @staticmethod
-    def _bias(member: MergedLinear) -> torch.Tensor:
-        bias = member.bias
-        return member.weight.new_zeros(member.out_features) if bias is None else bias
+    def forward(ctx: Any, sizes: list[int], x: torch.Tensor, *parameters: torch.Tensor | None) -> Tensors:
+        ctx.set_materialize_grads(False)
+        outputs, weight = _product(sizes, x, parameters)
+        ctx.save_for_backward(x, weight)
+        # Those that the gradient is differentiated by once more; the product needs them no longer.
+        ctx.sizes, ctx.weights = sizes, parameters[: len(sizes)]
+        ctx.versions = [each._version for each in ctx.weights]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        x, weight = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        sizes = ctx.sizes
+        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        by_input, by_weight, by_bias = None, [None] * len(sizes), [None] * len(sizes)
+        rows = x.flatten(0, -2)
+        for members, gradient, own in _parts(ctx, used, gradients, weight):
+            if needs_x:
+                product = gradient @ own
+                by_input = product if by_input is None else by_input + product
+            gradient = gradient.flatten(0, -2)
+            if any(needs[: len(sizes)]):
+                _divide(by_weight, members, sizes, (gradient.mT @ rows).to(ctx.weights[0].dtype))
+            if any(needs[len(sizes) :]):
+                _divide(by_bias, members, sizes, gradient.sum(0).to(ctx.weights[0].dtype))
+        found = (g if needed else None for g, needed in zip(by_weight + by_bias, needs, strict=True))
+        return None, by_input, *found
+
+
+def _parts(ctx: Any, used: list[int], gradients: Any, weight: torch.Tensor) -> Iterable[Any]:
+    """Of which outputs, with what gradient, of products with which weights: all at once where that can be."""
+    if torch.is_grad_enabled():
+        if ctx.versions != [each._version for each in ctx.weights]:
+            raise RuntimeError("a weight was changed in place between a product and its second derivative")
+        return [([i], gradients[i], ctx.weights[i].to(gradients[i].dtype)) for i in used]
+    if len(used) == len(ctx.sizes):
+        return [(used, torch.cat(gradients, -1), weight)]
+    weights = torch.split(weight, ctx.sizes)
+    return [([i], gradients[i], weights[i]) for i in used]
+
+
+def _divide(found: list[Any], members: list[int], sizes: list[int], gradient: torch.Tensor) -> None:
+    """Give each member its rows of a gradient."""
+    if len(members) == 1:
+        found[members[0]] = gradient
+    else:
+        found[:] = torch.unsafe_split_with_sizes(gradient, sizes)
 
 
 @dataclass(frozen=True)
@@ -125,43 +201,45 @@ class Merging(ChangeSet):
         least_rows: As in :class:`Merged`.
     """
 
-    saves_launches: ClassVar[bool] = False
-
     groups: tuple[tuple[str, ...], ...]
     least_rows: int
 
     @property
     def summary(self) -> str:
         names = ", ".join(path.rpartition(".")[2] for path in self.groups[0])
-        where = pattern(list(self.scopes)) if any(self.scopes) else "the model"
+        parents = list(dict.fromkeys(group[0].rpartition(".")[0] for group in self.groups))
+        where = pattern(parents) if any(parents) else "the model"
         return f"Compute {names} in {where} as one product."
-
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(parent(group[0]) for group in self.groups))
 
     def make(self, run: Run, edits: Edits) -> None:
         for path in self.modules:
-            require_plain(submodule(run.model, path), path, nn.Linear)
+            require_alone(run.model, path)
         for group in self.groups:
-            members: Any = [submodule(run.model, path) for path in group]
-            merged = Merged(members, self.least_rows)
+            region = Region()
+            members: Any = tuple(submodule(run.model, path) for path in group)
+            around = caller(run.model, group[0])
+            require_changeable(around, f"the module around {group[0]}")
+            edits.behave(around, region)
             for index, member in enumerate(members):
-                swap(edits, member, MergedLinear, merged=merged, index=index)
+                edits.behave(member, Merged(region, members, index, self.least_rows))
 
 
 class MergeProjections(Fix):
     """Computes the query, key and value projections of attention, and their like, as one product.
 
     The layer that is called first multiplies its input by the weights of all its siblings; they find their
-    part of the result when they are called with the same tensor. The weights are stacked on the way (under
-    autocast they are copied anyway, to be cast), so that the layers, their parameters and names stay. The
-    input is cast and read once; its gradient is one product instead of several that are added up.
+    part of the result when they are called with the same tensor, before the module they belong to returns.
+    The weights are stacked on the way (under autocast they are copied anyway, to be cast), so that the
+    layers, their parameters and names stay. The input is cast and read once; its gradient is one product
+    instead of several that are added up.
 
-    The same function: each output is the same sum of products. With another input, with one that was written
-    to in between, and with too few rows for the copy of the weights to pay (generating text), each layer
-    computes its own product; so it does under ``torch.compile`` and in inference mode, where nobody can tell
-    whether the input was written to.
+    The same function: each output is the same sum of products, and a layer whose output is not used gets no
+    gradient. With another input, one that was written to in between, parameters that have changed, too few
+    rows for the copy of the weights to pay (generating text), or called from outside, each layer computes
+    its own product; so it does under ``torch.compile`` and ``torch.func``, in inference mode, where nobody
+    can tell whether the input was written to, where the layers' weights are sharded (FSDP, tensor
+    parallelism), and where DDP looks for unused parameters. The outputs are not contiguous: each is a part
+    of the product.
 
     Refused: layers that are no plain ``nn.Linear``.
     """
@@ -177,20 +255,21 @@ class MergeProjections(Fix):
             paths = tuple(call.layer.module for call in calls)
             try:
                 for path in paths:
-                    require_plain(submodule(context.run.model, path), path, nn.Linear)
+                    require_alone(context.run.model, path)
             except RefusedError as refused:
                 yield Refusal(paths, refused.what)
                 continue
             names = tuple(path.rpartition(".")[2] for path in paths)
-            alike[names, tuple(_product(context, call) for call in calls)].append(calls)
+            alike[names, tuple(_product_of(context, call) for call in calls)].append(calls)
         for found in alike.values():
             together = dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found)
             modules = tuple(dict.fromkeys(path for group in together for path in group))
             if len(modules) == sum(map(len, together)):  # no layer in two groups
-                yield Merging(modules, tuple(together), _least_rows(context, found[0]))
+                rows = _least_rows(context, found[0])
+                yield Merging(modules, tuple(together), rows, host_s=HOST_S * len(found))
 
 
-def _product(context: Context, call: LinearCall) -> Gemm:
+def _product_of(context: Context, call: LinearCall) -> Gemm:
     op = context.step.ops[call.forward].op
     assert isinstance(op, Gemm)
     return op
@@ -198,7 +277,7 @@ def _product(context: Context, call: LinearCall) -> Gemm:
 
 def _least_rows(context: Context, calls: Sequence[LinearCall]) -> int:
     """The fewest rows (a power of two, or those of the step) with which the merged forward product pays."""
-    products = [_product(context, call) for call in calls]
+    products = [_product_of(context, call) for call in calls]
     merged = replace(products[0], n=sum(op.n for op in products), ld_a=0, ld_b=0)
     size = merged.n * merged.k
     width = size_bytes(merged.dtype)

@@ -9,18 +9,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tilefit.fixes.behaviour import Behaviour
 
 
 class _Here(threading.local):
-    """The spaces of the calls that this thread is in, by the region."""
+    """By the region, of the calls that this thread is in: the space, and what hooked saved tensors then."""
 
     def __init__(self) -> None:
-        self.spaces: dict[int, dict[Any, Any]] = {}
+        self.spaces: dict[int, tuple[dict[Any, Any], Any]] = {}
 
 
 _here = _Here()
+
+
+def is_transformed() -> bool:
+    """Whether what runs is compiled, traced, batched, or differentiated by ``torch.func`` or forward."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _hooks() -> Any:
+    """What packs the tensors that autograd saves now (activation checkpointing), if anything does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +44,8 @@ class Region(Behaviour):
     """The module's call opens a space, in which behaviours of its parts find each other.
 
     The space is gone when the call returns or raises; every call and every thread has its own. Parts that are
-    called by anybody else find none.
+    called by anybody else find none. Nor do those that are checkpointed within the call: what is computed
+    anew in the backward pass is computed outside of it, and has to save the same tensors.
     """
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +53,7 @@ class Region(Behaviour):
             return forward(*args, **kwargs)
         spaces = _here.spaces
         outer = spaces.get(id(self))
-        spaces[id(self)] = {}
+        spaces[id(self)] = {}, _hooks()
         try:
             return forward(*args, **kwargs)
         finally:
@@ -46,5 +63,11 @@ class Region(Behaviour):
                 spaces[id(self)] = outer
 
     def space(self) -> dict[Any, Any] | None:
-        """That of the innermost call of the module in this thread; None outside, and in compiled code."""
-        return None if torch.compiler.is_compiling() else _here.spaces.get(id(self))
+        """That of the innermost call of the module in this thread.
+
+        None outside, in what is compiled, traced, batched, or differentiated by ``torch.func`` or forward.
+        """
+        if (found := _here.spaces.get(id(self))) is None or is_transformed():
+            return None
+        space, hooks = found
+        return space if hooks == _hooks() else None

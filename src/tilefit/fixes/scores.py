@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.fixes.constants import Constants
+from tilefit.fixes.modules import autocast_dtype
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
 LARGEST_HEAD = 256
@@ -34,12 +36,13 @@ class Fusing(TorchFunctionMode):
     """Within the block, products of two activations are attention scores until shown otherwise.
 
     Args:
-        buffers: Tensors that do not change from call to call, from which masks may be made.
+        module: What runs: masks may be made of its buffers, and weights kept in its attributes.
     """
 
-    def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.constants = Constants(buffers)
+        self._module = module
+        self.constants = Constants(module.buffers())
         self.made: list[weakref.ref[Scores]] = []
         self._resting = False
 
@@ -50,12 +53,12 @@ class Fusing(TorchFunctionMode):
         for arg in args:
             if type(arg) is Scores:
                 return called(func, args, kwargs)
-        if func in _PRODUCTS and not kwargs:
-            begun = _begun(self, func, args)
+        if func in _PRODUCTS:
+            begun = _begun(self, func, args, kwargs)
             if begun is not None:
                 return begun
         name = getattr(func, "__name__", "")
-        in_place = _is_in_place(name)
+        in_place = _is_in_place(name) or kwargs.get("out") is not None or kwargs.get("inplace") is True
         if in_place and self.made:
             self.compute_pending()
         result = func(*args, **kwargs)
@@ -71,8 +74,23 @@ class Fusing(TorchFunctionMode):
             self._resting = resting
 
     def finished(self, output: Any) -> Any:
-        """What a module returns, with tensors in it."""
-        return _computed(output) if any(made() is not None for made in self.made) else output
+        """What the module returns, with tensors in it, as in the attributes of its parts."""
+        if any(made() is not None for made in self.made):
+            output = _computed(output)
+            for part, name, value in list(self._attributes()):
+                if any(type(leaf) is Scores for leaf in tree_leaves(value)):
+                    vars(part)[name] = _computed(value)
+        return output
+
+    def is_kept(self) -> bool:
+        """Whether an attribute of the module holds weights: others may ask for their gradient."""
+        return any(type(value) is Scores for _, _, value in self._attributes())
+
+    def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        for part in self._module.modules():
+            for name, value in vars(part).items():
+                if type(value) in _HOLDERS and name not in _OF_MODULES:
+                    yield part, name, value
 
     def compute_pending(self) -> None:
         """Compute what has not been used yet: a tensor that it is made of may change."""
@@ -82,125 +100,103 @@ class Fusing(TorchFunctionMode):
         self.made.clear()
 
 
-class Scores:
+class Scores(torch.Tensor):
     """The scores [..., queries, keys] of attention, or its weights after the softmax.
 
-    Args:
-        mode: Where it was made.
+    Attributes:
+        fusing: Where it was made.
         query, key: [..., queries, width] and [..., keys, width]; the scores are their products.
-        shape, dtype: Of the tensor.
+        sizes, kind: Shape and element type of the tensor.
         made_by: The call that makes the tensor: function and arguments.
         state: What such a call depends on besides: autograd and autocast.
-
-    Attributes:
-        scale, bias: The scores are the products times this, plus this (broadcast) ...
+        factor, bias: The scores are the products times this, plus this (broadcast) ...
         masks, fill: ... and ``fill`` where one of the masks, (bool tensor, what it is for scores that are
             left), says so.
-        softmaxed, dropout: The softmax over the keys was taken, and then dropout with this probability.
-        is_shared: The tensor would share its memory with another.
+        softmaxed, dropped: The softmax over the keys was taken, and then dropout with this probability.
+        shares: The tensor would share its memory with another.
         value: The tensor, once it was asked for.
         fused: The weights went into a fused kernel.
     """
 
-    scale: float = 1.0
+    fusing: Fusing
+    query: torch.Tensor
+    key: torch.Tensor
+    sizes: torch.Size
+    kind: torch.dtype
+    made_by: tuple[Any, Any, Any]
+    state: tuple[bool, torch.dtype | None]
+    factor: float = 1.0
     bias: torch.Tensor | None = None
     masks: tuple[tuple[torch.Tensor, bool], ...] = ()
     fill: float = -math.inf
     softmaxed: bool = False
-    dropout: float = 0.0
-    is_shared: bool = False
+    dropped: float = 0.0
+    shares: bool = False
     value: torch.Tensor | None = None
     fused: bool = False
 
-    def __init__(
-        self,
-        mode: Fusing,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        made_by: tuple[Any, Any, Any],
-        state: tuple[bool, bool, torch.dtype],
-    ) -> None:
-        self.mode, self.query, self.key = mode, query, key
-        self.shape, self.dtype = shape, dtype
-        self.made_by, self.state = made_by, state
-        mode.made.append(weakref.ref(self))
-
-    def after(self, made_by: tuple[Any, Any, Any], changes: dict[str, Any]) -> Scores:
-        """What a call makes of it."""
-        made = object.__new__(Scores)
-        vars(made).update(vars(self), made_by=made_by, is_shared=False)
-        vars(made).update(changes)
-        self.mode.made.append(weakref.ref(made))
+    @staticmethod
+    def of(**attributes: Any) -> Scores:
+        """One with these attributes."""
+        query, key = attributes["query"], attributes["key"]
+        is_graded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+        made: Scores = torch.Tensor._make_wrapper_subclass(
+            Scores,
+            attributes["sizes"],
+            dtype=attributes["kind"],
+            device=query.device,
+            requires_grad=is_graded,
+        )
+        vars(made).update(attributes)
+        if is_graded:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse)  # type: ignore[no-untyped-call]
+        made.fusing.made.append(weakref.ref(made))
         return made
 
     def computed(self) -> torch.Tensor:
         """The tensor itself."""
         if self.value is None:
-            if self.fused and self.dropout:
+            if self.fused and self.dropped:
                 raise RuntimeError(
                     "these attention weights were used in a fused kernel, which does not tell what it "
                     "dropped; to read them, take the fix fuse-attention back (plan.undo())"
                 )
             func, args, kwargs = self.made_by
-            grad, autocast, dtype = self.state
-            with torch.set_grad_enabled(grad), torch.autocast(self.device.type, dtype, autocast):
-                self.value = _computed(self.mode.plainly(func, args, kwargs))
+            grad, cast = self.state
+            kind = self.query.device.type
+            again = (
+                nullcontext() if _state(self.query) == self.state else torch.autocast(kind, cast, bool(cast))
+            )
+            with torch.set_grad_enabled(grad), again:
+                self.value = _computed(self.fusing.plainly(func, args, kwargs))
         return self.value
-
-    # ---- what people ask of a tensor ---------------------------------------------------------
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return called(func, args, kwargs or {})
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(torch.Tensor, name):
-            raise AttributeError(f"a tensor has no attribute {name!r}")
-        if callable(getattr(torch.Tensor, name)):
-            return partial(_method(name), self)
-        return getattr(self.computed(), name)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def device(self) -> torch.device:
-        return self.query.device
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*_computed(args), **_computed(kwargs or {}))
 
 
-def _method(name: str) -> Callable[..., Any]:
-    """The method of tensors of this name, for scores."""
-    func = getattr(torch.Tensor, name)
-
-    def method(self: Scores, *args: Any, **kwargs: Any) -> Any:
-        return handle_torch_function(func, (self,), self, *args, **kwargs)
-
-    return method
+def _refuse(gradient: torch.Tensor) -> None:
+    """What was done by those who do not ask a tensor what it is (a ``Function`` of one's own, say)."""
+    raise RuntimeError("attention scores got a gradient; take the fix fuse-attention back (plan.undo())")
 
 
-for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow neg abs getitem "
-    "setitem eq ne lt le gt ge bool float int len iter"
-).split():
-    setattr(Scores, f"__{_name}__", _method(f"__{_name}__"))
+#: What may hold scores in an attribute of a module; and attributes that do not.
+_HOLDERS = frozenset((Scores, list, tuple, dict))
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _computed(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.computed() if isinstance(leaf, Scores) else leaf, tree)
+    return tree_map(lambda leaf: leaf.computed() if type(leaf) is Scores else leaf, tree)
 
 
-def _state(tensor: torch.Tensor) -> tuple[bool, bool, torch.dtype]:
-    kind = tensor.device.type
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+def _state(tensor: torch.Tensor) -> tuple[bool, torch.dtype | None]:
+    return torch.is_grad_enabled(), autocast_dtype(tensor)
 
 
 _IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
@@ -213,13 +209,22 @@ def _is_in_place(name: str) -> bool:
 
 # ---- what calls do to scores -------------------------------------------------------------------
 
+#: What is known without the numbers.
+_KNOWN = frozenset(
+    getattr(getattr(torch.Tensor, name), "__get__", None)
+    for name in "shape dtype device ndim requires_grad is_cuda is_meta layout".split()
+) | {getattr(torch.Tensor, name) for name in "dim size numel is_floating_point __len__".split()}
+
 
 def called(func: Any, args: Any, kwargs: Any) -> Any:
     """A call of PyTorch with scores among its arguments."""
     step = _STEPS.get(func)
-    scores = next((arg for arg in args if type(arg) is Scores), None)
+    scores: Scores | None = next((arg for arg in args if type(arg) is Scores), None)
     if scores is None:  # in a list, or named
         scores = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Scores)
+    elif func in _KNOWN and scores.value is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     if (
         step is None
         or scores.value is not None
@@ -227,23 +232,23 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
         or not any(scores is arg for arg in args)
         or not kwargs.keys() <= _KEYWORDS
     ):
-        return scores.mode.plainly(func, args, kwargs)
+        return scores.fusing.plainly(func, args, kwargs)
     in_place = func in _IN_PLACE_STEPS
-    if in_place and (scores.is_shared or scores is not args[0]):
-        scores.mode.compute_pending()
-        return scores.mode.plainly(func, args, kwargs)
+    if in_place and (scores.shares or scores is not args[0]):
+        scores.fusing.compute_pending()
+        return scores.fusing.plainly(func, args, kwargs)
     if in_place:  # as it was until now
-        args = (copy(scores), *args[1:])
+        args = (Scores.of(**vars(scores)), *args[1:])
     result = step(*args, **kwargs)
     if result is NotImplemented:
-        return scores.mode.plainly(func, args, kwargs)
+        return scores.fusing.plainly(func, args, kwargs)
     if not isinstance(result, dict):
         return result
-    made = scores.after((func, args, kwargs), result)
+    changed = {**vars(scores), "made_by": (func, args, kwargs), "shares": False, **result}
     if in_place:
-        vars(scores).update(vars(made))
+        vars(scores).update(changed, kind=scores.kind)
         return scores
-    return made
+    return Scores.of(**changed)
 
 
 #: Names of arguments that the functions below know.
@@ -259,12 +264,12 @@ def _number(mode: Fusing, value: Any) -> float | None:
 
 def _mul(a: Any, b: Any) -> Any:
     scores, other = (a, b) if isinstance(a, Scores) else (b, a)
-    number = _number(scores.mode, other)
+    number = _number(scores.fusing, other)
     return NotImplemented if number is None else _scaled(scores, number)
 
 
 def _div(scores: Any, other: Any) -> Any:
-    number = _number(scores.mode, other) if isinstance(scores, Scores) else None
+    number = _number(scores.fusing, other) if isinstance(scores, Scores) else None
     return _scaled(scores, 1 / number) if number else NotImplemented
 
 
@@ -273,7 +278,7 @@ def _scaled(scores: Scores, factor: float) -> Any:
         return NotImplemented
     bias = None if scores.bias is None else scores.bias * factor
     fill = scores.fill * factor if scores.masks else scores.fill
-    return {"scale": scores.scale * factor, "bias": bias, "fill": fill}
+    return {"factor": scores.factor * factor, "bias": bias, "fill": fill}
 
 
 def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
@@ -293,15 +298,15 @@ def _biased(scores: Scores, bias: Any) -> Any:
     bias = _narrow(bias)
     if scores.masks and scores.fill != -math.inf:
         return NotImplemented  # a row that is masked throughout would become the bias's softmax
-    dtype = torch.promote_types(scores.dtype, bias.dtype)
-    return {"bias": bias if scores.bias is None else scores.bias + bias, "dtype": dtype}
+    dtype = torch.promote_types(scores.kind, bias.dtype)
+    return {"bias": bias if scores.bias is None else scores.bias + bias, "kind": dtype}
 
 
 def _fits(tensor: Any, scores: Scores) -> bool:
     """Whether a tensor can be broadcast to the scores."""
-    if not isinstance(tensor, torch.Tensor) or not 0 < tensor.dim() <= scores.ndim:
+    if not isinstance(tensor, torch.Tensor) or not 0 < tensor.dim() <= len(scores.sizes):
         return False
-    sizes = zip(reversed(tensor.shape), reversed(scores.shape), strict=False)
+    sizes = zip(reversed(tensor.shape), reversed(scores.sizes), strict=False)
     return all(size in (1, own) for size, own in sizes)
 
 
@@ -324,7 +329,7 @@ def _where(a: Any, b: Any, c: Any) -> Any:
 
 
 def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
-    fill = _number(scores.mode, value) if isinstance(scores, Scores) else None
+    fill = _number(scores.fusing, value) if isinstance(scores, Scores) else None
     if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
         return NotImplemented
     if mask.dtype != torch.bool or (scores.masks and scores.fill != fill):
@@ -333,20 +338,20 @@ def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
 
 
 def _softmax(scores: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
-    if not isinstance(scores, Scores) or scores.softmaxed or dim not in (-1, scores.ndim - 1):
+    if not isinstance(scores, Scores) or scores.softmaxed or dim not in (-1, len(scores.sizes) - 1):
         return NotImplemented
     dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
     if dtype is None:
-        dtype = torch.float32 if scores.state[1] and scores.dtype != torch.float64 else scores.dtype
-    return {"softmaxed": True, "dtype": dtype}
+        dtype = torch.float32 if scores.state[1] else scores.kind
+    return {"softmaxed": True, "kind": dtype}
 
 
 def _dropout(scores: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training or p == 0:
         return {}
-    if inplace or not scores.softmaxed or scores.dropout or p >= 1:
+    if inplace or not scores.softmaxed or scores.dropped or p >= 1:
         return NotImplemented
-    return {"dropout": p}
+    return {"dropped": p}
 
 
 def _to(scores: Any, target: Any = None, *rest: Any, dtype: Any = None) -> Any:
@@ -355,7 +360,7 @@ def _to(scores: Any, target: Any = None, *rest: Any, dtype: Any = None) -> Any:
     target = getattr(target, "dtype", target) if target is not None else dtype
     if rest or not isinstance(target, torch.dtype) or not target.is_floating_point:
         return NotImplemented
-    return {"dtype": target}
+    return {"kind": target}
 
 
 def _view(scores: Any, *sizes: Any) -> Any:
@@ -366,18 +371,18 @@ def _view(scores: Any, *sizes: Any) -> Any:
         return NotImplemented
     if -1 in sizes:
         others = -math.prod(sizes)
-        sizes = tuple(math.prod(scores.shape) // others if size == -1 and others else size for size in sizes)
-    if sizes[-2:] != scores.shape[-2:] or math.prod(sizes) != math.prod(scores.shape):
+        sizes = tuple(math.prod(scores.sizes) // others if size == -1 and others else size for size in sizes)
+    if sizes[-2:] != scores.sizes[-2:] or math.prod(sizes) != math.prod(scores.sizes):
         return NotImplemented
-    lead, old = sizes[:-2], scores.shape[:-2]
-    scores.is_shared = True
+    lead, old = sizes[:-2], scores.sizes[:-2]
+    scores.shares = True
     return {
-        "shape": torch.Size(sizes),
+        "sizes": torch.Size(sizes),
         "query": _with_lead(scores.query, old, lead),
         "key": _with_lead(scores.key, old, lead),
         "bias": None if scores.bias is None else _with_lead(scores.bias, old, lead),
         "masks": tuple((_with_lead(mask, old, lead), keep) for mask, keep in scores.masks),
-        "is_shared": True,
+        "shares": True,
     }
 
 
@@ -393,11 +398,15 @@ def _same(scores: Any) -> Any:
 
 
 def _expand_as(tensor: Any, scores: Any) -> Any:
-    return tensor.expand(scores.shape) if isinstance(tensor, torch.Tensor) else NotImplemented
+    return tensor.expand(scores.sizes) if isinstance(tensor, torch.Tensor) else NotImplemented
 
 
 def _matmul(scores: Any, value: Any) -> Any:
-    if not isinstance(scores, Scores) or not isinstance(value, torch.Tensor) or value.dim() != scores.ndim:
+    if (
+        not isinstance(scores, Scores)
+        or not isinstance(value, torch.Tensor)
+        or value.dim() != len(scores.sizes)
+    ):
         return NotImplemented
     return _attended(scores, value)
 
@@ -462,33 +471,52 @@ _IN_PLACE_STEPS = frozenset(func for func in _STEPS if _is_in_place(func.__name_
 
 # ---- from the first product to the fused kernel ------------------------------------------------
 
-_PRODUCTS = frozenset(_functions("matmul bmm einsum"))
+_PRODUCTS = frozenset(_functions("matmul bmm einsum baddbmm"))
+_WITH_SUM = frozenset(_functions("baddbmm"))
 
 
-def _begun(mode: Fusing, func: Any, args: Any) -> Scores | None:
+def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores | None:
     """The scores that a product may be."""
-    if len(args) == 3 and isinstance(args[0], str):
+    more: dict[str, Any] | None = {}
+    if func in _WITH_SUM and len(args) == 3:
+        more = _with_sum(*args, **kwargs)
+        query, key = args[1], args[2]
+    elif kwargs or len(args) != 2 + (func is torch.einsum):
+        return None
+    elif func is torch.einsum:
         query, key = _by_letters(_letters(args[0], args[1:]), *args[1:])
     else:
         query, key = args
-        if _is_operand(key):
-            key = key.transpose(-2, -1)
-    if not (_is_operand(query) and _is_operand(key)) or query.dim() != key.dim():
+    if more is None or not (_is_operand(query) and _is_operand(key)) or query.dim() != key.dim():
         return None
+    if func is not torch.einsum:
+        key = key.transpose(-2, -1)
     if query.shape[-1] != key.shape[-1] or query.shape[-1] > LARGEST_HEAD:
         return None
     state = _state(query)
-    if query.dtype != key.dtype and not state[1]:
+    if query.dtype != key.dtype and state[1] is None:
         return None
-    lead = query.shape[:-2]
-    if lead != key.shape[:-2]:
-        pairs = list(zip(lead, key.shape[:-2], strict=True))
-        if any(a != b and 1 not in (a, b) for a, b in pairs):
-            return None  # the product will say so
-        lead = torch.Size(max(pair) for pair in pairs)
-    shape = torch.Size((*lead, query.shape[-2], key.shape[-2]))
-    dtype = state[2] if state[1] and query.dtype != torch.float64 else query.dtype
-    return Scores(mode, query, key, shape, dtype, (func, args, {}), state)
+    pairs = list(zip(query.shape[:-2], key.shape[:-2], strict=True))
+    if any(a != b and 1 not in (a, b) for a, b in pairs):
+        return None  # the product will say so
+    lead = (a if b == 1 else b for a, b in pairs)
+    sizes = torch.Size((*lead, query.shape[-2], key.shape[-2]))
+    kind = state[1] or query.dtype
+    made_by = func, args, kwargs
+    begun = Scores.of(fusing=mode, query=query, key=key, sizes=sizes, kind=kind, made_by=made_by, state=state)
+    vars(begun).update(more)
+    return begun if begun.bias is None or _fits(begun.bias, begun) else None
+
+
+def _with_sum(bias: Any, query: Any, key: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any] | None:
+    """What ``baddbmm`` makes of the product: ``beta * bias + alpha * product``."""
+    if not isinstance(beta, int | float) or not isinstance(alpha, int | float):
+        return None
+    if beta == 0:  # whatever memory ``bias`` has is not read
+        return {"factor": float(alpha)}
+    if not isinstance(bias, torch.Tensor) or bias.dtype != query.dtype:
+        return None
+    return {"factor": float(alpha), "bias": _narrow(bias) * beta}
 
 
 def _is_operand(tensor: Any) -> bool:
@@ -534,29 +562,18 @@ def _by_letters(letters: tuple[tuple[str, str], str] | None, a: Any, b: Any) -> 
 def _attended(scores: Scores, value: torch.Tensor) -> Any:
     """The weights times the values, [..., queries, width], in one call."""
     query, key = scores.query, scores.key
-    cast = scores.state[1] and query.dtype != torch.float64
+    cast = scores.state[1] is not None
     if not scores.softmaxed or not _is_operand(value) or value.shape[-2] != key.shape[-2]:
         return NotImplemented
-    if not cast and not query.dtype == value.dtype == scores.dtype:
+    if not cast and not query.dtype == value.dtype == scores.kind:
         return NotImplemented
-    lead = scores.shape[:-2]
-    if value.shape[:-2] != lead:
+    lead = scores.sizes[:-2]
+    if value.shape[:-2] != lead or scores.fusing.is_kept():
         return NotImplemented
     causal = _is_causal(scores)
-    mask = None
-    if not causal and scores.masks:
-        each = [mask if keep else mask.logical_not() for mask, keep in scores.masks]
-        kept = reduce(torch.logical_and, each)
-        bias = scores.bias
-        if scores.fill != -math.inf:
-            # Where everything is masked, all weights are equal, as those of a query of zeros.
-            some = kept.any(-1, keepdim=True)
-            query = query.masked_fill(~some, 0)
-            kept = kept | ~some
-            bias = None if bias is None else bias.masked_fill(~some, 0)
-        mask = kept if bias is None else torch.where(kept, bias, -math.inf)
-    elif not causal:
-        mask = scores.bias
+    mask = None if causal else scores.bias
+    if not causal and (scores.masks or mask is not None):
+        query, mask = _masking(scores, query)
     if mask is not None:
         mask = _mask_of_four(mask if mask.dtype == torch.bool or cast else mask.to(query.dtype), lead)
     query, key, value = (_of_four(tensor, lead) for tensor in (query, key, value))
@@ -565,16 +582,35 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
         key,
         value,
         attn_mask=mask,
-        dropout_p=scores.dropout,
+        dropout_p=scores.dropped,
         is_causal=causal,
-        scale=scores.scale,
+        scale=scores.factor,
     )
     scores.fused = True
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
 
+def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and mask for the kernel, which makes zeros of a row without a key that is left.
+
+    Its weights are equal, as those of a query of zeros, or not a number where ``fill`` is minus infinity.
+    """
+    bias = scores.bias
+    if scores.masks:
+        each = [mask if keep else mask.logical_not() for mask, keep in scores.masks]
+        kept = reduce(torch.logical_and, each)
+        empty = kept.any(-1, keepdim=True).logical_not()
+        kept = kept | empty
+        mask = kept if bias is None else torch.where(kept, bias.masked_fill(empty, 0), -math.inf)
+    else:
+        assert bias is not None
+        empty = bias.detach().amax(-1, keepdim=True) == -math.inf
+        mask = bias.masked_fill(empty, 0)
+    return torch.where(empty, math.nan if scores.fill == -math.inf else 0.0, query), mask
+
+
 def _is_causal(scores: Scores) -> bool:
-    known = scores.mode.constants.is_causal
+    known = scores.fusing.constants.is_causal
     if scores.bias is None and len(scores.masks) == 1:
         return known(*scores.masks[0], _NEVER)
     return scores.bias is not None and not scores.masks and known(scores.bias, True, _NEVER)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,176 +12,220 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 
+from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.padding import working_dtype
+from tilefit.fixes.modules import (
+    caller,
+    common,
+    product_dtype,
+    require_alone,
+    require_changeable,
+    state_of,
+    submodule,
+)
+from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule, swap
+from tilefit.ops import FORWARD
 from tilefit.rules.flow import Flow
-from tilefit.rules.recurrent.loops import repeated_weights
+from tilefit.rules.recurrent.loops import Repeated, repeated_weights
 from tilefit.rules.sites import pattern
 
-
-class SteppedLinear(nn.Linear):
-    """A linear layer that, called with one step of a sequence, computes the product for all steps.
-
-    Attributes:
-        steps: What it has computed for the steps to come.
-    """
-
-    steps: Steps
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        return self.steps.output(self, input)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, all time steps at once"
+#: Host time that this adds to a step for each call of a layer, beside launches.
+HOST_S = 10e-6
 
 
-class Steps:
-    """Outputs of a layer for the steps of the sequence that its input was taken from."""
-
-    def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._state: Any = None
-        self._outputs: list[torch.Tensor | None] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_state": None, "_outputs": []}
-
-    def output(self, layer: SteppedLinear, x: torch.Tensor) -> torch.Tensor:
-        """What ``layer`` makes of ``x``."""
-        place = None if torch.compiler.is_compiling() or x.is_inference() else _place(x)
-        if place is None:
-            return F.linear(x, layer.weight, layer.bias)
-        base: Any = x._base
-        state = (
-            *(base, base._version, x.requires_grad, x.shape, x.stride()),
-            *(layer.weight._version, torch.is_grad_enabled(), working_dtype(x)),
-        )
-        if self._state is not None and self._state[0] is base and self._state[1] != state[1]:
-            return F.linear(x, layer.weight, layer.bias)  # the loop writes to the sequence as it goes
-        if not self._is(state) or self._outputs[place.step] is None:
-            sequence = base if x.requires_grad else base.detach()
-            self._state, self._outputs = state, list(_products(layer, sequence, place))
-        output = self._outputs[place.step]
-        self._outputs[place.step] = None
-        if all(other is None for other in self._outputs):
-            self._forget()
-        assert output is not None
-        return output
-
-    def _is(self, state: Any) -> bool:
-        return self._state is not None and self._state[0] is state[0] and self._state[1:] == state[1:]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a step is in the memory of its sequence.
+@dataclass(frozen=True, eq=False)
+class Stepped(Behaviour):
+    """A linear layer that, called with the second step of a sequence, computes the product for the rest.
 
     Attributes:
-        step: Its number.
-        sizes: Sizes of the sequence in the order of its memory; one of them is the number of steps.
-        order: How to permute those to [steps, sizes of the input].
+        region: Of the module whose loop it is.
     """
 
-    step: int
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
+    region: Region
+    is_innermost = True
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
+        space = self.region.space()
+        dtype = None if space is None else product_dtype(module, input)
+        # What is no view (and the weight's transpose) has no base; one of another kind may hide what it is.
+        base = None if dtype is None else input._base
+        if space is None or dtype is None or type(base) is not torch.Tensor or not input.numel():
+            return forward(input)  # type: ignore[no-any-return]
+        state = base._version, torch.is_grad_enabled(), dtype, state_of(module)
+        key = id(base), input.shape, input.stride()
+        if key not in space:
+            space[key] = _Sequence(base, state, int(input.storage_offset()))
+            return forward(input)  # type: ignore[no-any-return]
+        output = space[key].output(module, input, state)
+        return forward(input) if output is None else output  # type: ignore[no-any-return]
 
 
-def _place(x: torch.Tensor) -> _Place | None:
-    """Where ``x`` is in the tensor that it is a part of; None if it is not one step of a dense tensor."""
-    base = x._base
-    if type(base) is not torch.Tensor or not base.is_contiguous() or 0 in (*x.shape, *x.stride()):
-        return None
-    # From the smallest stride up the sizes of the input fill the memory, but for one: that of the steps.
-    axes = sorted((axis for axis in range(x.dim()) if x.shape[axis] > 1), key=lambda axis: x.stride(axis))
-    sizes: list[int] = []
-    found: list[int] = []
-    filled, step_stride = 1, 0
-    for axis in axes:
-        stride = x.stride(axis)
-        if stride != filled:
-            if step_stride or stride % filled:
-                return None
-            step_stride = filled
-            sizes.append(stride // filled)
-            found.append(-1)
-        sizes.append(x.shape[axis])
-        found.append(axis)
-        filled = stride * x.shape[axis]
-    if not step_stride:
-        if base.numel() % filled:
+class _Sequence:
+    """The steps of a sequence that a layer was not called with yet, and what it makes of them.
+
+    Nothing is known of the sequence but where its first two steps are: the others are taken to lie as far
+    apart, to the end of the tensor that these are parts of. A step elsewhere is computed by itself.
+
+    Args:
+        base: The tensor that the steps are views of; kept, so that its memory is nobody else's.
+        state: What the products depend on besides.
+        offset: Of the first step.
+    """
+
+    def __init__(self, base: torch.Tensor, state: Any, offset: int) -> None:
+        self._base, self._state, self._first = base, state, offset
+        self._outputs: dict[int, tuple[int, torch.Tensor]] | None = None
+
+    def output(self, layer: nn.Module, x: torch.Tensor, state: Any) -> torch.Tensor | None:
+        """What ``layer`` makes of ``x``; None where it is to compute that itself."""
+        if state != self._state:  # the loop writes to the sequence as it goes, say
             return None
-        step_stride = filled
-        sizes.append(base.numel() // filled)
-        found.append(-1)
-        filled = base.numel()
-    step, rest = divmod(int(x.storage_offset()) - int(base.storage_offset()), step_stride)
-    if rest or filled != base.numel() or not 0 <= step < sizes[found.index(-1)]:
-        return None
-    ones = [axis for axis in range(x.dim()) if x.shape[axis] == 1]
-    memory = [*found[::-1], *ones]
-    order = tuple(memory.index(axis) for axis in range(-1, x.dim()))
-    return _Place(step, (*sizes[::-1], *(1 for _ in ones)), order)
+        if self._outputs is None:
+            self._outputs = self._computed(layer, x)
+        if (found := self._outputs.pop(int(x.storage_offset()), None)) is None:
+            return None
+        number, value = found
+        if not torch.is_grad_enabled():
+            return value
+        return _Step.apply(x, self._anchor, self._product, number, [value])  # type: ignore[no-any-return, no-untyped-call]
+
+    def _computed(self, layer: nn.Module, x: torch.Tensor) -> dict[int, tuple[int, torch.Tensor]]:
+        """Number and output of the steps from ``x`` on, by their offsets in memory."""
+        offset, start = int(x.storage_offset()), int(self._base.storage_offset())
+        apart = offset - self._first
+        rest = offset - start if apart < 0 else start + _extent(self._base) - _extent(x) - offset
+        count = 1 + rest // abs(apart) if apart and rest >= 0 else 0
+        if count < 2:
+            return {}
+        _, is_graded, dtype, _ = self._state
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+        assert weight is not None
+        offsets = [offset + number * apart for number in range(count)]
+        with torch.no_grad():
+            steps = x.as_strided((count, *x.shape), (abs(apart), *x.stride()), min(offsets[0], offsets[-1]))
+            # Not by autocast, which would keep the cast weight, without a gradient, for others.
+            rows = steps.to(dtype, copy=True, memory_format=torch.contiguous_format).flatten(0, 1)
+            own = weight.to(dtype)
+            values = torch.unsafe_split(F.linear(rows, own, None if bias is None else bias.to(dtype)), len(x))
+        if apart < 0:
+            offsets.reverse()
+        if is_graded:
+            self._product = _Product(weight, own, rows.view(count, *x.shape))
+            self._anchor = _Parameters.apply(self._product, weight, bias)  # type: ignore[no-untyped-call]
+        return {at: (number, value) for number, (at, value) in enumerate(zip(offsets, values, strict=True))}
 
 
-def _products(layer: SteppedLinear, sequence: torch.Tensor, place: _Place) -> tuple[torch.Tensor, ...]:
-    sequence = sequence.view(place.sizes)
-    if place.order[-1] == len(place.sizes) - 1:  # in the order of memory nothing is copied
-        product = F.linear(sequence, layer.weight, layer.bias).permute(place.order)
-    else:
-        product = F.linear(sequence.permute(place.order), layer.weight, layer.bias)
-    return _Apart.apply(product)  # type: ignore[no-untyped-call, no-any-return]
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements of memory a tensor spans."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-class _Apart(Function):
-    """The steps of a product, as tensors of their own that may be changed in place (one memory, but no views
-    of each other to autograd)."""
+class _Product:
+    """What the gradients of a product over all steps are computed of.
+
+    Attributes:
+        weight, cast: The weight, and as it was when it was multiplied.
+        rows: All steps.
+        gradients: Those of the steps' outputs, with number and input of the step, by backward pass.
+    """
+
+    def __init__(self, weight: torch.Tensor, cast: torch.Tensor, rows: torch.Tensor) -> None:
+        self.weight, self.cast, self.rows = weight, cast, rows
+        self.version = weight._version
+        self.gradients: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+
+
+class _Parameters(Function):
+    """Where the parameters' gradient is computed when those of all steps are there. Its result is nothing but
+    what makes autograd wait for them."""
 
     @staticmethod
-    def forward(product: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(step.data for step in product.unbind())
+    def forward(ctx: Any, product: _Product, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.product = product
+        return weight.new_empty(())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+    def backward(ctx: Any, _: Any) -> Any:
+        found = ctx.product.gradients.pop(torch._C._current_graph_task_id(), None)
+        if not found:
+            return None, None, None
+        found.sort(key=lambda each: each[0])
+        numbers, gradients, inputs = zip(*found, strict=True)
+        gradient = torch.stack(gradients).flatten(0, -2)
+        if torch.is_grad_enabled():
+            rows = torch.stack(inputs).to(gradient.dtype)
+        else:
+            rows = ctx.product.rows
+            rows = rows if len(numbers) == len(rows) else rows[list(numbers)]
+        _, needs_weight, needs_bias = ctx.needs_input_grad
+        by_weight = gradient.mT @ rows.flatten(0, -2) if needs_weight else None
+        return None, by_weight, gradient.sum(0) if needs_bias else None
+
+
+class _Step(Function):
+    """The output of one step, which was computed with the others'; its gradient with respect to the step."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return torch.stack(gradients)
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, product: _Product, number: int, value: Any
+    ) -> torch.Tensor:
+        # Not saved for autograd: what is needed in the first place are the rows of the product.
+        ctx.x, ctx.version, ctx.product, ctx.number = x, x._version, product, number
+        return value[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        product, weight = ctx.product, ctx.product.cast
+        needs_x, needs_parameters = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            if (ctx.version, product.version) != (ctx.x._version, product.weight._version):
+                raise RuntimeError("a time step or weight was changed in place before its second derivative")
+            weight = product.weight.to(gradient.dtype)
+        # Where nobody asks for the parameters' gradients, nobody would take this from here.
+        if needs_parameters and torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
+            product.gradients[torch._C._current_graph_task_id()].append((ctx.number, gradient, ctx.x))
+        return gradient @ weight if needs_x else None, None, None, None, None
 
 
 @dataclass(frozen=True)
 class Stepping(ChangeSet):
-    """Layers that are called step by step."""
+    """Layers that are called step by step.
+
+    Attributes:
+        loop: Path of the module that all the steps are taken in.
+    """
+
+    loop: str = ""
 
     @property
     def summary(self) -> str:
         return f"Compute {pattern(self.modules)} for all time steps in one product."
 
     def make(self, run: Run, edits: Edits) -> None:
-        modules = [submodule(run.model, path) for path in self.modules]
-        for path, module in zip(self.modules, modules, strict=True):
-            require_plain(module, path, nn.Linear)
-        for module in modules:
-            swap(edits, module, SteppedLinear, steps=Steps())
+        loop = submodule(run.model, self.loop)
+        require_changeable(loop, self.loop)
+        for path in self.modules:
+            require_alone(run.model, path)
+            region = Region()
+            edits.behave(loop, region)
+            edits.behave(submodule(run.model, path), Stepped(region))
 
 
 class TimeSteps(Fix):
     """Computes a layer that a Python loop calls with one time step after another for all steps at once.
 
     The step is a view of the sequence (``x[t]``, ``x[:, t]``, ``x.unbind(1)``), which knows the tensor that
-    it is a part of and where in its memory it is: at the first step the layer multiplies all of it, and
-    hands out the others' results when they are asked for. The loop is not changed.
+    it is a part of and where in its memory it is: at the second step the layer multiplies all that follow,
+    and hands out their results when they are asked for, before the module with the loop returns. The loop is
+    not changed. The gradient of the weight is one product, too; that of the sequence goes through each step,
+    as it did, for others may watch it.
 
-    The same function: each output is the same sum of products, and the gradient goes to the same tensor. A
-    step that is a tensor of its own, a sequence that is written to in between, and ``torch.compile`` get a
-    product of their own, as before.
+    The same function: each output is the same sum of products. A step that is a tensor of its own, a
+    sequence that is written to in between, ``torch.compile`` and ``torch.func`` get products of their own,
+    as before.
 
     Refused: layers that are no plain ``nn.Linear`` (``nn.LSTMCell`` holds its weights itself).
     """
@@ -196,8 +241,20 @@ class TimeSteps(Fix):
             if group.sequential:
                 continue
             try:
-                require_plain(submodule(context.run.model, path), path, nn.Linear)
+                require_alone(context.run.model, path)
+                loop = _loop(context, group)
             except RefusedError as refused:
                 yield Refusal((path,), refused.what)
             else:
-                yield Stepping((path,))
+                yield Stepping((path,), loop, host_s=HOST_S * len(group.calls))
+
+
+def _loop(context: Context, group: Repeated) -> str:
+    """Path of the smallest module in which all the calls are."""
+    first, last = group.calls[0].forward, group.calls[-1].forward
+    ops = context.step.ops[first : last + 1]
+    # What nothing else happens in may be called anew for every step.
+    path = ".".join(common(entry.site.module for entry in ops if entry.phase == FORWARD))
+    loop = caller(context.run.model, path) if path else context.run.model
+    names: dict[nn.Module, str] = {module: name for name, module in context.run.model.named_modules()}
+    return names[loop]

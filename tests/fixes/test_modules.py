@@ -1,4 +1,4 @@
-"""Exchanging a module's class, and what is left alone."""
+"""Modules that are left alone."""
 
 from __future__ import annotations
 
@@ -10,25 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from tilefit.fixes import RefusedError
-from tilefit.fixes.swap import require_plain, submodule, swap
-
-
-class Doubled(nn.Linear):
-    times: float
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.times * super().forward(input)
-
-
-def test_swapping_and_back() -> None:
-    layer = nn.Linear(3, 4)
-    x = torch.randn(2, 3)
-    expected, attributes = layer(x), dict(vars(layer))
-    undo = swap(layer, Doubled, times=2.0)
-    assert torch.equal(layer(x), 2 * expected)
-    undo()
-    assert type(layer) is nn.Linear
-    assert vars(layer) == attributes
+from tilefit.fixes.modules import require_plain, submodule
 
 
 def test_a_path_that_is_not_there() -> None:

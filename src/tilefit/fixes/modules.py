@@ -1,0 +1,152 @@
+"""The modules that a fix would change, and what speaks against changing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from tilefit.fixes.behaviour import Behaviour, behaves, behaviours, is_replaced
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.run import Run
+
+
+def submodule(model: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``.
+
+    Raises:
+        RefusedError: there is none: what was captured is called otherwise.
+    """
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise RefusedError(f"there is no module {path!r} in the model") from error
+
+
+def require_plain(module: nn.Module, path: str, cls: type[nn.Module]) -> None:
+    """Check that ``module`` does just what ``cls`` does.
+
+    Raises:
+        RefusedError: it is of another class (quantised, traced, adapted), or was changed at run time.
+    """
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        raise RefusedError(f"{path} has parametrisations: its weight is computed anew for every call")
+    if kind is not cls:
+        raise RefusedError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which may do more than {cls.__name__}"
+        )
+    require_changeable(module, path)
+    for name, parameter in module.named_parameters(recurse=False):
+        if type(parameter) is not nn.Parameter or type(parameter.data).__module__ != "torch":
+            raise RefusedError(f"{path}.{name} is a {type(parameter.data).__qualname__}, not a plain tensor")
+
+
+def require_changeable(module: nn.Module, path: str) -> None:
+    """Check that a behaviour can be given to a module.
+
+    Raises:
+        RefusedError: it is compiled by TorchScript, or its ``forward`` was replaced.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
+    if is_replaced(module):
+        raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
+
+
+def behave(run: Run, edits: Edits, paths: Iterable[str], behaviour: Behaviour) -> None:
+    """Give some modules a behaviour.
+
+    Raises:
+        RefusedError: one of them cannot be changed, or has one of this kind.
+    """
+    modules = {path: submodule(run.model, path) for path in paths}
+    for path, module in modules.items():
+        require_changeable(module, path)
+        if behaves(module, type(behaviour)):
+            raise RefusedError(f"{path or 'the model'} was changed in this way before")
+    for module in modules.values():
+        edits.behave(module, behaviour)
+
+
+def common(paths: Iterable[str]) -> list[str]:
+    """The names that paths of modules begin with."""
+    together = takewhile(
+        lambda names: len(set(names)) == 1, zip(*(p.split(".") for p in paths), strict=False)
+    )
+    return [names[0] for names in together]
+
+
+def caller(model: nn.Module, path: str) -> nn.Module:
+    """The nearest module around ``path`` that is called: no list or dictionary of modules.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    while path:
+        path = path.rpartition(".")[0]
+        module = submodule(model, path)
+        if type(module).forward is not nn.Module.forward:
+            return module
+    raise RefusedError("it is called by nothing that can be changed")
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts products of ``x`` to now, if it does."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def product_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
+    """The element type in which a linear layer would multiply ``x`` now.
+
+    None where it is not for us to compute: of element types, sizes or devices that do not fit PyTorch says
+    so, a sharded weight has to be gathered, and hooks may exchange what goes in.
+    """
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if type(x) is not torch.Tensor or weight is None or x.dim() < 2 or layer._forward_pre_hooks:
+        return None
+    if x.layout != torch.strided or x.is_nested or not x.is_floating_point() or x.is_inference():
+        return None
+    cast = autocast_dtype(x)
+    dtype = cast or x.dtype
+    if weight.shape[-1] != x.shape[-1]:
+        return None
+    for parameter in (weight,) if bias is None else (weight, bias):
+        if type(parameter) not in _PLAIN or parameter.device != x.device:
+            return None
+        if parameter.dtype != dtype and (cast is None or parameter.dtype != torch.float32):
+            return None
+        if parameter._post_accumulate_grad_hooks:
+            return None
+    return dtype
+
+
+_PLAIN = (nn.Parameter, torch.Tensor)
+
+
+def state_of(layer: nn.Module) -> tuple[Any, ...]:
+    """What changes when a layer's parameters do."""
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    state = id(weight), weight._version, weight.data_ptr(), weight.requires_grad
+    return state if bias is None else (*state, id(bias), bias._version, bias.data_ptr(), bias.requires_grad)
+
+
+def require_alone(model: nn.Module, path: str) -> None:
+    """Check that a layer is a plain ``nn.Linear`` that no other fix has changed.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    layer = submodule(model, path)
+    require_plain(layer, path, nn.Linear)
+    if behaviours(layer):
+        raise RefusedError(f"{path} was changed by another fix")
