@@ -13,10 +13,13 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
   for the whole grid. So must the users of statistics over a batch, whose kernel reads its inputs twice.
-- The gradient of an embedding is a zeroed table into which the kernel that makes the gradient adds.
+- What adds at places that an index tells (the gradients of an embedding, of a gather, of an interpolation) is
+  a kernel that clears or copies the table, and atomic additions in the kernel that makes what is added; who
+  needs the table waits for all of them. An interpolation has a table, in fp32, for each of its corners.
 - Backward products of fp32 operands run in autocast's type: AOTAutograd traces the backward pass under the
   forward pass's autocast (``torch._functorch.config.backward_pass_autocast``).
-- Convolutions run in NHWC where Inductor's layout optimization says so (``GraphLowering.decide_layout_opt``).
+- Convolutions of images run in NHWC where Inductor's layout optimization says so
+  (``GraphLowering.decide_layout_opt``), those over one or three dimensions never.
 - A misaligned product is padded to whole 16-byte accesses (Inductor's ``pad_mm``), which costs a copy of
   each operand that grows, and its memory: from when the operand is made, where that is in the same graph and
   in generated code. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
@@ -84,10 +87,36 @@ _WORK = {
     "log_softmax": 71.0,
     "log_softmax_backward_data": 41.0,
     "native_batch_norm": 25.0,
+    # DeBERTa's relative positions, read across rows, and SegFormer's scores: 2.6 and 2.8 ps each.
+    "gather": 170.0,
+    "upsample_bilinear2d": 187.0,
 }
-#: Likewise of an addition into a row so short that neighbouring threads add to the same word: T5's relative
-#: positions, 1.07 ns each.
+#: What adds at indexed places, with the additions for each element of what is added: one for each corner that
+#: an interpolation reads.
+_ADDING = {
+    "embedding_dense_backward": 1,
+    "index_put": 1,
+    "unsafe_index_put": 1,
+    "index_add": 1,
+    "scatter_add": 1,
+    "upsample_nearest1d_backward": 1,
+    "upsample_nearest2d_backward": 1,
+    "upsample_nearest3d_backward": 1,
+    "upsample_linear1d_backward": 2,
+    "upsample_bilinear2d_backward": 4,
+    "upsample_trilinear3d_backward": 8,
+    "upsample_bicubic2d_backward": 16,
+}
+#: Work of one addition, likewise, where neighbouring threads add to the same line (SegFormer's scores and the
+#: field of the registration: 2.8 and 3.2 ps), where each adds to another one (SegFormer's features, in NHWC
+#: into tables in NCHW: 10.6 to 13.3 ps), the same in a 2-byte type (DeBERTa's scores: 18.6 ps), and where so
+#: many add to a row so short that they wait for each other: T5's relative positions, 8192 to each word, 1.07 ns.
+#: Longer rows are added as fast as they are written (the embeddings of Llama and BLOOM).
+_ADDED_WORK = 187.0
+_SCATTERED_WORK = 790.0
+_NARROW_WORK = 1240.0
 _CONTENDED_WORK = 7.2e4
+_CONTENDED = 1024
 _SHORT_ROW = 32
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
@@ -99,6 +128,7 @@ _SIZES = {"A": ("m", "k"), "B": ("k", "n")}
 #: ``decide_layout_opt``: graph nodes per convolution above which it is not worth it.
 _FEW_CONVOLUTIONS = 300
 _SMALL_CHANNELS = 64
+_IMAGE = 2
 
 #: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
 _Value = tuple[int, int]
@@ -195,9 +225,9 @@ class _Fusion:
                 if index == chain.position:
                     yield self._kernel(chain)
             elif isinstance(entry.op, Conv):
-                yield replace(
-                    entry, op=replace(entry.op, channels_last=channels_last or entry.op.channels_last)
-                )
+                image = len(entry.op.kernel_size) == _IMAGE
+                last = entry.op.channels_last or (channels_last and image)
+                yield replace(entry, op=replace(entry.op, channels_last=last))
             else:
                 yield from _padded(entry, self.sources[index], copies)
 
@@ -270,8 +300,8 @@ class _Fusion:
         chain.members.append(index)
         if chain.escape < 0:
             chain.position = index
-        if _sums(op):
-            chain.sums.update((ref.id, prod(ref.shape)) for ref in entry.outputs)
+        if _sums(op) or op.function in _ADDING:
+            chain.sums.update((ref.id, prod(ref.shape) * _sums(op)) for ref in entry.outputs)
         for ref, writer in self.sources[index]:
             value = (writer, ref.id)
             if self.chains.get(writer) is chain:
@@ -422,29 +452,58 @@ def _sums(op: Streaming) -> bool:
 
 
 def _flop(op: Streaming) -> float:
-    if op.function == "embedding_dense_backward" and op.inner < _SHORT_ROW:
-        return op.elements * _CONTENDED_WORK
     return op.elements * _WORK.get(op.function.strip("_"), op.flop_per_element)
 
 
 def _is_kept(op: Streaming) -> bool:
     """Its result is never computed again: sums would have to be, random numbers cannot."""
     backward = "backward" in op.function and op.role in ("normalization", "softmax")
-    return backward or op.role == "reduction" or op.function.strip("_") in _KEPT
+    return backward or op.role == "reduction" or op.function in _ADDING or op.function.strip("_") in _KEPT
 
 
 def _lowered(step: Step) -> Iterator[StepOp]:
     """The operations that Inductor makes kernels of."""
+    roles: dict[int, str] = {}
+    channels_last = _channels_last(step.ops)
     for entry in _in_autocast_type(step):
         op = entry.op
-        if isinstance(op, Streaming) and op.function == "embedding_dense_backward":
-            table = sum(map(_bytes, entry.outputs))
-            grad = max(entry.inputs, key=_bytes)
-            zeros = Streaming("pointwise", op.elements, 0, table, op.dtype)
-            yield replace(entry, op=zeros, name="aten.zeros", inputs=(), outputs=())
-            added = prod(grad.shape) * size_bytes(entry.outputs[0].dtype)
-            entry = replace(entry, op=replace(op, elements=prod(grad.shape), write_bytes=added, kernels=1))
-        yield entry
+        if isinstance(op, Streaming) and op.function in _ADDING and entry.inputs and entry.outputs:
+            # A loss lies as its labels do, other gradients as the convolutions want them.
+            losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
+            yield from _added(entry, op, channels_last and not losses)
+        else:
+            yield entry
+        roles.update((ref.id, op.category) for ref in entry.outputs)
+
+
+def _added(entry: StepOp, op: Streaming, strided: bool) -> Iterator[StepOp]:
+    """An operation that adds at indexed places: what makes the table, and the additions."""
+    table = entry.outputs[0]
+    from_nothing = "backward" in op.function
+    grad = max(entry.inputs, key=_bytes) if from_nothing else entry.inputs[-1]
+    tables = _ADDING[op.function]
+    elements = prod(grad.shape) * tables
+    interpolated = "upsample" in op.function
+    size = size_bytes("fp32" if interpolated else table.dtype)
+    made = prod(table.shape) * size * tables
+    # Several tables are read by who adds them up, beside the one that it reads as the result.
+    clear = Streaming("pointwise", prod(table.shape), made - made // tables, made, table.dtype)
+    source = () if from_nothing else entry.inputs[:1]
+    yield replace(entry, op=clear, name="aten.zeros", inputs=source, outputs=())
+    indices = max((prod(ref.shape) for ref in entry.inputs if ref.dtype.startswith("int")), default=0)
+    row = prod(grad.shape) / indices if indices else 0
+    if entry.phase == FORWARD and not op.function.endswith("_add"):
+        work = 1.0  # most likely stores
+    elif interpolated:
+        work = _SCATTERED_WORK if strided else _ADDED_WORK
+    elif row >= _SHORT_ROW:
+        work = 1.0
+    elif elements >= _CONTENDED * prod(table.shape):
+        work = _CONTENDED_WORK
+    else:
+        work = _NARROW_WORK if size_bytes(table.dtype) < size_bytes("fp32") else _SCATTERED_WORK
+    added = replace(op, elements=elements, write_bytes=elements * size, kernels=1, flop_per_element=work)
+    yield replace(entry, op=added)
 
 
 def _in_autocast_type(step: Step) -> Iterable[StepOp]:
@@ -486,7 +545,7 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
     return [op for i, entry in enumerate(ops, -1) for op in (*casts.get(i, {}).values(), entry)]
 
 
-def _channels_last(ops: list[StepOp]) -> bool:
+def _channels_last(ops: Iterable[StepOp]) -> bool:
     """Inductor's ``decide_layout_opt`` for training, on the forward pass."""
     forward = [entry for entry in ops if entry.phase == FORWARD]
     convs = [entry.op for entry in forward if isinstance(entry.op, Conv)]
