@@ -153,6 +153,8 @@ class _Chain:
     members: list[int] = field(default_factory=list)
     #: Bytes read, by what is read, with the member that read it first.
     reads: dict[_Value, tuple[int, int]] = field(default_factory=dict)
+    #: Other chains' members whose results are computed again.
+    again: set[int] = field(default_factory=set)
     #: Where the fused kernel stands: its last member before anyone outside read a result.
     position: int = -1
     #: First operation outside that read a result; -1 while there is none.
@@ -309,7 +311,9 @@ class _Fusion:
             if "backward" in op.function and op.role == "normalization":
                 value = self.normalised.get(value, value)
             # A broadcast view is larger than what is read of it.
-            for root, size in self._roots(value, min(_bytes(ref), op.read_bytes)).items():
+            roots = self._roots(value, min(_bytes(ref), op.read_bytes))
+            self._compute_again(chain, value, roots)
+            for root, size in roots.items():
                 if self.chains.get(root[0]) is not chain:
                     self.written.add(root)
                     self._escapes(root, index)
@@ -325,6 +329,17 @@ class _Fusion:
             kept = (index, -1 - index)
             self.refs[kept] = TensorRef(kept[1], ref.shape, "fp32")
             self.normalised[writer, ref.id] = kept
+
+    def _compute_again(self, chain: _Chain, value: _Value, roots: Collection[_Value]) -> None:
+        """Note what a chain computes again to have a value from its roots."""
+        writer = value[0]
+        if value in roots or writer not in self.chains or self.chains[writer] is chain or writer in chain.again:
+            return
+        op = self.ops[writer].op
+        if op.category != "normalization":  # which is kept but for its scale and shift
+            chain.again.add(writer)
+            for ref, source in self.sources[writer]:
+                self._compute_again(chain, (source, ref.id), roots)
 
     def _roots(self, value: _Value, size: int) -> dict[_Value, int]:
         """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
@@ -391,11 +406,13 @@ class _Fusion:
         outputs: dict[int, TensorRef] = {}
         read_bytes = sum(size for size, _ in chain.reads.values())
         write_bytes = 0
+        flop = sum(_flop(self.ops[index].op) for index in chain.again)
         for index in chain.members:
             entry = self.ops[index]
             op = entry.op
             assert isinstance(op, Streaming)
             parts.append(op)
+            flop += _flop(op)
             read_bytes += 0 if entry.inputs else op.read_bytes
             write_bytes += 0 if entry.outputs else op.write_bytes
             for ref in entry.outputs:
@@ -407,6 +424,7 @@ class _Fusion:
                 write_bytes += op.elements * size_bytes("fp32")
             if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
                 read_bytes += sum(size for size, first in chain.reads.values() if first <= index)
+                flop += flop - _flop(op)
         largest = max(parts, key=lambda part: part.elements)
         first = self.ops[chain.members[0]]
         names = dict.fromkeys(self.ops[index].name.removeprefix("aten.") for index in chain.members)
@@ -424,7 +442,7 @@ class _Fusion:
                 read_bytes=read_bytes,
                 write_bytes=write_bytes,
                 dtype=largest.dtype,
-                flop_per_element=sum(map(_flop, parts)) / largest.elements if largest.elements else 0.0,
+                flop_per_element=flop / largest.elements if largest.elements else 0.0,
                 strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
                 function=GENERATED,
                 kernels=1 + sum(_STAGES.get(part.function, 0) + _sums(part) for part in parts),
@@ -451,7 +469,8 @@ def _sums(op: Streaming) -> bool:
     return op.role == "reduction" and op.inner in (0, op.elements)
 
 
-def _flop(op: Streaming) -> float:
+def _flop(op: Op) -> float:
+    assert isinstance(op, Streaming)
     return op.elements * _WORK.get(op.function.strip("_"), op.flop_per_element)
 
 
