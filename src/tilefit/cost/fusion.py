@@ -42,17 +42,7 @@ from tilefit.ops.scaling import tensors_that_stay
 #: ``StepOp.name`` of a copy that pads a product's operand.
 PAD = "pad"
 #: Roles that are generated code.
-_GENERATED = (
-    "softmax",
-    "normalization",
-    "reduction",
-    "pointwise",
-    "copy",
-    "loss",
-    "embedding",
-    "indexing",
-    "pooling",
-)
+_GENERATED = "softmax normalization reduction pointwise copy loss embedding indexing pooling".split()
 #: Functions whose result is never computed again: random numbers; and what Inductor keeps, or computes once
 #: more for itself, which moves as much: the softmax of attention (not that of a loss) and the results of
 #: norms over a batch or over channels.
@@ -93,20 +83,16 @@ _WORK = {
 }
 #: What adds at indexed places, with the additions for each element of what is added: one for each corner that
 #: an interpolation reads.
-_ADDING = {
-    "embedding_dense_backward": 1,
-    "index_put": 1,
-    "unsafe_index_put": 1,
-    "index_add": 1,
-    "scatter_add": 1,
-    "upsample_nearest1d_backward": 1,
-    "upsample_nearest2d_backward": 1,
-    "upsample_nearest3d_backward": 1,
-    "upsample_linear1d_backward": 2,
-    "upsample_bilinear2d_backward": 4,
-    "upsample_trilinear3d_backward": 8,
-    "upsample_bicubic2d_backward": 16,
-}
+_ADDING = dict.fromkeys(
+    "embedding_dense_backward index_put unsafe_index_put index_add scatter_add".split(), 1
+) | {
+    f"upsample_{kind}_backward": corners
+    for corners, kinds in {
+        1: ("nearest1d", "nearest2d", "nearest3d"), 2: ("linear1d",), 4: ("bilinear2d",), 8: ("trilinear3d",),
+        16: ("bicubic2d",),
+    }.items()
+    for kind in kinds
+}  # fmt: skip
 #: Work of one addition, likewise, where neighbouring threads add to the same line (SegFormer's scores and the
 #: field of the registration: 2.8 and 3.2 ps), where each adds to another one (SegFormer's features, in NHWC
 #: into tables in NCHW: 10.6 to 13.3 ps), the same in a 2-byte type (DeBERTa's scores: 18.6 ps), and where so
