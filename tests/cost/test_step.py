@@ -59,7 +59,7 @@ def test_the_host_runs_ahead_into_the_next_step() -> None:
     launched = [SMALL] * 50
     large = [LARGE] * 2
     behind, first = (estimate_step(step(*ops), H200) for ops in ((*large, *launched), (*launched, *large)))
-    # Wherever the GPU has its work, that hides the launches of what comes behind it, of the next step at last.
+    # Wherever the GPU has its work, that hides the launches of what comes behind it, at last the next step's.
     assert behind.time_s == pytest.approx(first.time_s) == pytest.approx(first.gpu_time_s)
 
 

@@ -1,9 +1,9 @@
 """Time of a whole step: the host launching against the GPU executing.
 
-It is the time of a step among others: while the GPU finishes one, the host launches the next, so the slower of
-the two sets the pace. Of 20 eager training steps that ran back to back on an H200 that is 4.8 % off in the
-median and 11 % at worst (``benchmarks/whole_steps.py``); a step that begins with an idle GPU, as in a loop that
-waits for each, would be 5.6 % and 15 % off.
+It is the time of a step among others: while the GPU finishes one, the host launches the next, so the slower
+of the two sets the pace. Of 20 eager training steps that ran back to back on an H200 that is 4.8 % off in the
+median and 11 % at worst (``benchmarks/whole_steps.py``); a step that begins with an idle GPU, as in a loop
+that waits for each, would be 5.6 % and 15 % off.
 """
 
 from __future__ import annotations
