@@ -9,8 +9,8 @@ Under ``--out``, as soon as each is there: ``rows.jsonl``, the rows of ``whole_s
 graphs and breaks, what Inductor scheduled and the same step run eagerly; ``code.tar.gz``, the code that
 Inductor wrote. Models with a row in one of ``--done`` are left out; a failure is a row too, and not done.
 
-    PYTHONPATH=src python benchmarks/compiled_steps.py --pack rows.jsonl --about '{"gpu": …}' --out RESULT.json
-    PYTHONPATH=src python benchmarks/whole_steps.py --measured RESULT.json …
+    PYTHONPATH=src python benchmarks/compiled_steps.py --pack rows.jsonl --about '{…}' --out RESULT.json
+    PYTHONPATH=src python benchmarks/whole_steps.py --measured RESULT.json
 
 These need no GPU: the first keeps of such rows what is read again, the second compares with predictions.
 """

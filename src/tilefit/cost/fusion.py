@@ -441,7 +441,7 @@ def _lowered(step: Step) -> Iterator[StepOp]:
         if isinstance(op, Streaming) and op.function in _ADDING and entry.inputs and entry.outputs:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
-            yield from _added(entry, op, channels_last and not losses)
+            yield from _added(entry, op, channels_last and not losses, entry.inputs[0].id in roles)
         elif isinstance(op, Conv) and channels_last and len(op.kernel_size) == _IMAGE:
             yield replace(entry, op=replace(op, channels_last=True))
         else:
@@ -449,8 +449,13 @@ def _lowered(step: Step) -> Iterator[StepOp]:
         roles.update((ref.id, op.category) for ref in entry.outputs)
 
 
-def _added(entry: StepOp, op: Streaming, strided: bool) -> Iterator[StepOp]:
-    """An operation that adds at indexed places: what makes the table, and the additions."""
+def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator[StepOp]:
+    """An operation that adds at indexed places: what makes the table, and the additions.
+
+    Args:
+        strided: What is added lies in memory otherwise than the table.
+        given: An operation wrote the first input. A table that none wrote is full of zeros.
+    """
     table = entry.outputs[0]
     from_nothing = "backward" in op.function
     grad = max(entry.inputs, key=_bytes) if from_nothing else entry.inputs[-1]
@@ -460,8 +465,9 @@ def _added(entry: StepOp, op: Streaming, strided: bool) -> Iterator[StepOp]:
     size = size_bytes("fp32" if interpolated else table.dtype)
     made = prod(table.shape) * size * tables
     # Several tables are read by who adds them up, beside the one that it reads as the result.
-    clear = Streaming("pointwise", prod(table.shape), made - made // tables, made, table.dtype)
-    source = () if from_nothing else entry.inputs[:1]
+    source = entry.inputs[:1] if given and not from_nothing else ()
+    read = made if source else made - made // tables
+    clear = Streaming("pointwise", prod(table.shape), read, made, table.dtype)
     yield replace(entry, op=clear, name="aten.zeros", inputs=source, outputs=())
     indices = max((prod(ref.shape) for ref in entry.inputs if ref.dtype.startswith("int")), default=0)
     row = prod(grad.shape) / indices if indices else 0
