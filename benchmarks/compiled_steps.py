@@ -8,6 +8,11 @@ GPU is one process's at a time where something is timed: the compiler's own choi
 Under ``--out``, as soon as each is there: ``rows.jsonl``, the rows of ``whole_steps.py --compiled`` with the
 graphs and breaks, what Inductor scheduled and the same step run eagerly; ``code.tar.gz``, the code that
 Inductor wrote. Models with a row in one of ``--done`` are left out; a failure is a row too, and not done.
+
+    PYTHONPATH=src python benchmarks/compiled_steps.py --pack rows.jsonl --about '{…}' --out RESULT.json
+    PYTHONPATH=src python benchmarks/whole_steps.py --measured RESULT.json
+
+These need no GPU: the first keeps of such rows what is read again, the second compares with predictions.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -332,6 +338,39 @@ def recorded(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """A result: kernels grouped by name, without the smallest three percent of the time, one row a line.
+
+    Args:
+        about: GPU, driver, versions and date of the measurement.
+    """
+    lines = []
+    for row in rows:
+        if "gpu_ms" not in row:
+            lines.append({"model": row["model"], "failure": row["failure"]})
+            continue
+        eager, graphs = row.pop("eager"), row.pop("graphs")
+        grouped: dict[str, list[float]] = {}
+        for time_ms, count, name in row.pop("kernel_list"):
+            whole = re.sub(r"(?<=.{20})_\d+$", "", name) if name.startswith("triton_") else name
+            into = grouped.setdefault(whole, [0.0, 0])
+            into[0] += time_ms
+            into[1] += count
+        left_ms = row["gpu_ms"]
+        row["kernel_list"] = []
+        for name, (time_ms, count) in sorted(grouped.items(), key=lambda item: -item[1][0]):
+            if left_ms > 0.03 * row["gpu_ms"]:
+                row["kernel_list"].append([round(time_ms, 4), count, name])
+            left_ms -= time_ms
+        row["graph_breaks"] = sum(row["graph_breaks"].values())
+        row["channels_last"] = [graph["channels_last"] for graph in graphs if not graph["backward"]]
+        row["eager"] = {key: eager.get(key) for key in ("gpu_ms", "sustained_ms", "failure") if key in eager}
+        del row["sustained_turns_ms"]
+        lines.append(row)
+    inside = ",\n".join(json.dumps(line) for line in lines)
+    return json.dumps({**about, "compiled": True})[:-1] + f', "rows": [\n{inside}\n]}}\n'
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -346,8 +385,13 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
+    parser.add_argument("--pack", type=Path, help="rows to make a result of, at --out")
+    parser.add_argument("--about", type=json.loads, default={}, help="what the result says of these rows")
     parser.add_argument("--worker", default="", help="used by the script itself")
     options = parser.parse_args()
+    if options.pack:
+        options.out.write_text(pack(recorded(options.pack), options.about))
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
     listed = runs(False, True)

@@ -196,6 +196,71 @@ def test_the_gradient_of_an_embedding_is_added_into_zeros() -> None:
     assert (added.op.read_bytes, added.op.write_bytes) == (BYTES, 2 * BYTES)
 
 
+def adding(
+    function: str, table: TensorRef, *inputs: TensorRef, strided_by: str = "pointwise"
+) -> list[StepOp]:
+    """What makes a gradient, and its addition at indexed places, fused, in NHWC where a convolution is."""
+    made = Streaming(strided_by, 1, 2, 2, "fp32", function="made")
+    added = Streaming("indexing", 1, 2, 2, "fp32", function=function)
+    conv = Conv(8, 128, 128, (32, 32), (3, 3), (1, 1), (1, 1), (1, 1))
+    read_again = Streaming("pointwise", 1, 2, 2, "fp32", function="mul")
+    steps = (
+        StepOp(conv, FORWARD, Site()),
+        StepOp(made, "backward-data", Site(), "aten.made", (), (inputs[-1],)),
+        StepOp(added, "backward-data", Site(), f"aten.{function}", inputs, (table,)),
+        StepOp(read_again, "backward-data", Site(), "aten.mul", (table,), (replace(table, id=99),)),
+    )
+    return list(fuse(Step(steps)).ops)[1:]
+
+
+def test_additions_are_made_with_what_is_added_and_waited_for() -> None:
+    table, index = TensorRef(1, (192, 512, 384), "bf16"), TensorRef(2, (192, 384, 384), "int64")
+    grad = TensorRef(3, (192, 384, 384), "bf16")
+    names = [op.name for op in adding("scatter_add", table, table, index, grad)]
+    assert names == ["aten.zeros", "fused(made, scatter_add)", "aten.mul"]
+    # A table that nothing wrote is cleared, another one is copied.
+    size = 192 * 512 * 384 * 2
+    write = StepOp(Gemm(8, 8, 8), FORWARD, Site(), "aten.mm", (), (table,))
+    op = Streaming("indexing", 1, size, size, "bf16", function="scatter_add")
+    add = StepOp(op, FORWARD, Site(), "aten.scatter_add", (table, index, grad), (replace(table, id=9),))
+    cleared, copied = (fuse(Step(ops)).ops[-2].op for ops in ((add,), (write, add)))
+    assert (cleared.read_bytes, cleared.write_bytes) == (0, size)
+    assert (copied.read_bytes, copied.write_bytes) == (size, size)
+
+
+def test_an_interpolation_adds_to_a_table_for_each_corner() -> None:
+    grad, result = TensorRef(3, (8, 64, 128, 128), "fp32"), TensorRef(1, (8, 64, 64, 64), "fp32")
+    size = 8 * 64 * 64 * 64 * 4
+    near, between = (adding(f"upsample_{mode}2d_backward", result, grad) for mode in ("nearest", "bilinear"))
+    # All but one of the tables are read beside the one that is the result.
+    assert [(op[0].op.read_bytes, op[0].op.write_bytes) for op in (near, between)] == [
+        (0, size),
+        (3 * size, 4 * size),
+    ]
+    assert between[1].op.flop == pytest.approx(4 * near[1].op.flop)
+    # The gradient of a loss lies as its labels do, so that neighbours add to neighbours.
+    loss = adding("upsample_bilinear2d_backward", result, grad, strided_by="loss")
+    assert loss[1].op.flop < between[1].op.flop / 4
+
+
+def test_an_addition_costs_by_how_threads_meet() -> None:
+    def flop(row: int, places: int, dtype: str = "fp32") -> float:
+        table, grad = TensorRef(1, (places, row), dtype), TensorRef(3, (ROWS, row), dtype)
+        ops = adding("index_put", table, table, TensorRef(2, (ROWS,), "int64"), grad)
+        return ops[1].op.flop / (ROWS * row)
+
+    # Long rows are added as they are written; of short ones each addition counts, those that meet most.
+    assert flop(64, ROWS) < flop(1, ROWS) < flop(1, ROWS, "bf16") < flop(1, 4)
+
+
+@pytest.mark.parametrize(("rank", "last"), [(1, False), (2, True), (3, False)])
+def test_only_images_run_in_nhwc(rank: int, last: bool) -> None:
+    conv = Conv(8, 128, 128, *(((size,) * rank) for size in (32, 3, 1, 1, 1)))
+    fused = fuse(Step((StepOp(conv, FORWARD, Site()),))).ops[0].op
+    assert isinstance(fused, Conv)
+    assert fused.channels_last == last
+
+
 def test_images_run_in_nhwc_unless_a_convolution_speaks_against_it() -> None:
     def layout(*channels: tuple[int, int], groups: int = 1) -> bool:
         ops = [
@@ -262,6 +327,28 @@ def test_arithmetic_comes_on_top_of_the_traffic() -> None:
         return estimate_step(step, "h200").gpu_time_s
 
     assert time_s("gelu") > 1.1 * time_s("relu")
+
+
+def test_who_computes_again_pays_for_it_once_more() -> None:
+    forward = (stream([1], [2], function="gelu"), stream([2], [3]), product([3], [5]))
+    step = fuse(Step((*forward, stream([2, 6], [4], phase="backward-data"))))
+    backward = step.ops[-1]
+    assert {ref.id for ref in backward.inputs} == {1, 6}
+    assert backward.op.flop == step.ops[0].op.flop > 10 * ROWS * WIDTH
+
+
+def test_statistics_over_the_batch_take_the_arithmetic_before_them_twice() -> None:
+    def flop(*functions: str) -> float:
+        roles = {"native_batch_norm_backward": "normalization"}
+        chain = [
+            stream([i], [i + 1], roles.get(function, "pointwise"), function=function)
+            for i, function in enumerate(functions, 1)
+        ]
+        (kernel,) = fuse(Step(tuple(chain))).ops
+        return kernel.op.flop
+
+    both = flop("silu_backward", "native_batch_norm_backward")
+    assert both - flop("native_batch_norm_backward") == pytest.approx(2 * flop("silu_backward"))
 
 
 def test_a_residual_that_waits_for_a_product_starts_a_new_kernel() -> None:

@@ -13,10 +13,13 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
   for the whole grid. So must the users of statistics over a batch, whose kernel reads its inputs twice.
-- The gradient of an embedding is a zeroed table into which the kernel that makes the gradient adds.
+- What adds at places that an index tells (the gradients of an embedding, of a gather, of an interpolation) is
+  a kernel that clears or copies the table, and atomic additions in the kernel that makes what is added; who
+  needs the table waits for all of them. An interpolation has a table, in fp32, for each of its corners.
 - Backward products of fp32 operands run in autocast's type: AOTAutograd traces the backward pass under the
   forward pass's autocast (``torch._functorch.config.backward_pass_autocast``).
-- Convolutions run in NHWC where Inductor's layout optimization says so (``GraphLowering.decide_layout_opt``).
+- Convolutions of images run in NHWC where Inductor's layout optimization says so
+  (``GraphLowering.decide_layout_opt``), those over one or three dimensions never.
 - A misaligned product is padded to whole 16-byte accesses (Inductor's ``pad_mm``), which costs a copy of
   each operand that grows, and its memory: from when the operand is made, where that is in the same graph and
   in generated code. Inductor tries both on the GPU and keeps the faster; here every Tensor Core
@@ -39,17 +42,7 @@ from tilefit.ops.scaling import tensors_that_stay
 #: ``StepOp.name`` of a copy that pads a product's operand.
 PAD = "pad"
 #: Roles that are generated code.
-_GENERATED = (
-    "softmax",
-    "normalization",
-    "reduction",
-    "pointwise",
-    "copy",
-    "loss",
-    "embedding",
-    "indexing",
-    "pooling",
-)
+_GENERATED = "softmax normalization reduction pointwise copy loss embedding indexing pooling".split()
 #: Functions whose result is never computed again: random numbers; and what Inductor keeps, or computes once
 #: more for itself, which moves as much: the softmax of attention (not that of a loss) and the results of
 #: norms over a batch or over channels.
@@ -60,45 +53,49 @@ _KEPT = frozenset(
 #: Further kernels beside the one that writes the result, by function: the stages of the sums over the batch
 #: (statistics, or the gradients of scale and shift).
 _STAGES = {
-    "native_batch_norm": 3,
-    "native_batch_norm_backward": 3,
-    "native_layer_norm_backward": 2,
-    "native_group_norm": 1,
-    "native_group_norm_backward": 3,
-}
+    "native_batch_norm": 3, "native_batch_norm_backward": 3, "native_layer_norm_backward": 2,
+    "native_group_norm": 1, "native_group_norm_backward": 3,
+}  # fmt: skip
 #: Norms whose statistics need the whole grid, or too much of it, before they can be used.
 _IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
 #: What a generated kernel computes beside moving its bytes, as FLOP per element at the fp32 peak: the time
 #: that 105 kernels of 13 compiled steps took on an H200 beyond their traffic; of a model left out of the fit
 #: the kernels' median error is 11 %, and 30 % by the traffic alone (``benchmarks/fit_generated.py``).
 _WORK = {
-    "native_dropout": 103.0,
-    "gelu": 31.0,
-    "gelu_backward": 35.0,
-    "tanh": 15.0,
-    "tanh_backward": 13.0,
-    "silu": 42.0,
-    "silu_backward": 42.0,
-    "native_layer_norm": 168.0,
-    "native_layer_norm_backward": 47.0,
-    "log_softmax": 71.0,
-    "log_softmax_backward_data": 41.0,
-    "native_batch_norm": 25.0,
-}
-#: Likewise of an addition into a row so short that neighbouring threads add to the same word: T5's relative
-#: positions, 1.07 ns each.
+    "native_dropout": 103.0, "gelu": 31.0, "gelu_backward": 35.0, "tanh": 15.0, "tanh_backward": 13.0,
+    "silu": 42.0, "silu_backward": 42.0, "native_layer_norm": 168.0, "native_layer_norm_backward": 47.0,
+    "log_softmax": 71.0, "log_softmax_backward_data": 41.0, "native_batch_norm": 25.0,
+    # DeBERTa's relative positions, read across rows, and SegFormer's scores: 2.6 and 2.8 ps each.
+    "gather": 170.0, "upsample_bilinear2d": 187.0,
+}  # fmt: skip
+#: What adds at indexed places; and the additions for each element, one for each corner that an interpolation
+#: reads, where it reads more than the nearest.
+_ADDING = frozenset(
+    """embedding_dense_backward index_put unsafe_index_put index_add scatter_add upsample_nearest1d_backward
+    upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward
+    upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward""".split()
+)
+_CORNERS = {"linear1d": 2, "bilinear2d": 4, "trilinear3d": 8, "bicubic2d": 16}
+#: Work of one addition, likewise, where neighbouring threads add to the same line (SegFormer's scores and the
+#: field of the registration: 2.8 and 3.2 ps), where each adds to another one (SegFormer's features, in NHWC
+#: into tables in NCHW: 10.6 to 13.3 ps), the same in a 2-byte type (DeBERTa's scores: 18.6 ps), and where so
+#: many add to a row so short that they wait for each other (T5's relative positions, 8192 a word: 1.07 ns).
+#: Longer rows are added as fast as they are written (the embeddings of Llama and BLOOM).
+_ADDED_WORK = 187.0
+_SCATTERED_WORK = 790.0
+_NARROW_WORK = 1240.0
 _CONTENDED_WORK = 7.2e4
+_CONTENDED = 1024
 _SHORT_ROW = 32
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
 #: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
 #: which the copies would cost as much as they save.
 _PADDED_INTENSITY = 140
-#: The sizes of each operand.
-_SIZES = {"A": ("m", "k"), "B": ("k", "n")}
 #: ``decide_layout_opt``: graph nodes per convolution above which it is not worth it.
 _FEW_CONVOLUTIONS = 300
 _SMALL_CHANNELS = 64
+_IMAGE = 2
 
 #: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
 _Value = tuple[int, int]
@@ -123,25 +120,14 @@ class _Chain:
     members: list[int] = field(default_factory=list)
     #: Bytes read, by what is read, with the member that read it first.
     reads: dict[_Value, tuple[int, int]] = field(default_factory=dict)
+    #: Other chains' members whose results are computed again.
+    again: set[int] = field(default_factory=set)
     #: Where the fused kernel stands: its last member before anyone outside read a result.
     position: int = -1
     #: First operation outside that read a result; -1 while there is none.
     escape: int = -1
     #: Results that need the whole grid before they can be used.
     sums: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Lives:
-    """Values by the operation that makes them; the last that reads each; their bytes."""
-
-    made: dict[int, list[_Value]] = field(default_factory=dict)
-    last: dict[_Value, int] = field(default_factory=dict)
-    sizes: dict[_Value, int] = field(default_factory=dict)
-
-    def make(self, value: _Value, position: int, size: int) -> None:
-        self.made.setdefault(position, []).append(value)
-        self.sizes[value] = size
 
 
 class _Fusion:
@@ -178,6 +164,11 @@ class _Fusion:
             for ref, writer in self.sources[index]:
                 self._escapes((writer, ref.id), index)
 
+    def _streaming(self, index: int) -> Streaming:
+        op = self.ops[index].op
+        assert isinstance(op, Streaming)
+        return op
+
     def _is_dead(self, value: _Value) -> bool:
         """Whether a result that nobody reads is dropped: attention makes weights on its way and returns none.
         Any other is a result of the step."""
@@ -187,17 +178,12 @@ class _Fusion:
 
     def kernels(self) -> Iterator[StepOp]:
         """The step's operations, each chain as one."""
-        channels_last = _channels_last(self.ops)
         copies: set[tuple[_Value, int]] = set()
         for index, entry in enumerate(self.ops):
             chain = self.chains.get(index)
             if chain is not None:
                 if index == chain.position:
                     yield self._kernel(chain)
-            elif isinstance(entry.op, Conv):
-                yield replace(
-                    entry, op=replace(entry.op, channels_last=channels_last or entry.op.channels_last)
-                )
             else:
                 yield from _padded(entry, self.sources[index], copies)
 
@@ -208,19 +194,17 @@ class _Fusion:
         Args:
             stay: Numbers of the tensors that have their size whatever the batch.
         """
-        lives = self._lives()
+        made, last = self._lives()
         freed: dict[int, list[_Value]] = {}
-        for values in lives.made.values():
-            for value in values:
-                freed.setdefault(lives.last.get(value, len(self.ops)), []).append(value)
+        for value in (value for values in made.values() for value in values):
+            freed.setdefault(last.get(value, len(self.ops)), []).append(value)
         live: dict[int, int] = {}
         held = eager.fixed_bytes - eager.gradient_bytes
         now = {True: held, False: 0}  # does it stay whatever the batch?
         moments = []
         saved = 0
         for index, entry in enumerate(self.ops):
-            for value in lives.made.get(index, ()):
-                size = lives.sizes[value]
+            for value, size in made.get(index, {}).items():
                 now[value[1] in stay] += size - live.get(value[1], 0)  # in place: the same memory
                 live[value[1]] = size
             moments.append((now[True], now[False]))
@@ -231,20 +215,22 @@ class _Fusion:
         peak_bytes = max((stays + grows for stays, grows in moments), default=held)
         return replace(eager, saved_bytes=saved, peak_bytes=peak_bytes, moments=fullest(moments))
 
-    def _lives(self) -> _Lives:
-        """When each result and each copy that pads a product is made, and read for the last time."""
-        lives = _Lives()
+    def _lives(self) -> tuple[dict[int, dict[_Value, int]], dict[_Value, int]]:
+        """The results and the copies that pad products, with their bytes, by the operation that makes them;
+        and the last that reads each."""
+        made: dict[int, dict[_Value, int]] = {}
+        last: dict[_Value, int] = {}
         pads: dict[tuple[_Value | int, int, bool], _Value] = {}
         for index, entry in enumerate(self.ops):
             chain = self.chains.get(index)
             position = chain.position if chain else index
             reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
-            lives.last.update(dict.fromkeys(reads, position))
+            last.update(dict.fromkeys(reads, position))
             if entry.phase == OPTIMIZER:
                 continue
             for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
                 if value in self.refs and (chain is None or value in self.written):
-                    lives.make(value, position, _bytes(self.refs[value]))
+                    made.setdefault(position, {})[value] = _bytes(self.refs[value])
             for pad in _padding(entry, self.sources[index])[1]:
                 # Each of the two graphs makes its own, where it can in the kernel that makes the operand.
                 graph = entry.phase == FORWARD
@@ -253,9 +239,9 @@ class _Fusion:
                     pads[key] = index, -1 - len(self.ops) - len(pads)
                     source = self.chains.get(pad.operand[0]) if pad.operand else None
                     place = source.position if source and source.graph[0] == graph else index
-                    lives.make(pads[key], place, pad.after * size_bytes(pad.dtype))
-                lives.last[pads[key]] = index
-        return lives
+                    made.setdefault(place, {})[pads[key]] = pad.after * size_bytes(pad.dtype)
+                last[pads[key]] = index
+        return made, last
 
     def _escapes(self, value: _Value, reader: int) -> None:
         source = self.chains.get(value[0])
@@ -264,14 +250,13 @@ class _Fusion:
 
     def _add(self, index: int, entry: StepOp) -> None:
         chain = self._join(index, entry)
-        op = entry.op
-        assert isinstance(op, Streaming)
+        op = self._streaming(index)
         self.chains[index] = chain
         chain.members.append(index)
         if chain.escape < 0:
             chain.position = index
-        if _sums(op):
-            chain.sums.update((ref.id, prod(ref.shape)) for ref in entry.outputs)
+        if _sums(op) or op.function in _ADDING:
+            chain.sums.update((ref.id, prod(ref.shape) * _sums(op)) for ref in entry.outputs)
         for ref, writer in self.sources[index]:
             value = (writer, ref.id)
             if self.chains.get(writer) is chain:
@@ -279,7 +264,9 @@ class _Fusion:
             if "backward" in op.function and op.role == "normalization":
                 value = self.normalised.get(value, value)
             # A broadcast view is larger than what is read of it.
-            for root, size in self._roots(value, min(_bytes(ref), op.read_bytes)).items():
+            roots = self._roots(value, min(_bytes(ref), op.read_bytes))
+            self._compute_again(chain, value, roots)
+            for root, size in roots.items():
                 if self.chains.get(root[0]) is not chain:
                     self.written.add(root)
                     self._escapes(root, index)
@@ -296,24 +283,40 @@ class _Fusion:
             self.refs[kept] = TensorRef(kept[1], ref.shape, "fp32")
             self.normalised[writer, ref.id] = kept
 
-    def _roots(self, value: _Value, size: int) -> dict[_Value, int]:
-        """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
-        return self._roots_of(value, size, _MOST_OPERATIONS, {})
+    def _compute_again(self, chain: _Chain, value: _Value, roots: Collection[_Value]) -> None:
+        """Note what a chain computes again to have a value from its roots."""
+        writer = value[0]
+        if (
+            value in roots
+            or writer not in self.chains
+            or self.chains[writer] is chain
+            or writer in chain.again
+        ):
+            return
+        if self._streaming(writer).role != "normalization":  # which is kept but for its scale and shift
+            chain.again.add(writer)
+            for ref, source in self.sources[writer]:
+                self._compute_again(chain, (source, ref.id), roots)
 
-    def _roots_of(
-        self, value: _Value, size: int, most: int, known: dict[_Value, dict[_Value, int]]
+    def _roots(
+        self,
+        value: _Value,
+        size: int,
+        most: int = _MOST_OPERATIONS,
+        known: dict[_Value, dict[_Value, int]] | None = None,
     ) -> dict[_Value, int]:
+        """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
+        known = {} if known is None else known
         if value in known:
             return known[value]
         known[value] = {value: size}
         writer = value[0]
         if not most or writer not in self.chains or value in self.written or value[1] < 0:
             return known[value]
-        entry = self.ops[writer]
-        op = entry.op
-        assert isinstance(op, Streaming)
+        op = self._streaming(writer)
         dropped = op.function == "native_dropout"
-        if _is_kept(op) or (dropped and value[1] != entry.outputs[0].id):
+        outputs = self.ops[writer].outputs
+        if _is_kept(op) or (dropped and value[1] != outputs[0].id):
             return known[value]
         roots: dict[_Value, int] = {}
         for ref, source in self.sources[writer]:
@@ -322,19 +325,17 @@ class _Fusion:
                 roots = {self.normalised[read]: op.elements * size_bytes("fp32")}
                 break
             least = min(_bytes(ref), op.read_bytes)
-            for root, root_size in self._roots_of(read, least, most - 1, known).items():
+            for root, root_size in self._roots(read, least, most - 1, known).items():
                 roots[root] = max(root_size, roots.get(root, 0))
         if dropped:
-            mask = entry.outputs[-1]
-            roots[writer, mask.id] = _bytes(mask)
+            roots[writer, outputs[-1].id] = _bytes(outputs[-1])
         if sum(roots.values()) <= size + _bytes(self.refs[value]):
             known[value] = roots
         return known[value]
 
     def _join(self, index: int, entry: StepOp) -> _Chain:
         """The chain an operation belongs to: a producer's if it can still take it, else a new one."""
-        op = entry.op
-        assert isinstance(op, Streaming)
+        op = self._streaming(index)
         graph = (entry.phase == FORWARD, entry.recomputed)
         reads = self.sources[index]
         for _, writer in () if _sums(op) else reversed(reads):
@@ -357,15 +358,13 @@ class _Fusion:
 
     def _kernel(self, chain: _Chain) -> StepOp:
         """The one kernel that a chain becomes."""
-        parts: list[Streaming] = []
         outputs: dict[int, TensorRef] = {}
         read_bytes = sum(size for size, _ in chain.reads.values())
         write_bytes = 0
-        for index in chain.members:
-            entry = self.ops[index]
-            op = entry.op
-            assert isinstance(op, Streaming)
-            parts.append(op)
+        flop = sum(_flop(self._streaming(index)) for index in chain.again)
+        members = [(self.ops[index], self._streaming(index)) for index in chain.members]
+        for index, (entry, op) in zip(chain.members, members, strict=True):
+            flop += _flop(op)
             read_bytes += 0 if entry.inputs else op.read_bytes
             write_bytes += 0 if entry.outputs else op.write_bytes
             for ref in entry.outputs:
@@ -377,13 +376,15 @@ class _Fusion:
                 write_bytes += op.elements * size_bytes("fp32")
             if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
                 read_bytes += sum(size for size, first in chain.reads.values() if first <= index)
+                flop += flop - _flop(op)
+        parts = [op for _, op in members]
         largest = max(parts, key=lambda part: part.elements)
-        first = self.ops[chain.members[0]]
-        names = dict.fromkeys(self.ops[index].name.removeprefix("aten.") for index in chain.members)
+        first = members[0][0]
+        names = dict.fromkeys(entry.name.removeprefix("aten.") for entry, _ in members)
         # It is part of the call that all of its largest work belongs to; copies go with what they are for.
         calls = {
-            self.ops[index].site.fallback
-            for index, part in zip(chain.members, parts, strict=True)
+            entry.site.fallback
+            for entry, part in members
             if (part.elements == largest.elements and part.role != "copy")
             or part.function == "embedding_dense_backward"  # which takes longer than all else in it
         } or {first.site.fallback}
@@ -394,7 +395,7 @@ class _Fusion:
                 read_bytes=read_bytes,
                 write_bytes=write_bytes,
                 dtype=largest.dtype,
-                flop_per_element=sum(map(_flop, parts)) / largest.elements if largest.elements else 0.0,
+                flop_per_element=flop / largest.elements if largest.elements else 0.0,
                 strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
                 function=GENERATED,
                 kernels=1 + sum(_STAGES.get(part.function, 0) + _sums(part) for part in parts),
@@ -422,29 +423,66 @@ def _sums(op: Streaming) -> bool:
 
 
 def _flop(op: Streaming) -> float:
-    if op.function == "embedding_dense_backward" and op.inner < _SHORT_ROW:
-        return op.elements * _CONTENDED_WORK
     return op.elements * _WORK.get(op.function.strip("_"), op.flop_per_element)
 
 
 def _is_kept(op: Streaming) -> bool:
     """Its result is never computed again: sums would have to be, random numbers cannot."""
     backward = "backward" in op.function and op.role in ("normalization", "softmax")
-    return backward or op.role == "reduction" or op.function.strip("_") in _KEPT
+    return backward or op.role == "reduction" or op.function in _ADDING or op.function.strip("_") in _KEPT
 
 
 def _lowered(step: Step) -> Iterator[StepOp]:
     """The operations that Inductor makes kernels of."""
+    roles: dict[int, str] = {}
+    channels_last = _channels_last(step.ops)
     for entry in _in_autocast_type(step):
         op = entry.op
-        if isinstance(op, Streaming) and op.function == "embedding_dense_backward":
-            table = sum(map(_bytes, entry.outputs))
-            grad = max(entry.inputs, key=_bytes)
-            zeros = Streaming("pointwise", op.elements, 0, table, op.dtype)
-            yield replace(entry, op=zeros, name="aten.zeros", inputs=(), outputs=())
-            added = prod(grad.shape) * size_bytes(entry.outputs[0].dtype)
-            entry = replace(entry, op=replace(op, elements=prod(grad.shape), write_bytes=added, kernels=1))
-        yield entry
+        if isinstance(op, Streaming) and op.function in _ADDING and entry.inputs and entry.outputs:
+            # A loss lies as its labels do, other gradients as the convolutions want them.
+            losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
+            yield from _added(entry, op, channels_last and not losses, entry.inputs[0].id in roles)
+        elif isinstance(op, Conv) and channels_last and len(op.kernel_size) == _IMAGE:
+            yield replace(entry, op=replace(op, channels_last=True))
+        else:
+            yield entry
+        roles.update((ref.id, op.category) for ref in entry.outputs)
+
+
+def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator[StepOp]:
+    """An operation that adds at indexed places: what makes the table, and the additions.
+
+    Args:
+        strided: What is added lies in memory otherwise than the table.
+        given: An operation wrote the first input. A table that none wrote is full of zeros.
+    """
+    table = entry.outputs[0]
+    from_nothing = "backward" in op.function
+    grad = max(entry.inputs, key=_bytes) if from_nothing else entry.inputs[-1]
+    tables = _CORNERS.get(op.function.split("_")[1], 1)
+    elements = prod(grad.shape) * tables
+    interpolated = "upsample" in op.function
+    size = size_bytes("fp32" if interpolated else table.dtype)
+    made = prod(table.shape) * size * tables
+    # Several tables are read by who adds them up, beside the one that it reads as the result.
+    source = entry.inputs[:1] if given and not from_nothing else ()
+    read = made if source else made - made // tables
+    clear = Streaming("pointwise", prod(table.shape), read, made, table.dtype)
+    yield replace(entry, op=clear, name="aten.zeros", inputs=source, outputs=())
+    indices = max((prod(ref.shape) for ref in entry.inputs if ref.dtype.startswith("int")), default=0)
+    row = prod(grad.shape) / indices if indices else 0
+    if entry.phase == FORWARD and not op.function.endswith("_add"):
+        work = 1.0  # most likely stores
+    elif interpolated:
+        work = _SCATTERED_WORK if strided else _ADDED_WORK
+    elif row >= _SHORT_ROW:
+        work = 1.0
+    elif elements >= _CONTENDED * prod(table.shape):
+        work = _CONTENDED_WORK
+    else:
+        work = _NARROW_WORK if size_bytes(table.dtype) < size_bytes("fp32") else _SCATTERED_WORK
+    added = replace(op, elements=elements, write_bytes=elements * size, kernels=1, flop_per_element=work)
+    yield replace(entry, op=added)
 
 
 def _in_autocast_type(step: Step) -> Iterable[StepOp]:
@@ -486,7 +524,7 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
     return [op for i, entry in enumerate(ops, -1) for op in (*casts.get(i, {}).values(), entry)]
 
 
-def _channels_last(ops: list[StepOp]) -> bool:
+def _channels_last(ops: Iterable[StepOp]) -> bool:
     """Inductor's ``decide_layout_opt`` for training, on the forward pass."""
     forward = [entry for entry in ops if entry.phase == FORWARD]
     convs = [entry.op for entry in forward if isinstance(entry.op, Conv)]
@@ -528,7 +566,7 @@ def _padding(entry: StepOp, sources: tuple[tuple[TensorRef, int], ...]) -> tuple
     padded = replace(gemm, ld_a=0, ld_b=0, **grown)  # type: ignore[arg-type]
     operands = [(prod(ref.shape), (writer, ref.id)) for ref, writer in sources]
     pads = []
-    for first, second in _SIZES.values():
+    for first, second in (("m", "k"), ("k", "n")):
         if grown.keys() & {first, second}:
             before = gemm.batch * getattr(gemm, first) * getattr(gemm, second)
             after = gemm.batch * getattr(padded, first) * getattr(padded, second)
