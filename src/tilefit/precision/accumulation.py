@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from tilefit.precision.events import Accumulated, HalfSum, LossInHalf
-from tilefit.precision.ledger import Begins, Ledger, Stepped
+from tilefit.precision import events
+from tilefit.precision.ledger import Begins, Ledger, Stepped, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import HALF, name_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(NamedTuple):
     """One backward pass: its line, and what its loss was multiplied by if it is a mean."""
 
     source: str
     factor: float | None
 
 
-class Losses:
+class Losses(Tracker):
     """Looks at the losses of each step.
 
     Args:
@@ -40,23 +39,19 @@ class Losses:
         multiplied: dict[int, float],
         sum_error: Callable[[], float | None],
     ) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
+        super().__init__(recorder, ledger)
         self._line_of = line_of
         self._multiplied = multiplied
         self._sum_error = sum_error
         self._passes: list[_Pass] = []
-        self._pending: LossInHalf | None = None
-        recorder.on(Begins, self._on_backward)
-        recorder.on(Stepped, self._on_stepped)
+        self._pending: events.LossInHalf | None = None
 
-    def _on_backward(self, begins: Begins) -> None:
-        here = begins.here
+    def on_begins(self, begins: Begins) -> None:
+        """One more loss."""
         if not self._recorder.looking:
             return
-        chain = here.chain
-        source = user_line()
-        if not here.accumulating:
+        chain, source = begins.here.chain, user_line()
+        if not any(gradient.state.fresh for gradient in self._ledger.mine(begins.here)):
             self._passes.clear()
         self._passes.append(_Pass(source, chain.factor if chain.mean else None))
         if len(self._passes) > 1:
@@ -65,7 +60,7 @@ class Losses:
             return
         operation, dtype, number = chain.half
         line = self._line_of(number)
-        event = LossInHalf(
+        event = events.LossInHalf(
             source=line or source,
             operation=operation.removesuffix("0").removesuffix("Backward"),
             dtype=dtype.removeprefix("torch."),
@@ -79,24 +74,23 @@ class Losses:
             # A later step may know the line of the loss; until then this is all there is.
             self._pending = event
 
-    def _on_stepped(self, stepped: Stepped) -> None:
+    def on_stepped(self, stepped: Stepped) -> None:
+        """They have fed a step."""
         passes, self._passes = self._passes, []
         multiplied = set(self._multiplied.values()) or {1.0}
         self._multiplied.clear()
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
-        source, factor, count = passes[0].source, passes[0].factor, len(passes)
-        name = type(stepped.optimizer).__name__
+        factor, count = passes[0].factor, len(passes)
+        place = passes[0].source, type(stepped.optimizer).__name__
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
         if factor is not None and self._ledger.closely and len(multiplied) == 1:
-            event = Accumulated(source=source, module=name, passes=count, factor=factor * multiplied.pop())
-            self._recorder.emit_once(("accumulated", source, count), lambda: event)
+            self._recorder.emit(events.Accumulated(*place, passes=count, factor=factor * multiplied.pop()))
         values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
         half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})
         if half:
             error = self._sum_error()
-            terms = HalfSum(source=source, module=name, dtype=half[0], terms=count, error=error)
-            self._recorder.emit_once(("half sum", source, error is None), lambda: terms)
+            self._recorder.emit(events.HalfSum(*place, dtype=half[0], terms=count, error=error))
 
     def finish(self) -> None:
         """Say what was kept for a better line."""

@@ -15,11 +15,10 @@ from tilefit.errors import UsageError
 from tilefit.precision.events import Event, LayerError
 from tilefit.precision.ledger import Ledger
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import Look, Observers
+from tilefit.precision.look import Look, Observers, Statistics
 from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.replay import judged, restored
-from tilefit.precision.statistics import Statistics
 from tilefit.precision.tensors import HALF
 from tilefit.report.watched import Table, Watched
 from tilefit.units import share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import log2
 from typing import Any
 
@@ -63,16 +64,12 @@ class Histogram:
             65504. The interval is empty where the lowest exceeds the highest. None where nothing but zeros
             was seen.
         """
-        total = self.counts.total()
-        if not total:
-            return None
         exponents = sorted(self.counts)
-        below = 0
-        for exponent in exponents:
-            below += self.counts[exponent]
-            if below > TAIL * total:
-                break
-        return SMALLEST - exponent, LARGEST - HEADROOM - exponents[-1]
+        if not exponents:
+            return None
+        below = accumulate(self.counts[exponent] for exponent in exponents)
+        kept = next(e for e, lost in zip(exponents, below, strict=True) if lost > TAIL * self.counts.total())
+        return SMALLEST - kept, LARGEST - HEADROOM - exponents[-1]
 
 
 class Exponents(Observer):
@@ -89,9 +86,8 @@ class Exponents(Observer):
         self.histograms: dict[torch.dtype, Histogram] = {}
         #: Of this step, on the device.
         self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self._seen = 0
+        self._seen = self._first = 0
         self._step = 1
-        self._first = 0
 
     def wants_node(self, node: Any, kind: Kind) -> bool:
         name, dtype = kind

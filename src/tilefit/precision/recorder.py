@@ -35,13 +35,14 @@ class Recorder:
         look_soon: A tracker wants a close look at the next step.
         names: Names of parameters by ``id``.
         facts: What the run has: what a rule needs before there is anything to check.
+        unchecked: What could not be looked at, and the rules that needed it.
     """
 
     def __init__(self, rules: Iterable[PrecisionRule[Any]]) -> None:
         self.rules = tuple(rules)
         self._subscribers: defaultdict[type, list[Callable[[Any], object]]] = defaultdict(list)
         self._alarms: dict[_Place, Alarm] = {}
-        self._unchecked: dict[str, tuple[str, ...]] = {}
+        self.unchecked: dict[str, tuple[str, ...]] = {}
         self._known: dict[object, list[_Place]] = {}
         self._suspicions = 0
         self._process = os.getpid()
@@ -54,21 +55,14 @@ class Recorder:
     @property
     def alarms(self) -> tuple[Alarm, ...]:
         """The alarms so far: the most severe first, then the earliest."""
+        alarms = self._alarms.values()
         return tuple(
-            sorted(
-                self._alarms.values(),
-                key=lambda a: (-_ORDER.index(a.severity), a.first_step, a.code, a.source),
-            )
+            sorted(alarms, key=lambda a: (-_ORDER.index(a.severity), a.first_step, a.code, a.source))
         )
-
-    @property
-    def unchecked(self) -> dict[str, tuple[str, ...]]:
-        """What could not be looked at, and the rules that needed it."""
-        return self._unchecked
 
     def cannot_check(self, what: str, *codes: str) -> None:
         """Say once what could not be looked at, and why; and which rules needed it."""
-        self._unchecked[what] = codes
+        self.unchecked[what] = codes
 
     def on(self, kind: type[_E], listener: Callable[[_E], object]) -> None:
         """Have a listener called with every event of a type."""
@@ -88,13 +82,13 @@ class Recorder:
         """Whether a mistake was judged before."""
         return key in self._known
 
-    def emit_once(self, key: object, make: Callable[[], Event]) -> None:
-        """Judge the event ``make()`` the first time; afterwards only count.
+    def once(self, key: object, make: Callable[[], Event], *, again: bool = False) -> None:
+        """Judge the event ``make()`` the first time; afterwards only count, unless it may have become worse.
 
         Making an event may wait for the device, to read a scale. A mistake that is repeated in each step must
         not do that again and again.
         """
-        if key not in self._known:
+        if again or key not in self._known:
             self._known[key] = self.emit(make())
             return
         for place in self._known[key]:

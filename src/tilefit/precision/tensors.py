@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.optim import Optimizer
 
 HALF = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_T = TypeVar("_T")
+
+
+class Notes(dict[int, tuple["weakref.ref[Tensor]", _T]]):
+    """What is noted of tensors, each of which is known by being itself."""
+
+    def note(self, tensor: Tensor, what: _T) -> _T:
+        """Note something of a tensor."""
+        self[id(tensor)] = weakref.ref(tensor), what
+        return what
+
+    def of(self, tensor: Tensor) -> _T | None:
+        """What was noted of a tensor; None for nothing."""
+        known = self.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
 
 @cache
 def name_of(dtype: torch.dtype) -> str:
     """``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
