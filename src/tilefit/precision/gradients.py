@@ -33,6 +33,7 @@ class Gradient:
         sample: Some of its values, taken when it was last known, while a step is looked at closely.
         sure: These were there, not all of them zero, when it was looked at last.
         witness: It is one of those whose values are kept, which speak for the others.
+        version: How often autograd has counted a write to it, as it was seen last.
     """
 
     parameter: weakref.ref[Tensor]
@@ -42,8 +43,8 @@ class Gradient:
     sample: Tensor | None = None
     sure: bool = False
     witness: bool = False
+    version: int = -1
     _reference: weakref.ref[Tensor] | None = None
-    _version: int = -1
     #: Autograd has yet to count so many writes that are known.
     _uncounted: int = 0
 
@@ -75,14 +76,14 @@ class Gradient:
                 return None
             self._reference, self.sample, self.state = None, None, EMPTY
             return Cause.CLEARED
-        version, before = gradient._version, self._version
+        version, before = gradient._version, self.version
         if reference is not None and reference() is gradient:
             if version == before and not self._uncounted:
                 return None
-            self._version = version
+            self.version = version
             counted, self._uncounted = before <= version <= before + self._uncounted, 0
             return None if counted else Cause.WRITTEN
-        self._reference, self._version, self._uncounted = weakref.ref(gradient), version, 0
+        self._reference, self.version, self._uncounted = weakref.ref(gradient), version, 0
         return Cause.WRITTEN
 
     def accept(self, *, sampled: bool, ending: bool = False) -> None:

@@ -328,7 +328,8 @@ class Ledger:
 
     def mine(self, here: Here) -> list[Gradient]:
         """The gradients that a thread may use."""
-        return [gradient for gradient in self.gradients if gradient.thread in (None, here.thread)]
+        threads = None, here.thread
+        return [gradient for gradient in self.gradients if gradient.thread in threads]
 
     def owned(self, here: Here, optimizer: Optimizer) -> None:
         """A thread uses an optimizer."""
@@ -489,7 +490,7 @@ class Ledger:
             make: Makes the event of what is wrong, with which gradients, and their marks.
             module: What the event is about.
         """
-        by_hand = {id(gradient): gradient.state.by_hand for gradient in gradients if gradient.state.marks}
+        before = [gradient.state for gradient in gradients]
         recorder, source = self._recorder, user_line()
         for wrong, those in move(gradients, cause).items():
             # What carries no scale is never seen to carry none.
@@ -503,7 +504,7 @@ class Ledger:
             if wrong == "hand":
                 self.wait(those[0].state.by_hand, event)
                 continue
-            if wrong == "plain" and self._are_scales({by_hand.get(id(gradient), 0.0) for gradient in those}):
+            if wrong == "plain" and self._are_scales({state.by_hand for state in before}):
                 continue
             key = (wrong, source, module, seen)
             certain = recorder.looking and any(gradient.sure for gradient in those)
@@ -634,7 +635,7 @@ class Ledger:
         optimizer = stepped.optimizer
         self._skipped_last[optimizer] = bool(stepped.skipped)
         gradients = self.present(optimizer)
-        if not here.depth:
+        if self._recorder.looking and not here.depth:
             self.written(gradients)  # whatever the optimizer did to them is no news
         move(gradients, Cause.USED)
         region = self.region()
@@ -645,12 +646,27 @@ class Ledger:
         here.scale_met = here.inferred = here.unclean = False
         self._recorder.tell(stepped)
 
-    def written(self, gradients: Iterable[Gradient], *, ending: bool = False) -> None:
-        """What was written to gradients just now is known; ``ending``: autograd has yet to count it."""
+    def written(self, gradients: Sequence[Gradient], *, ending: bool = False, alike: bool = False) -> None:
+        """What was written to gradients just now is known.
+
+        Args:
+            gradients: The gradients.
+            ending: Autograd has yet to count the write.
+            alike: Each was written to once, or none; the first tells which, as to ask every one takes time.
+        """
         sampled = self._recorder.looking and not capturing()
         self._sampling |= sampled
-        for gradient in gradients:
+        first = gradients[0] if gradients and alike and not sampled else None
+        value, version = (first.value, first.version) if first is not None else (None, 0)
+        for gradient in gradients if first is None else gradients[:1]:
             gradient.accept(sampled=sampled, ending=ending)
+        if first is None or (first.value is value and first.version == version):
+            return
+        for gradient in gradients[1:]:
+            if first.value is value and first.version == version + 1:
+                gradient.version += 1
+            else:
+                gradient.accept(sampled=False)
 
     def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         yield

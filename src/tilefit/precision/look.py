@@ -35,6 +35,7 @@ from tilefit.precision import graph
 from tilefit.precision.ledger import Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
+from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import HALF, name_of, tensors_in
 from tilefit.report.watched import Table
 
@@ -233,31 +234,28 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode of a close look.
 
     Args:
+        recorder: Knows names.
         ledger: Knows whether a backward pass runs.
         observers: Who looks.
         thorough: Stay on in backward passes, and remember the line of every forward operation, not only of
             half-precision scalars.
-        names, parameter_names: Names of modules and of parameters by ``id``; what is not in them is named
-            when it runs.
         hook_of: Entered around each hook of the user's on a parameter's gradient that the ledger follows.
     """
 
     def __init__(
         self,
+        recorder: Recorder,
         ledger: Ledger,
         observers: Observers,
-        names: dict[int, str],
-        parameter_names: dict[int, str],
         *,
         thorough: bool,
         hook_of: HookOf | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self._ledger = ledger
         self._observers = observers
         self._thorough = thorough
-        self._names = names
-        self._parameter_names = parameter_names
         self._hook_of = hook_of
         self._lines: dict[int, str] = {}
         self._running = _Running()
@@ -346,7 +344,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def module(self) -> str:
         """The innermost module that is running, or empty."""
         running = self.running
-        return "" if running is None else self._names.get(id(running), "")
+        return "" if running is None else self._recorder.names.get(id(running), "")
 
     @property
     def running(self) -> nn.Module | None:
@@ -364,15 +362,14 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._lines.get(sequence, "")
 
     def _entered(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self._names or (not self._running.modules and id(module) not in self._met):
+        if id(module) not in self._recorder.names or (
+            not self._running.modules and id(module) not in self._met
+        ):
             if not self._running.modules and not _in_backward():
                 self._met.add(id(module))
                 for observer in self._observers.all:
                     observer.met(module)
-            for name, inner in module.named_modules():
-                self._names.setdefault(id(inner), name or type(module).__name__)
-            for name, parameter in module.named_parameters():
-                self._parameter_names.setdefault(id(parameter), name)
+            self._recorder.name(module)
         running = self._running
         if not running.modules and _in_backward():
             running.pushed = self.switch_on()
@@ -387,7 +384,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             running.pushed = False
             self._switch_off()
         for listener in self._observers.ran:
-            listener(module, self._names.get(id(module), ""), output)
+            listener(module, self._recorder.names.get(id(module), ""), output)
 
     # ---- backward passes -------------------------------------------------------------------
 

@@ -7,11 +7,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilefit.precision.events import Event
 from tilefit.precision.rules import PrecisionRule
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _log = logging.getLogger("tilefit.precision")
 #: What makes alarms one: code, line, module where it matters, and what to do.
@@ -33,7 +36,7 @@ class Recorder:
         step: The step that is running, counted from 0.
         looking: Whether this step is looked at closely: only then may a tracker wait for the device.
         look_soon: A tracker wants a close look at the next step.
-        names: Names of parameters by ``id``.
+        names: Names of modules and parameters by ``id``.
         facts: What the run has: what a rule needs before there is anything to check.
         unchecked: What could not be looked at, and the rules that needed it.
     """
@@ -72,6 +75,11 @@ class Recorder:
         """Pass an event of the run on to the trackers that asked for it."""
         for listener in self._subscribers[type(event)]:
             listener(event)
+
+    def name(self, model: nn.Module) -> None:
+        """Learn the names of a model's modules and parameters, where they have none yet."""
+        for name, inner in (*model.named_modules(), *model.named_parameters()):
+            self.names.setdefault(id(inner), name or type(model).__name__)
 
     def suspect(self) -> None:
         """Something looks wrong that only a close look can confirm."""

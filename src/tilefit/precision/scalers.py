@@ -71,7 +71,7 @@ class Scalers(Tracker):
         ledger.divide(here, scaler, optimizer)
         with here.at_work(), self._explained("unscale_", optimizer):
             yield
-        ledger.written(ledger.present(optimizer))
+        ledger.written(ledger.present(optimizer), alike=True)
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         if not enabled(scaler):

@@ -96,7 +96,6 @@ class Watch:
         self._numerics = numerics
         self._last = steps
         self._find_non_finite = find_non_finite
-        self._module_names: dict[int, str] = {}
         self._look: Look | None = None
         self._looks = 0
         self._origin: Origin | None = None
@@ -156,12 +155,10 @@ class Watch:
     def _start(self) -> None:
         self._frames_before = _frames_compiled()
         for model in self._models:
-            for name, parameter in model.named_parameters():
-                self._recorder.names[id(parameter)] = name
+            self._recorder.name(model)
+            for parameter in model.parameters():
                 if parameter.requires_grad:
                     self._ledger.follow(parameter)
-            for name, module in model.named_modules():
-                self._module_names.setdefault(id(module), name or type(module).__name__)
             if self._numerics:
                 self._shadows.met(model)
         for optimizer in self._optimizers:
@@ -351,8 +348,8 @@ class Watch:
             weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=self._seek_origin)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        names, thorough = (self._module_names, self._recorder.names), self._origin is not None
-        self._look = Look(self._ledger, observers, *names, thorough=thorough, hook_of=self._window.hook_of)
+        thorough, hook_of = self._origin is not None, self._window.hook_of
+        self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)
         self._seek_origin = False
         self._look.begin()
         self._looks += 1
