@@ -1,15 +1,26 @@
-"""Losses at the root of backward passes: how many feed a step, how they were reduced, in which type."""
+"""Losses at the root of backward passes: how many feed a step, how they were reduced, in which type, and how
+far half-precision sums of their gradients are off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision import events
+from tilefit.precision.graph import Kind
 from tilefit.precision.ledger import Begins, Ledger, Stepped, Tracker
 from tilefit.precision.lines import user_line
+from tilefit.precision.look import Observer
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import HALF, name_of
+from tilefit.precision.tensors import HALF, Notes, is_plain, name_of, spread
+
+#: Gradients whose sums are followed.
+GRADIENTS = 64
 
 
 class _Pass(NamedTuple):
@@ -19,32 +30,15 @@ class _Pass(NamedTuple):
     factor: float | None
 
 
-class Losses(Tracker):
-    """Looks at the losses of each step.
+class Losses(Tracker, Observer):
+    """Looks at the losses of each step, and adds up in fp32, on samples, what their backward passes add to
+    half-precision gradients."""
 
-    Args:
-        recorder: Where events go.
-        ledger: Knows backward passes, scales and steps.
-        line_of: The line of the forward operation with a sequence number, or empty.
-        multiplied: What the user multiplied each gradient by since the last step.
-        sum_error: The relative error of this step's half-precision sums of gradients, None where none was
-            seen.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        ledger: Ledger,
-        line_of: Callable[[int], str],
-        multiplied: dict[int, float],
-        sum_error: Callable[[], float | None],
-    ) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         super().__init__(recorder, ledger)
-        self._line_of = line_of
-        self._multiplied = multiplied
-        self._sum_error = sum_error
         self._passes: list[_Pass] = []
         self._pending: events.LossInHalf | None = None
+        self._sums: Notes[Tensor] = Notes()
 
     def on_begins(self, begins: Begins) -> None:
         """One more loss."""
@@ -59,7 +53,7 @@ class Losses(Tracker):
         if chain.half is None:
             return
         operation, dtype, number = chain.half
-        line = self._line_of(number)
+        line = "" if self._ledger.look is None else self._ledger.look.line_of(number)
         event = events.LossInHalf(
             source=line or source,
             operation=operation.removesuffix("0").removesuffix("Backward"),
@@ -77,8 +71,8 @@ class Losses(Tracker):
     def on_stepped(self, stepped: Stepped) -> None:
         """They have fed a step."""
         passes, self._passes = self._passes, []
-        multiplied = set(self._multiplied.values()) or {1.0}
-        self._multiplied.clear()
+        multiplied = set(self._ledger.multiplied.values()) or {1.0}
+        self._ledger.multiplied.clear()
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
         factor, count = passes[0].factor, len(passes)
@@ -89,10 +83,50 @@ class Losses(Tracker):
         values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
         half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})
         if half:
-            error = self._sum_error()
+            error = self._error()
             self._recorder.emit(events.HalfSum(*place, dtype=half[0], terms=count, error=error))
 
     def finish(self) -> None:
         """Say what was kept for a better line."""
         if self._pending is not None:
             self._recorder.emit(self._pending)
+
+    # ---- sums ------------------------------------------------------------------------------
+
+    def wants_node(self, node: Any, kind: Kind) -> bool:
+        name, dtype = kind
+        return dtype in HALF and name.endswith("AccumulateGrad")
+
+    def hook(self, node: Any) -> RemovableHandle | None:
+        if node.variable.grad is None:
+            return None
+        handle: RemovableHandle = node.register_prehook(partial(self._adds, weakref.ref(node.variable)))
+        return handle
+
+    def _adds(self, reference: weakref.ref[Tensor], added: tuple[Tensor | None, ...]) -> None:
+        parameter = reference()
+        target = None if parameter is None else parameter.grad
+        # With a graph of its own the sum is a new tensor.
+        if target is None or added[0] is None or not is_plain(target) or torch.is_grad_enabled():
+            return
+        known = self._sums.of(target)
+        if known is None and len(self._sums) >= GRADIENTS:
+            return
+        with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+            before = spread(target).float() if known is None else known
+            self._sums.note(target, before + spread(added[0]).float())
+
+    def _error(self) -> float | None:
+        """The relative error of the sums since the step began; waits for the device."""
+        tiny = torch.finfo(torch.float32).tiny
+        return max(
+            (
+                float((spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny))
+                for reference, wide in self._sums.values()
+                if (target := reference()) is not None
+            ),
+            default=None,
+        )
+
+    def end(self) -> None:
+        self._sums.clear()

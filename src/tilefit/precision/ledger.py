@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -132,6 +133,12 @@ class Stepped(NamedTuple):
     plain: bool
 
 
+class Unscaled(NamedTuple):
+    """An optimizer stepped on gradients that went through fp16 without a scale, from a backward pass here."""
+
+    source: str
+
+
 @dataclass(slots=True)
 class Scaler:
     """A gradient scaler.
@@ -163,6 +170,20 @@ class Scaler:
         return Mark(self.number, self.generation)
 
 
+class Looking(Protocol):
+    """A close look at a step: the thread whose operations all pass by, 0 for none yet."""
+
+    thread: int
+
+    def passing(
+        self, roots: Sequence[Any], inputs: Sequence[Any]
+    ) -> AbstractContextManager[graph.Scan | None]:
+        """Entered around each backward pass; it gives what the graph says."""
+
+    def line_of(self, sequence: int) -> str:
+        """The line of the forward operation with an autograd sequence number, or empty."""
+
+
 class Ledger:
     """Follows scales through backward passes and optimizers.
 
@@ -173,10 +194,9 @@ class Ledger:
         open: Some gradient was changed by a backward pass and has not been used yet.
         region: The number of the present outermost autocast region with a cache; 0 for none.
         before_observing: Called before gradients that were changed by hand are looked for.
-        passing: Entered around each backward pass, with its roots and the inputs it goes to, none for all; it
-            gives what the graph says. None where nobody looks.
+        look: The close look at this step; None where nobody looks.
+        multiplied: What the user multiplied each gradient by, by ``id``, since the last step.
         pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
-        looked_at: The thread whose operations all pass by; 0 for none.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -195,12 +215,10 @@ class Ledger:
         self._handles: list[Any] = []
         self.pending: list[tuple[float, Callable[[], object]]] = []
         self.open = False
-        self.looked_at = 0
+        self.look: Looking | None = None
+        self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
-        self.passing: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[graph.Scan]] | None = (
-            None
-        )
 
     # ---- what is known ---------------------------------------------------------------------
 
@@ -226,7 +244,7 @@ class Ledger:
     @property
     def closely(self) -> bool:
         """Every operation of this thread passes by, so that nothing can write to a gradient unseen."""
-        return self.looked_at == self.here.thread
+        return self.look is not None and self.look.thread == self.here.thread
 
     @property
     def gradients(self) -> Iterable[Gradient]:
@@ -406,8 +424,8 @@ class Ledger:
         self._passes.append(here)
         try:
             # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
-            looked_at = self.passing is not None and self.looked_at in (0, here.thread)
-            with self.passing(roots, inputs or ()) if self.passing and looked_at else nullcontext() as scan:
+            look = self.look if self.look is not None and self.look.thread in (0, here.thread) else None
+            with nullcontext() if look is None else look.passing(roots, inputs or ()) as scan:
                 if here.depth == 0:
                     self._begin(here, roots, given, scan)
                 here.depth += 1
@@ -770,7 +788,14 @@ class Tracker:
     def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
-        for kind in (Begins, Ended, Gave, Stepping, Stepped):
+        for kind in (Begins, Ended, Gave, Stepping, Stepped, Unscaled):
             listener = getattr(self, f"on_{kind.__name__.lower()}", None)
             if listener is not None:
                 recorder.on(kind, listener)
+
+    def patches(self) -> list[Patch]:
+        """What of PyTorch's it runs around."""
+        return []
+
+    def finish(self) -> None:
+        """The watch ends."""

@@ -264,6 +264,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = False
         #: It has begun within a backward pass, when the mode could not be pushed.
         self._waits = False
+        self.thread = 0
         self._met: set[int] = set()
 
     # ---- entering and leaving --------------------------------------------------------------
@@ -286,11 +287,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nn_module.register_module_forward_hook(self._left, always_call=True),
         ]
         self._patches.apply((BackwardCFunction, "apply", self._function))
-        self._ledger.passing = self._passing
+        self._ledger.look = self
         self._waits = _in_backward()
         if not self._waits:
             self.switch_on()
-            self._ledger.looked_at = threading.get_ident()
+            self.thread = threading.get_ident()
 
     def passed(self) -> None:
         """An outermost backward pass has ended: push the mode where it had to wait for that."""
@@ -308,8 +309,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
         self._handles.clear()
         self._patches.undo()
-        self._ledger.passing = None
-        self._ledger.looked_at = 0
+        self._ledger.look = None
         again, self._paused = self._paused, True
         stack = _get_current_dispatch_mode_stack()
         if self in stack and (self._thorough or again) and _in_backward():
@@ -389,7 +389,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- backward passes -------------------------------------------------------------------
 
     @contextmanager
-    def _passing(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[graph.Scan]:
+    def passing(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[graph.Scan]:
         """Around a backward pass: the mode is off, and the nodes that matter are hooked.
 
         Args:

@@ -11,30 +11,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision import events
 from tilefit.precision.degrees import base_name
-from tilefit.precision.graph import Kind
 from tilefit.precision.ledger import Ledger, Stepped, Stepping, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.storage import ENOUGH
-from tilefit.precision.tensors import HALF, Notes, has_values, is_plain, name_of, parameters_of, targets
+from tilefit.precision.tensors import (
+    HALF,
+    Notes,
+    has_values,
+    is_plain,
+    name_of,
+    parameters_of,
+    spread,
+    targets,
+)
 
 #: Steps a parameter is followed for, and those after which it is measured; before ENOUGH that is a note.
 STEPS = 32
 _MEASURED = (3, 6, 10, 15, 20, 25, 30, STEPS)
-#: Values followed per parameter, and parameters per group.
-VALUES = 1024
+#: Parameters followed per group.
 PARAMETERS = 64
 #: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
 #: does.
@@ -198,14 +203,7 @@ class _Follower:
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
     """Up to about :data:`VALUES` elements of each tensor, in fp32, one after the other."""
-    return torch.cat([_spread(tensor) for tensor in tensors]).float()
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """Up to about :data:`VALUES` elements; a copy."""
-    # In the order of the indices: a gradient may lie in memory in another order than its parameter.
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // VALUES)].clone()
+    return torch.cat([spread(tensor) for tensor in tensors]).float()
 
 
 def _half_states(optimizer: Optimizer) -> Iterator[events.HalfState]:
@@ -292,7 +290,7 @@ class Accumulators(Tracker, Observer):
                 # What a graph has made is an activation of this step.
                 mine = target.dtype in HALF and has_values(target) and target.is_leaf
                 if mine and not self._ledger.knows(target):
-                    old = _spread(target).float()
+                    old = spread(target).float()
                     new = self._intended(call, index, target, old)
                     if new is not None:
                         self._old.append((target, old, new))
@@ -302,7 +300,7 @@ class Accumulators(Tracker, Observer):
         for target, old, new in self._old:
             total = self._sums.get(_place(target)) or _Sum()
             self._keep(total, target)
-            total.add(call, target, _spread(target).float() - old, new - old)
+            total.add(call, target, spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
@@ -325,7 +323,7 @@ class Accumulators(Tracker, Observer):
         second = others[0] if others and isinstance(others[0], Tensor) else first
         if name == "mul":
             if not isinstance(others[0], Tensor) or others[0].numel() == 1:
-                self._products.note(out, (_spread(first).float() * others[0], first))
+                self._products.note(out, (spread(first).float() * others[0], first))
             return
         new = self._intended(call, index, out, self._wide(first))
         if new is None:
@@ -333,14 +331,14 @@ class Accumulators(Tracker, Observer):
         bases = [(self._products.of(tensor) or (None, tensor))[1] for tensor in (first, second)]
         found = [(known, base) for base in bases if (known := self._sums.get(_place(base))) is not None]
         for known, base in found[:1]:
-            old = _spread(base).float()
-            known.add(call, out, _spread(out).float() - old, new - old)
+            old = spread(base).float()
+            known.add(call, out, spread(out).float() - old, new - old)
         # Where nothing has moved yet this may be the first of them.
         self._keep(found[0][0] if found else _Sum(), out)
 
     def _wide(self, tensor: Tensor) -> Tensor:
         product = self._products.of(tensor)
-        return _spread(tensor).float() if product is None else product[0]
+        return spread(tensor).float() if product is None else product[0]
 
     def _keep(self, known: _Sum, tensor: Tensor) -> None:
         place = _place(tensor)
@@ -411,48 +409,3 @@ def _item(argument: Any, index: int) -> Any:
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Where a tensor's values are, whichever alias it is."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
-
-
-class GradientSums(Observer):
-    """Adds up in fp32, on samples, what backward passes add to half-precision gradients."""
-
-    def __init__(self) -> None:
-        self._sums: Notes[Tensor] = Notes()
-
-    def wants_node(self, node: Any, kind: Kind) -> bool:
-        name, dtype = kind
-        return dtype in HALF and name.endswith("AccumulateGrad")
-
-    def hook(self, node: Any) -> RemovableHandle | None:
-        if node.variable.grad is None:
-            return None
-        handle: RemovableHandle = node.register_prehook(partial(self._adds, weakref.ref(node.variable)))
-        return handle
-
-    def _adds(self, reference: weakref.ref[Tensor], added: tuple[Tensor | None, ...]) -> None:
-        parameter = reference()
-        target = None if parameter is None else parameter.grad
-        # With a graph of its own the sum is a new tensor.
-        if target is None or added[0] is None or not is_plain(target) or torch.is_grad_enabled():
-            return
-        known = self._sums.of(target)
-        if known is None and len(self._sums) >= PARAMETERS:
-            return
-        with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
-            before = _spread(target).float() if known is None else known
-            self._sums.note(target, before + _spread(added[0]).float())
-
-    def error(self) -> float | None:
-        """The relative error of the sums since the step began; waits for the device."""
-        tiny = torch.finfo(torch.float32).tiny
-        return max(
-            (
-                float((_spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny))
-                for reference, wide in self._sums.values()
-                if (target := reference()) is not None
-            ),
-            default=None,
-        )
-
-    def end(self) -> None:
-        self._sums.clear()

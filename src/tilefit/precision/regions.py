@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision import events, graph
-from tilefit.precision.ledger import Begins, Ledger, Running, Stepped, Tracker
+from tilefit.precision.ledger import Begins, Ledger, Running, Stepped, Tracker, Unscaled
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch, of_all
 from tilefit.precision.recorder import Recorder
@@ -62,21 +61,12 @@ class _Here(threading.local):
 class Regions(Tracker):
     """Follows autocast regions.
 
-    Args:
-        recorder: Where events go.
-        ledger: Knows the backward passes and the steps.
-        fp16_values: Gives what was measured of fp16 gradients in this step: values, and shares of them that
-            are subnormal and zero.
-
     Attributes:
         trained: Element types of the regions forward passes with gradients ran in.
     """
 
-    def __init__(
-        self, recorder: Recorder, ledger: Ledger, fp16_values: Callable[[], tuple[int, float, float]]
-    ) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         super().__init__(recorder, ledger)
-        self._fp16_values = fp16_values
         self._here = _Here()
         self._numbers = 0
         self.trained: set[torch.dtype] = set()
@@ -92,8 +82,8 @@ class Regions(Tracker):
             (nn.Module, "train", self._train),
         ]
 
-    def stop(self) -> None:
-        """End."""
+    def finish(self) -> None:
+        """The models are looked at no more."""
         for model in list(self._evaluated):
             self._unhook(model)
 
@@ -164,8 +154,7 @@ class Regions(Tracker):
         cycle, emit = self._here.cycle, self._recorder.emit
         self._here.cycle = Cycle()
         if stepped.plain and cycle.fp16 and not cycle.hand_scaled:
-            values, low, zero = self._fp16_values()
-            emit(events.UnscaledHalf(cycle.backward_at, values=values, subnormal=low, zero=zero))
+            self._recorder.tell(Unscaled(cycle.backward_at))
         if not self._recorder.looking:
             return
         if stepped.scaler is not None and cycle.dtypes:

@@ -112,11 +112,13 @@ class Scalers(Tracker):
         yield
         self._ledger.scaler(scaler).loaded = True
 
-    def judge_scale(self, scaler: Any, scale: float) -> None:
-        """Judge a scale where steps are skipped on the device, as fused optimizers do."""
-        known = self._ledger.scaler(scaler)
-        if known.skipped < MANY_SKIPS and scale < 1:
-            self._judge_history(scaler, known)
+    def on_stepped(self, stepped: Stepped) -> None:
+        """Judge the scale, as fused optimizers skip steps on the device."""
+        if self._recorder.looking and stepped.scaler is not None:
+            self._recorder.scale = scale = scale_of(stepped.scaler)
+            known = self._ledger.scaler(stepped.scaler)
+            if known.skipped < MANY_SKIPS and scale < 1:
+                self._judge_history(stepped.scaler, known)
 
     def _judge_history(self, scaler: Any, known: Scaler) -> None:
         scale, bad = scale_of(scaler), known.bad_losses >= MANY_SKIPS - 1
@@ -174,9 +176,9 @@ class Checkpoints(Tracker):
 
     def on_stepped(self, stepped: Stepped) -> None:
         """What was saved and loaded is complete now."""
-        self.judge()
+        self.finish()
 
-    def judge(self) -> None:
+    def finish(self) -> None:
         """What was saved and loaded since the last step is complete now."""
         used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.scaled_at]
         if self._saved_at and not self._scaler_saved and used:

@@ -13,6 +13,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from torch.optim import Optimizer
 
 HALF = (torch.float16, torch.bfloat16)
+#: Values followed of each tensor.
+VALUES = 1024
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _T = TypeVar("_T")
 
@@ -98,3 +100,10 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     )
     # One operation, of which there is one for every gradient.
     return tensor.as_strided((-(-number // step),), (step,)) if dense else tensor.reshape(-1)[::step]
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """Up to about :data:`VALUES` elements, in the order of the indices; a copy."""
+    # A gradient may lie in memory in another order than its parameter.
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // VALUES)].clone()

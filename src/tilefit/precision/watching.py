@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents
-from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, scale_of
-from tilefit.precision.look import Look, Observer, Observers, Statistics
-from tilefit.precision.movement import Accumulators, GradientSums, Weights
+from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
+from tilefit.precision.look import Look, Observers, Statistics
+from tilefit.precision.movement import Accumulators, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
@@ -103,7 +104,6 @@ class Watch:
         self._primary: weakref.ref[Optimizer] | None = None
         self._seek_origin = self._running = self._ended = self._compiled_seen = False
         self._frames_before = 0
-        self._scale: float | None = None
         self._stepped: dict[str, None] = {}
         #: Called when the steps asked for have ended, and again where the loop goes on all the same.
         self.on_end: Callable[[], None] = lambda: None
@@ -111,21 +111,16 @@ class Watch:
         self._patches = Patches()
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
         self._ledger = ledger = Ledger(recorder)
-        self._scalers = Scalers(recorder, ledger)
-        self._exponents = Exponents()
+        scalers, checkpoints = Scalers(recorder, ledger), Checkpoints(recorder, ledger)
+        self._regions, schedules = Regions(recorder, ledger), Schedules(recorder, ledger)
+        self._window, losses = Window(recorder, ledger), Losses(recorder, ledger)
+        self._exponents, weights = Exponents(recorder, ledger), Weights(recorder, ledger)
+        self._shadows, self._ranks = Shadows(recorder, ledger), Ranks(recorder, ledger)
+        others = [kind(recorder, ledger) for kind in (Accumulators, Products, LostGradients)]
+        self._numerical = [self._window, self._shadows, *others, losses, self._exponents]
+        self._trackers: list[Tracker] = [scalers, self._regions, checkpoints, schedules, losses, weights]
         self._statistics = Statistics()
-        self._regions = Regions(recorder, ledger, self._exponents.fp16)
-        self._checkpoints = Checkpoints(recorder, ledger)
-        self._schedules = Schedules(recorder, ledger)
-        sums, self._window = GradientSums(), Window(recorder, ledger)
-        self._losses = Losses(recorder, ledger, self._line_of, self._window.multiplied, sums.error)
-        self._weights = Weights(recorder, ledger)
-        self._shadows = Shadows(recorder, ledger)
-        kinds = (Accumulators, Products, LostGradients)
-        others = [kind(recorder, ledger) for kind in kinds]
-        self._numerical: list[Observer] = [self._window, self._shadows, *others, sums, self._exponents]
         self._observers = Observers(self._statistics, self._numerical)
-        self._ranks = Ranks(recorder, ledger)
         recorder.on(Begins, self._on_backward)
         recorder.on(Ended, self._on_backward_ended)
         recorder.on(Stepped, self._on_stepped)
@@ -165,8 +160,8 @@ class Watch:
             self._ledger.adopt(optimizer)
         if self._given_scaler is not None and not self._given_scaler.is_enabled():
             self._recorder.cannot_check("the gradient scaler: it is switched off")
-        for part in (self._ledger, self._scalers, self._regions, self._checkpoints, self._schedules):
-            self._patches.apply(*part.patches())
+        tables = [self._ledger.patches(), *(tracker.patches() for tracker in self._trackers)]
+        self._patches.apply(*chain(*tables))
         # Not is_available(), which fixes the visible devices before the script can choose them.
         if torch.version.cuda is not None:
             self._patches.apply((torch.cuda.CUDAGraph, "replay", self._replay))
@@ -184,10 +179,8 @@ class Watch:
         self._finish_look()
         if self._look is not None:
             self._recorder.cannot_check("the last step: a dispatch mode of your own was open at its end")
-        self._checkpoints.judge()
-        self._losses.finish()
-        self._weights.finish()
-        self._regions.stop()
+        for tracker in self._trackers:
+            tracker.finish()
         self._ledger.stop()
         self._patches.undo()
 
@@ -221,7 +214,7 @@ class Watch:
         trained = sorted(map(name_of, self._regions.trained))
         setup = (
             f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
-            "no loss scale" if self._scale is None else f"loss scale {self._scale:g}",
+            "no loss scale" if self._recorder.scale is None else f"loss scale {self._recorder.scale:g}",
             *self._stepped,
         )
         unchecked, operations = self._recorder.unchecked.items(), self._statistics.table()
@@ -300,9 +293,6 @@ class Watch:
     def _end_step(self, stepped: Stepped) -> None:
         recorder = self._recorder
         scaled = stepped.scaler is not None
-        if recorder.looking and scaled:
-            self._scale = self._exponents.scale = scale_of(stepped.scaler)
-            self._scalers.judge_scale(stepped.scaler, self._scale)
         self._judge_finiteness(stepped, scaled)
         self._finish_look()
         recorder.step += 1
@@ -363,9 +353,6 @@ class Watch:
         if any(is_compiled(module) for model in self._models for module in model.modules()):
             return True
         return self._compiled_seen or _frames_compiled() != self._frames_before
-
-    def _line_of(self, sequence: int) -> str:
-        return self._look.line_of(sequence) if self._look is not None else ""
 
     def _replay(self, captured: Any, *args: Any, **kw: Any) -> Running:
         self._recorder.cannot_check("what runs inside CUDA graphs")

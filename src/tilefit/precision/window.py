@@ -8,7 +8,6 @@ gradients.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,11 +57,7 @@ class _Derived:
 
 
 class Window(Tracker, Observer):
-    """Follows what happens to gradients.
-
-    Attributes:
-        multiplied: What each gradient, by ``id``, was multiplied by since the last step.
-    """
+    """Follows what happens to gradients."""
 
     phases = (OPEN,)
 
@@ -76,7 +71,6 @@ class Window(Tracker, Observer):
         self._factors: dict[str, tuple[float, list[float]]] = {}
         #: Gradients, by ``id``, whose loss was multiplied by a constant that was divided out.
         self._undone: set[int] = set()
-        self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
         ledger.before_observing = self._replaced
 
     def on_begins(self, begins: Begins) -> None:
@@ -221,7 +215,7 @@ class Window(Tracker, Observer):
 
     def _note_product(self, gradients: list[Gradient], by: float) -> None:
         for gradient in gradients:
-            self.multiplied[id(gradient)] *= by
+            self._ledger.multiplied[id(gradient)] *= by
 
     def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
@@ -288,7 +282,7 @@ class Window(Tracker, Observer):
         if abs(derived.factor * scale - 1) < NEAR:
             return Cause.UNSCALED
         if derived.factor != 1:
-            self.multiplied[id(derived)] *= derived.factor
+            self._ledger.multiplied[id(derived)] *= derived.factor
             if self._is_coefficient(source, derived.factor):
                 self._clipped(source, scale, certain=False)
         return Cause.KEPT
