@@ -13,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision import events
 from tilefit.precision.graph import Kind
-from tilefit.precision.ledger import Begins, Ledger, Stepped, Tracker
+from tilefit.precision.ledger import Begins, Stepped, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import Observer
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import HALF, Notes, is_plain, name_of, spread
 
 #: Gradients whose sums are followed.
@@ -34,8 +33,7 @@ class Losses(Tracker, Observer):
     """Looks at the losses of each step, and adds up in fp32, on samples, what their backward passes add to
     half-precision gradients."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._passes: list[_Pass] = []
         self._pending: events.LossInHalf | None = None
         self._sums: Notes[Tensor] = Notes()

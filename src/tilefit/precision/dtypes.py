@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision import events
-from tilefit.precision.ledger import Ended, Ledger, Tracker
+from tilefit.precision.ledger import Ended, Tracker
 from tilefit.precision.lines import short, user_line
 from tilefit.precision.look import Call, Observer, function_of
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import name_of
 
 #: Operations that autocast runs in half precision.
@@ -28,8 +27,7 @@ _FRAMES = 12
 class Products(Tracker, Observer):
     """Compares the element types of matrix products forward, backward and in recomputations."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._by_code: dict[CodeType, tuple[str, str]] = {}
         self._by_module: dict[int, str] = {}
 
@@ -80,8 +78,7 @@ class Products(Tracker, Observer):
 class LostGradients(Tracker, Observer):
     """Weights whose output has a gradient and which have none, after a forward pass without gradients."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._without: dict[int, int] = {}
         self._reached: dict[int, tuple[nn.Module, str, str]] = {}
 

@@ -14,9 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision import events
 from tilefit.precision.graph import Kind
-from tilefit.precision.ledger import Ledger, Tracker, Unscaled
+from tilefit.precision.ledger import Tracker, Unscaled
 from tilefit.precision.look import Observer, function_of
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import HALF, is_plain, name_of, sampled
 from tilefit.report.watched import Table
 from tilefit.units import share
@@ -83,8 +82,7 @@ class Exponents(Tracker, Observer):
         histograms: What was seen, by element type.
     """
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self.histograms: dict[torch.dtype, Histogram] = {}
         #: Of this step, on the device.
         self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -13,9 +13,9 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,20 +170,6 @@ class Scaler:
         return Mark(self.number, self.generation)
 
 
-class Looking(Protocol):
-    """A close look at a step: the thread whose operations all pass by, 0 for none yet."""
-
-    thread: int
-
-    def passing(
-        self, roots: Sequence[Any], inputs: Sequence[Any]
-    ) -> AbstractContextManager[graph.Scan | None]:
-        """Entered around each backward pass; it gives what the graph says."""
-
-    def line_of(self, sequence: int) -> str:
-        """The line of the forward operation with an autograd sequence number, or empty."""
-
-
 class Ledger:
     """Follows scales through backward passes and optimizers.
 
@@ -194,7 +180,7 @@ class Ledger:
         open: Some gradient was changed by a backward pass and has not been used yet.
         region: The number of the present outermost autocast region with a cache; 0 for none.
         before_observing: Called before gradients that were changed by hand are looked for.
-        look: The close look at this step; None where nobody looks.
+        look: The close look at this step (:class:`~tilefit.precision.look.Look`); None where nobody looks.
         multiplied: What the user multiplied each gradient by, by ``id``, since the last step.
         pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
     """
@@ -211,11 +197,10 @@ class Ledger:
         self._passes: list[Here] = []
         self._threads: set[int] = set()
         self._sampling = False
-        self._ignoring = False
         self._handles: list[Any] = []
         self.pending: list[tuple[float, Callable[[], object]]] = []
         self.open = False
-        self.look: Looking | None = None
+        self.look: Any = None
         self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
@@ -312,15 +297,6 @@ class Ledger:
         """The gradients of those of the parameters that are followed."""
         return [known for p in parameters if (known := self._gradients.get(id(p))) is not None]
 
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """Optimizers made within the block are the debugger's own."""
-        self._ignoring = True
-        try:
-            yield
-        finally:
-            self._ignoring = False
-
     # ---- watching --------------------------------------------------------------------------
 
     def patches(self) -> list[Patch]:
@@ -413,34 +389,25 @@ class Ledger:
         here = self.here
         given, here.given = here.given, ()
         inputs = args[2] if len(args) > 2 else kw.get("inputs")
-        tasks: list[int] = []
 
         def runs(_: Any) -> None:
             task = torch._C._current_graph_task_id()
             self._tasks[task] = here
-            tasks.append(task)
+            ends.callback(self._tasks.pop, task, None)
 
-        handles = [node.register_prehook(runs) for node in graph.starts(roots)]
-        self._passes.append(here)
-        try:
+        with ExitStack() as ends:
+            here.depth += 1
+            ends.callback(self._end, here)
+            self._passes.append(here)
+            ends.callback(self._passes.remove, here)
+            for node in graph.starts(roots):
+                ends.callback(node.register_prehook(runs).remove)
             # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
-            look = self.look if self.look is not None and self.look.thread in (0, here.thread) else None
-            with nullcontext() if look is None else look.passing(roots, inputs or ()) as scan:
-                if here.depth == 0:
-                    self._begin(here, roots, given, scan)
-                here.depth += 1
-                try:
-                    result = yield
-                finally:
-                    here.depth -= 1
-        finally:
-            self._passes.remove(here)
-            for handle in handles:
-                handle.remove()
-            for task in tasks:
-                self._tasks.pop(task, None)
-            if here.depth == 0:
-                self._end(here)
+            looked_at = self.look is not None and self.look.thread in (0, here.thread)
+            scan = ends.enter_context(self.look.passing(roots, inputs or ())) if looked_at else None
+            if here.depth == 1:
+                self._begin(here, roots, given, scan)
+            result = yield
         if here.depth == 0 and here.reached and result:
             self._recorder.tell(Gave(result, frozenset(here.reached)))
 
@@ -474,9 +441,11 @@ class Ledger:
         self._recorder.tell(Begins(roots, here))
 
     def _end(self, here: Here) -> None:
-        self.observe(here, frozenset(here.reached))
-        self.open = True
-        self._recorder.tell(Ended())
+        here.depth -= 1
+        if here.depth == 0:
+            self.observe(here, frozenset(here.reached))
+            self.open = True
+            self._recorder.tell(Ended())
 
     def reach(self, mark: Mark) -> None:
         """A backward pass goes through a scaled loss."""
@@ -688,7 +657,7 @@ class Ledger:
 
     def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         yield
-        if not self._ignoring:
+        if not self.here.in_use:  # one made within a step is the step's own
             self.adopt(optimizer)
 
     def _zero_grad(self, owner: Any, set_to_none: bool = True) -> Running:
@@ -788,10 +757,14 @@ class Tracker:
     def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
+        self.set_up()
         for kind in (Begins, Ended, Gave, Stepping, Stepped, Unscaled):
             listener = getattr(self, f"on_{kind.__name__.lower()}", None)
             if listener is not None:
                 recorder.on(kind, listener)
+
+    def set_up(self) -> None:
+        """Make what it keeps."""
 
     def patches(self) -> list[Patch]:
         """What of PyTorch's it runs around."""

@@ -15,9 +15,10 @@ looks at in its phase is counted, and nothing else is done.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -332,8 +333,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _switch_off(self) -> bool:
         """Pop the mode where it is on, with nothing above it; whether that was so."""
-        stack = _get_current_dispatch_mode_stack()
-        on_top = bool(stack) and stack[-1] is self
+        on_top = _get_current_dispatch_mode_stack()[-1:] == [self]
         if on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return on_top
@@ -362,16 +362,14 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._lines.get(sequence, "")
 
     def _entered(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self._recorder.names or (
-            not self._running.modules and id(module) not in self._met
-        ):
-            if not self._running.modules and not _in_backward():
+        running, outside = self._running, not self._running.modules
+        if id(module) not in self._recorder.names or (outside and id(module) not in self._met):
+            if outside and not _in_backward():
                 self._met.add(id(module))
                 for observer in self._observers.all:
                     observer.met(module)
             self._recorder.name(module)
-        running = self._running
-        if not running.modules and _in_backward():
+        if outside and _in_backward():
             running.pushed = self.switch_on()
         running.modules.append(module)
 
@@ -403,19 +401,15 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outer = running.modules, running.pushed
         running.modules, running.pushed = [], False
         off = not self._thorough and self._switch_off()
-        handles: list[RemovableHandle] = []
-        replaced = self._hooks_of_parameters()
         ran: list[graph.Kind] = []
         try:
-            # Nothing may be read while a CUDA graph is captured.
-            scan = graph.scan(roots) if capturing() else self._hook(roots, inputs, handles, ran)
-            yield scan
-            self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
+            with ExitStack() as ends:
+                self._hook_parameters(ends)
+                # Nothing may be read while a CUDA graph is captured.
+                scan = graph.scan(roots) if capturing() else self._hook(roots, inputs, ends, ran)
+                yield scan
+                self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
         finally:
-            for handle in handles:
-                handle.remove()
-            for hooks, before in replaced:
-                hooks.update({key: before[key] for key in hooks if key in before})
             running.modules, running.pushed = outer
             if off or (self._paused and not _in_backward()):
                 # Where a module or a Function raised, or the step has ended within the pass.
@@ -425,44 +419,44 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.switch_on()
 
     def _hook(
-        self,
-        roots: Sequence[Any],
-        inputs: Sequence[Any],
-        handles: list[RemovableHandle],
-        ran: list[graph.Kind],
+        self, roots: Sequence[Any], inputs: Sequence[Any], ends: ExitStack, ran: list[graph.Kind]
     ) -> graph.Scan:
         """Let the observers hook the nodes of a graph; to chosen inputs, note in ``ran`` those that run."""
         found = graph.Scan()
         for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
             found.nodes[kind] += 1
-            hooked = [hook(node) for hook in self._observers.hooks_for(node, kind)]
-            handles += [handle for handle in hooked if handle is not None]
+            for hook in self._observers.hooks_for(node, kind):
+                if (handle := hook(node)) is not None:
+                    ends.callback(handle.remove)
             if inputs:
-                handles.append(node.register_prehook(lambda _, kind=kind: ran.append(kind)))
+                ends.callback(node.register_prehook(lambda _, kind=kind: ran.append(kind)).remove)
         return found
 
-    def _function(self, node: Any, *args: Any) -> Running:
-        """What a Function of the user's does going backward is seen as operations."""
-        pushed = function_of(node) is not None and self.switch_on()
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """Within the block the mode is on."""
+        pushed = self.switch_on()
         try:
             yield
         finally:
             if pushed:
                 self._switch_off()
 
-    def _hooks_of_parameters(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Have the user's hooks on gradients seen as operations; what to put back afterwards."""
-        replaced = []
-        for gradient in self._ledger.gradients:
-            parameter = gradient.parameter()
-            if parameter is None or not has_hooks(parameter):
-                continue
+    def _function(self, node: Any, *args: Any) -> Running:
+        """What a Function of the user's does going backward is seen as operations."""
+        if function_of(node) is not None:
+            with self._on():
+                yield
+
+    def _hook_parameters(self, ends: ExitStack) -> None:
+        """Have the user's hooks on gradients seen as operations."""
+        parameters = [p for g in self._ledger.gradients if (p := g.parameter()) is not None and has_hooks(p)]
+        for parameter in parameters:
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-                if hooks:
-                    replaced.append((hooks, dict(hooks)))
-                    for key, hook in replaced[-1][1].items():
-                        hooks[key] = partial(self._run_hook, hook, gradient.parameter)
-        return replaced
+                reference, replaced = weakref.ref(parameter), hooks or {}
+                for key, hook in list(replaced.items()):
+                    replaced[key] = partial(self._run_hook, hook, reference)
+                    ends.callback(_put_back, replaced, key, hook)
 
     def _run_hook(
         self, hook: Callable[[Any], Any], reference: Callable[[], Tensor | None], value: Tensor
@@ -472,15 +466,12 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter is None or gradient is None or self._running.hook or self._hook_of is None:
             return hook(value)
         self._running.hook = True
-        pushed = self.switch_on()
         try:
-            with self._hook_of(parameter, gradient) as gave:
+            with self._on(), self._hook_of(parameter, gradient) as gave:
                 result = hook(value)
                 gave(result if gradient is value else gradient)
         finally:
             self._running.hook = False
-            if pushed:
-                self._switch_off()
         return result
 
     # ---- operations ------------------------------------------------------------------------
@@ -526,6 +517,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 set_code_exec_strategy(
     Look.__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 )
+
+
+def _put_back(hooks: dict[Any, Any], key: Any, hook: Any) -> None:
+    if key in hooks:  # the user may have removed it
+        hooks[key] = hook
 
 
 def _in_backward() -> bool:

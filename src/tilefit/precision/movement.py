@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from tilefit.precision import events
 from tilefit.precision.degrees import base_name
-from tilefit.precision.ledger import Ledger, Stepped, Stepping, Tracker
+from tilefit.precision.ledger import Stepped, Stepping, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
@@ -50,8 +50,7 @@ class Weights(Tracker):
     """Follows half-precision parameters with the same optimizer in fp32, and looks once at the element types
     of each optimizer's state, and at its constants in them."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._following: weakref.WeakKeyDictionary[Optimizer, _Follower | None] = weakref.WeakKeyDictionary()
         self._records: list[_Record] = []
         self._states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -75,7 +74,7 @@ class Weights(Tracker):
             what = f"half-precision weights under {name}, whose intended step is not known"
             self._recorder.cannot_check(what, "AMP013")
             return None
-        with self._ledger.ignoring():
+        with self._ledger.here.at_work():  # the twin is nobody's
             follower = _Follower(optimizer, base)
         self._records.append(follower.record)
         return follower
@@ -269,8 +268,7 @@ class Accumulators(Tracker, Observer):
 
     phases = (FORWARD, OPEN)
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._sums: dict[tuple[Any, ...], _Sum] = {}
         self._old: list[tuple[Tensor, Tensor, Tensor]] = []
         #: Products of this step, in fp32, and what was multiplied.

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from tilefit.precision import events
 from tilefit.precision.gradients import Gradient
-from tilefit.precision.ledger import Begins, Ledger, Stepped, Stepping, Tracker, scale_of
+from tilefit.precision.ledger import Begins, Stepped, Stepping, Tracker, scale_of
 from tilefit.precision.lines import user_line
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import is_plain
 
 #: How long rank 0 waits for what the others say of a step.
@@ -57,8 +56,7 @@ class _Report(NamedTuple):
 class Ranks(Tracker):
     """Compares ranks."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._before: tuple[Optimizer, list[int], list[int]] | None = None
         self._steps = self._data = self._same_data = self._passes = 0
         self._given_up = False

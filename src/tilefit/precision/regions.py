@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision import events, graph
-from tilefit.precision.ledger import Begins, Ledger, Running, Stepped, Tracker, Unscaled
+from tilefit.precision.ledger import Begins, Running, Stepped, Tracker, Unscaled
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch, of_all
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import HALF, name_of, parameters_of
 
 
@@ -65,13 +64,12 @@ class Regions(Tracker):
         trained: Element types of the regions forward passes with gradients ran in.
     """
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._here = _Here()
         self._numbers = 0
         self.trained: set[torch.dtype] = set()
         self._evaluated: dict[nn.Module, list[Any]] = {}
-        ledger.region = self.cached_region
+        self._ledger.region = self.cached_region
 
     def patches(self) -> list[Patch]:
         """What opens and closes regions, and begins an evaluation."""

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tilefit.precision import events, graph
-from tilefit.precision.ledger import Ledger, Running, Scaler, Stepped, Tracker, enabled, scale_of
+from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch, of_all
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import parameters_of
 
 #: From so many skipped steps in a row on, the losses are looked at.
@@ -191,8 +190,7 @@ class Checkpoints(Tracker):
 class Schedules(Tracker):
     """Looks whether schedulers step after steps that the scaler skipped."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         #: Of each optimizer: its steps, also ``since`` its scheduler stepped; whether the last was skipped;
         #: and how often its scheduler stepped all the same.
         self._steps: weakref.WeakKeyDictionary[Optimizer, Counter[str]] = weakref.WeakKeyDictionary()

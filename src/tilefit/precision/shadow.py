@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.precision import events
-from tilefit.precision.ledger import Ledger, Tracker
+from tilefit.precision.ledger import Tracker
 from tilefit.precision.look import FORWARD, OPEN, RECOMPUTED, Call, Observer
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
 from tilefit.precision.tensors import HALF, Notes, has_values, is_plain, name_of, sampled, tensors_in
 
@@ -69,8 +68,7 @@ class Shadows(Tracker, Observer):
 
     phases = (FORWARD, OPEN, RECOMPUTED)
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         #: Measurements on the device, and what each shows.
         self._pending: list[tuple[Tensor, Callable[[list[float]], events.Event | None]]] = []
         self._calls: Counter[tuple[str, str]] = Counter()

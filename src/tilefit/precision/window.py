@@ -18,11 +18,10 @@ from torch import Tensor
 from tilefit.precision import events
 from tilefit.precision.degrees import base_name, result_degree
 from tilefit.precision.gradients import Gradient
-from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Ledger, Marks, Tracker, scale_of
+from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
 from tilefit.precision.marks import HAND, Cause, Kind, State
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import Notes, has_values, is_plain, targets, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
@@ -61,8 +60,7 @@ class Window(Tracker, Observer):
 
     phases = (OPEN,)
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__(recorder, ledger)
+    def set_up(self) -> None:
         self._derived: Notes[_Derived] = Notes()
         #: Where gradients begin in memory, in order.
         self._held: list[tuple[int, Gradient]] = []
@@ -71,7 +69,7 @@ class Window(Tracker, Observer):
         self._factors: dict[str, tuple[float, list[float]]] = {}
         #: Gradients, by ``id``, whose loss was multiplied by a constant that was divided out.
         self._undone: set[int] = set()
-        ledger.before_observing = self._replaced
+        self._ledger.before_observing = self._replaced
 
     def on_begins(self, begins: Begins) -> None:
         """Inside a backward pass only hooks are looked at; afterwards there may be new gradients."""
