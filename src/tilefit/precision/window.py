@@ -178,13 +178,19 @@ class Window(Tracker, Observer):
         if not scaled:
             self._written_plain(call, gradients, by)
             return
+        marks, source = scaled[0].state.marks, call.source
         degree = result_degree(call.name, args, self._degree_of)
-        if name in _SCALINGS:
-            self._multiplied(call, scaled, degree, by)
+        if name not in _SCALINGS:
+            self._judge(marks, degree, 1.0, source, call.name, len(scaled))
+        elif degree != 1:
+            self._clipped(source, self._ledger.scale_of(marks), certain=True)
         else:
-            if degree != 1:
-                self._changed(call.source, call.name, len(scaled), scaled[0].state.marks)
-            self._accept(gradients, Cause.KEPT)
+            self._note_product(scaled, by)
+            number = isinstance(args[1], int | float)
+            if self._judge(marks, degree, by, source if number else "", call.name) is Cause.UNSCALED:
+                self._divided(scaled, self._ledger.scale_of(marks))
+                return
+        self._accept(gradients, Cause.KEPT)
 
     def _written_plain(self, call: Call, gradients: list[Gradient], by: float) -> None:
         """Gradients without a scale may be changed as one likes, except by what carries one."""
@@ -226,19 +232,6 @@ class Window(Tracker, Observer):
         self._ledger.judge(self._ledger.here, gradients, Cause.UNSCALED, make, "these parameters")
         self._ledger.written(gradients, ending=True)
 
-    def _multiplied(self, call: Call, gradients: list[Gradient], degree: float, by: float) -> None:
-        scale = self._ledger.scale_of(gradients[0].state.marks)
-        if degree != 1:
-            self._clipped(call.source, scale, certain=True)
-        else:
-            self._note_product(gradients, by)
-            if abs(by * scale - 1) < NEAR:
-                self._divided(gradients, scale)
-                return
-            if isinstance(call.args[1], int | float) and self._is_coefficient(call.source, by):
-                self._clipped(call.source, scale, certain=False)
-        self._accept(gradients, Cause.KEPT)
-
     def _is_coefficient(self, source: str, by: float) -> bool:
         """Whether a factor is a number over one read from the gradients, as it was in another step."""
         if _is_average(by) or not self._read:
@@ -252,10 +245,20 @@ class Window(Tracker, Observer):
     def _clipped(self, source: str, scale: float, *, certain: bool) -> None:
         self._recorder.emit(events.GradientsClipped(source, limit=None, scale=scale, certain=certain))
 
-    def _changed(self, source: str, operation: str, parameters: int, marks: Marks) -> None:
+    def _judge(
+        self, marks: Marks, degree: float, by: float, source: str, operation: str, parameters: int = 1
+    ) -> Cause:
+        """Judge what becomes of gradients with marks; what that is to them. A factor that is not read from a
+        number on a line has no source."""
         scale = self._ledger.scale_of(marks)
-        event = events.GradientsWritten(source, operation=operation, scale=scale, parameters=parameters)
-        self._recorder.emit(event)
+        if degree != 1:
+            event = events.GradientsWritten(source, operation=operation, scale=scale, parameters=parameters)
+            self._recorder.emit(event)
+        elif abs(by * scale - 1) < NEAR:
+            return Cause.UNSCALED
+        elif source and by != 1 and self._is_coefficient(source, by):
+            self._clipped(source, scale, certain=False)
+        return Cause.KEPT
 
     def _replaced(self) -> None:
         """Judge gradients that were replaced by a new tensor, before they are used."""
@@ -273,17 +276,12 @@ class Window(Tracker, Observer):
 
     def _judge_derived(self, derived: _Derived) -> Cause:
         """Judge what becomes a gradient; what that is to one with its marks."""
-        if derived.degree != 1:
-            self._changed(derived.source, derived.operation, 1, derived.marks)
-            return Cause.KEPT
-        scale, source = self._ledger.scale_of(derived.marks), derived.source or user_line()
-        if abs(derived.factor * scale - 1) < NEAR:
-            return Cause.UNSCALED
-        if derived.factor != 1:
-            self._ledger.multiplied[id(derived)] *= derived.factor
-            if self._is_coefficient(source, derived.factor):
-                self._clipped(source, scale, certain=False)
-        return Cause.KEPT
+        degree, by, source = derived.degree, derived.factor, derived.source
+        source = source if degree != 1 else source or user_line()
+        cause = self._judge(derived.marks, degree, by, source, derived.operation)
+        if by != 1 and degree == 1 and cause is Cause.KEPT:
+            self._ledger.multiplied[id(derived)] *= by
+        return cause
 
     def _accept(self, gradients: list[Gradient], cause: Cause) -> None:
         for gradient in gradients:
