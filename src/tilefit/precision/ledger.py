@@ -643,17 +643,16 @@ class Ledger:
         """
         sampled = self._recorder.looking and not capturing()
         self._sampling |= sampled
-        first = gradients[0] if gradients and alike and not sampled else None
-        value, version = (first.value, first.version) if first is not None else (None, 0)
-        for gradient in gradients if first is None else gradients[:1]:
+        if alike and gradients and not sampled:
+            first, before = gradients[0], gradients[0].version
+            first.accept(sampled=False)
+            gradients = gradients[1:]
+            if first.version == before + 1:
+                for gradient in gradients:
+                    gradient.version += 1
+                return
+        for gradient in gradients:
             gradient.accept(sampled=sampled, ending=ending)
-        if first is None or (first.value is value and first.version == version):
-            return
-        for gradient in gradients[1:]:
-            if first.value is value and first.version == version + 1:
-                gradient.version += 1
-            else:
-                gradient.accept(sampled=False)
 
     def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         yield

@@ -52,7 +52,8 @@ class Weights(Tracker):
 
     def set_up(self) -> None:
         self._following: weakref.WeakKeyDictionary[Optimizer, _Follower | None] = weakref.WeakKeyDictionary()
-        self._records: list[_Record] = []
+        #: What was measured of each optimizer, which may be gone at the end.
+        self._measured: list[list[_Moved]] = []
         self._states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def on_stepping(self, stepping: Stepping) -> None:
@@ -76,7 +77,7 @@ class Weights(Tracker):
             return None
         with self._ledger.here.at_work():  # the twin is nobody's
             follower = _Follower(optimizer, base)
-        self._records.append(follower.record)
+        self._measured.append(follower.moved)
         return follower
 
     def on_stepped(self, stepped: Stepped) -> None:
@@ -92,68 +93,61 @@ class Weights(Tracker):
         follower = self._following.get(optimizer)
         if follower is None:
             return
-        record = follower.record
-        record.steps += 1
-        if record.steps in _MEASURED:
-            record.source, record.products = user_line(), follower.products()
-        if record.steps >= STEPS:
+        follower.steps += 1
+        if follower.steps in _MEASURED:
+            follower.measure(user_line())
+        if follower.steps >= STEPS:
             self._following[optimizer] = None
-            self._judge(record)
+            self._measured.remove(follower.moved)
+            self._judge(follower.moved)
 
     def finish(self) -> None:
         """Judge what was followed. Waits for the device."""
-        for record in [record for record in self._records if record.steps < STEPS]:
-            if record.steps < ENOUGH:
+        for measured in self._measured:
+            if not measured or measured[0].steps < ENOUGH:
                 what = f"whether updates are lost over {ENOUGH} steps: fewer were made"
                 self._recorder.cannot_check(what, "AMP013")
-            self._judge(record)
+            self._judge(measured)
 
-    def _judge(self, record: _Record) -> None:
-        for dtype, products, values in record.products:
-            place, counts = (record.source, record.name), (record.steps, values)
-            _judge_movement(self._recorder, place, name_of(dtype), products, *counts, parameter=True)
-
-
-def _judge_movement(
-    recorder: Recorder,
-    place: tuple[str, str],
-    dtype: str,
-    products: Tensor,
-    steps: int,
-    values: int,
-    *,
-    parameter: bool,
-) -> None:
-    """Judge the actual and the intended movement times the intended one. Waits for the device."""
-    product, square = products.tolist()
-    if square > 0:
-        event = events.Movement(
-            *place,
-            dtype=dtype,
-            steps=steps,
-            projection=product / square,
-            parameter=parameter,
-            values=values,
-        )
-        recorder.emit(event)
+    def _judge(self, measured: list[_Moved]) -> None:
+        for moved in measured:
+            moved.judge(self._recorder, parameter=True)
 
 
-@dataclass(slots=True)
-class _Record:
-    """What was measured of an optimizer, which may be gone at the end: its name, the line of its step, their
-    number, and by element type the actual and the intended movement times the intended one."""
+@dataclass(slots=True, eq=False)
+class _Moved:
+    """How far some values have moved: the actual and the intended movement times the intended one."""
 
-    name: str
     source: str = ""
+    module: str = ""
+    dtype: str = ""
     steps: int = 0
-    products: list[tuple[torch.dtype, Tensor, int]] = field(default_factory=list)
+    values: int = 0
+    products: Tensor | None = None
+
+    def judge(self, recorder: Recorder, *, parameter: bool) -> None:
+        """Say how far of what was intended. Waits for the device."""
+        product, square = (0.0, 0.0) if self.products is None else self.products.tolist()
+        if square > 0:
+            event = events.Movement(
+                self.source,
+                self.module,
+                dtype=self.dtype,
+                steps=self.steps,
+                projection=product / square,
+                parameter=parameter,
+                values=self.values,
+            )
+            recorder.emit(event)
 
 
 class _Follower:
     """The sampled elements of an optimizer's half-precision parameters, under its twin in fp32."""
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        self.record = _Record(type(optimizer).__name__)
+        self._name = type(optimizer).__name__
+        self.moved: list[_Moved] = []
+        self.steps = 0
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
         #: The group of the optimizer's that each of the twin's stands for.
         self._origins: list[int] = []
@@ -190,14 +184,14 @@ class _Follower:
             group["lr"] = optimizer.param_groups[number]["lr"]
         self._step(self._twin)
 
-    def products(self) -> list[tuple[torch.dtype, Tensor, int]]:
-        """Per group and element type: actual and intended movement times the intended one, and values."""
-        found = []
+    def measure(self, source: str) -> None:
+        """See how far the parameters of each group and element type have moved after a step on a line."""
+        self.moved.clear()
         for parameters, start, twin, dtype in self._samples:
             intended = twin.detach() - start
-            both = torch.stack([_sampled(parameters) - start, intended])
-            found.append((dtype, (both * intended).sum(1), start.numel()))
-        return found
+            products = (torch.stack([_sampled(parameters) - start, intended]) * intended).sum(1)
+            of = name_of(dtype), self.steps, start.numel(), products
+            self.moved.append(_Moved(source, self._name, *of))
 
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
@@ -240,24 +234,19 @@ def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Sum:
+class _Sum(_Moved):
     """What is known of one tensor that is updated again and again: where it lies now, and how it moved."""
 
     storages: dict[tuple[Any, ...], StorageWeakRef] = field(default_factory=dict)
-    source: str = ""
-    dtype: str = ""
     looks: int = 0
-    updates: int = 0
-    values: int = 0
     fresh: bool = False
-    products: Tensor | None = None
 
     def add(self, call: Call, target: Tensor, moved: Tensor, intended: Tensor) -> None:
         """It has moved."""
         products = torch.stack([(moved * intended).sum(), (intended * intended).sum()])
         self.products = products if self.products is None else self.products + products
         self.source, self.dtype = call.source, name_of(target.dtype)
-        self.updates += 1
+        self.steps += 1
         self.fresh = True
         self.values = moved.numel()
 
@@ -394,9 +383,8 @@ class Accumulators(Tracker, Observer):
                     self._sums.pop(place, None)
             known.looks += known.fresh
             known.fresh = False
-            if known.storages and known.looks >= 2 and known.products is not None:
-                what, counts = (known.dtype, known.products), (known.updates, known.values)
-                _judge_movement(self._recorder, (known.source, ""), *what, *counts, parameter=False)
+            if known.storages and known.looks >= 2:
+                known.judge(self._recorder, parameter=False)
 
 
 def _item(argument: Any, index: int) -> Any:
