@@ -97,8 +97,7 @@ class Scalers(Tracker):
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        mark = known.mark
-        left = any(mark in gradient.state.marks for gradient in self._ledger.gradients)
+        left = any(known.mark in gradient.state.marks for gradient in self._ledger.gradients)
         known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
         with self._explained("update", None):
             yield
@@ -125,7 +124,7 @@ class Scalers(Tracker):
             self._recorder.look_soon = True
             finite, skipped = False if bad else None, known.skipped
             source = known.scaled_at
-            event = events.ScaleHistory(source=source, scale=scale, skipped=skipped, loss_finite=finite)
+            event = events.ScaleHistory(source, scale=scale, skipped=skipped, loss_finite=finite)
             self._recorder.emit(event)
 
     @contextmanager

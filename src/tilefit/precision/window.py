@@ -62,8 +62,9 @@ class Window(Tracker, Observer):
 
     def set_up(self) -> None:
         self._derived: Notes[_Derived] = Notes()
-        #: Where gradients begin in memory, in order.
-        self._held: list[tuple[int, Gradient]] = []
+        #: The gradients by where they begin in memory, and that in order.
+        self._held: dict[int, Gradient] = {}
+        self._starts: list[int] = []
         #: Numbers read from gradients in this step; and by line, a factor and its products with such numbers.
         self._read: list[float] = []
         self._factors: dict[str, tuple[float, list[float]]] = {}
@@ -74,7 +75,7 @@ class Window(Tracker, Observer):
     def on_begins(self, begins: Begins) -> None:
         """Inside a backward pass only hooks are looked at; afterwards there may be new gradients."""
         if self._ledger.closely:
-            self._held = []
+            self._held = {}
 
     def end(self) -> None:
         for kept in (self._derived, self._undone, self._read):
@@ -85,8 +86,8 @@ class Window(Tracker, Observer):
         if not self._ledger.closely:
             return  # another thread's
         values = ((g.value, g) for g in self._ledger.gradients)
-        found = [(v.data_ptr(), g) for v, g in values if v is not None and is_plain(v) and v.numel()]
-        self._held = sorted(found, key=_start)
+        self._held = {v.data_ptr(): g for v, g in values if v is not None and is_plain(v) and v.numel()}
+        self._starts = sorted(self._held)
 
     def on_gave(self, gave: Gave) -> None:
         """Gradients that a backward pass returned are gradients too."""
@@ -128,7 +129,7 @@ class Window(Tracker, Observer):
         if not self._held or not is_plain(tensor) or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        gradient = self._held[bisect_right(self._held, address, key=_start) - 1][1]
+        gradient = self._held[self._starts[bisect_right(self._starts, address) - 1]]
         value = gradient.value
         within = value is not None and 0 <= address - value.data_ptr() < value.numel() * value.element_size()
         return gradient if within else None
@@ -316,11 +317,7 @@ class Window(Tracker, Observer):
             yield gave
         finally:
             if self._ledger.closely:
-                self._held = []
-
-
-def _start(held: tuple[int, Gradient]) -> int:
-    return held[0]
+                self._held = {}
 
 
 def _by(call: Call, other: Any, zero: float = 1.0) -> float:
