@@ -639,20 +639,16 @@ class Ledger:
         Args:
             gradients: The gradients.
             ending: Autograd has yet to count the write.
-            alike: Each was written to once, or none; the first tells which, as to ask every one takes time.
+            alike: One operation wrote to all. Those on lists of tensors count no write, so that there is
+                nothing to see: the first tells, as to ask every one takes time.
         """
         sampled = self._recorder.looking and not capturing()
         self._sampling |= sampled
-        if alike and gradients and not sampled:
-            first, before = gradients[0], gradients[0].version
-            first.accept(sampled=False)
-            gradients = gradients[1:]
-            if first.version == before + 1:
-                for gradient in gradients:
-                    gradient.version += 1
-                return
-        for gradient in gradients:
+        for number, gradient in enumerate(gradients):
+            before = gradient.version
             gradient.accept(sampled=sampled, ending=ending)
+            if number == 0 and alike and not sampled and gradient.version == before:
+                return
 
     def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         yield
