@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from precision.loops.parts import BF16, FP16, autocast, lstm, scaler
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.precision import Watch
-from tilefit.precision.script import run_script
+from tilefit.capture.script import run_script
 from tilefit.rules.finding import NOTE
 
 

@@ -12,7 +12,7 @@ import tilefit
 from profiled_net import Net, training_step
 from tilefit.errors import TilefitError, UsageError
 from tilefit.options import TargetOptions
-from tilefit.precision.script import run_script
+from tilefit.capture.script import run_script
 from tilefit.profiling import Profile
 from tilefit.profiling.ranges import bare
 from tilefit.profiling.target import profile_target

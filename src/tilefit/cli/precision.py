@@ -60,7 +60,7 @@ def precision(
     if looks.find_non_finite:
         refuse_given(context, ["every"], "--find-non-finite looks at every step")
     step_options.note_misplaced(context, str(script), arguments or ())
-    from tilefit.precision.script import run_script
+    from tilefit.capture.script import run_script
     from tilefit.precision.watching import Watch
 
     watch = Watch(

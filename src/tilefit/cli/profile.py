@@ -166,7 +166,7 @@ def _run(
 def _script(script: Path, arguments: list[str], **how: Any) -> tuple[Profile, TilefitError | None]:
     if not script.is_file():
         raise UsageError("there is no such file", where=str(script), hint="Name a Python script.")
-    from tilefit.precision.script import run_script
+    from tilefit.capture.script import run_script
     from tilefit.profiling.session import Profile, require_gpu
 
     require_gpu()

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilefit.precision.comparison import compare
-    from tilefit.precision.divergence import first_divergence
-    from tilefit.precision.replay import check_accumulation, check_resume
+    from tilefit.precision.replay import check_accumulation, check_resume, first_divergence
     from tilefit.precision.watching import Watch, watch
 
 __all__ = ["Watch", "check_accumulation", "check_resume", "compare", "first_divergence", "watch"]
@@ -27,7 +26,7 @@ _HOMES = {
     "check_accumulation": "replay",
     "check_resume": "replay",
     "compare": "comparison",
-    "first_divergence": "divergence",
+    "first_divergence": "replay",
     "watch": "watching",
 }
 

@@ -1,62 +1,49 @@
-"""Losses at the root of backward passes: how many feed a step, how they were reduced, in which type."""
+"""Losses at the root of backward passes: how many feed a step, how they were reduced, in which type, and how
+far half-precision sums of their gradients are off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
 
-from tilefit.precision.events import Accumulated, HalfSum, LossInHalf
-from tilefit.precision.ledger import Begins, Ledger, Stepped
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from tilefit.precision import events
+from tilefit.precision.graph import Kind
+from tilefit.precision.ledger import Begins, Stepped, Tracker
 from tilefit.precision.lines import user_line
-from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import HALF, name_of
+from tilefit.precision.look import Observer
+from tilefit.precision.tensors import HALF, Notes, is_plain, name_of, spread
+
+#: Gradients whose sums are followed.
+GRADIENTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(NamedTuple):
     """One backward pass: its line, and what its loss was multiplied by if it is a mean."""
 
     source: str
     factor: float | None
 
 
-class Losses:
-    """Looks at the losses of each step.
+class Losses(Tracker, Observer):
+    """Looks at the losses of each step, and adds up in fp32, on samples, what their backward passes add to
+    half-precision gradients."""
 
-    Args:
-        recorder: Where events go.
-        ledger: Knows backward passes, scales and steps.
-        line_of: The line of the forward operation with a sequence number, or empty.
-        multiplied: What the user multiplied each gradient by since the last step.
-        sum_error: The relative error of this step's half-precision sums of gradients, None where none was
-            seen.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        ledger: Ledger,
-        line_of: Callable[[int], str],
-        multiplied: dict[int, float],
-        sum_error: Callable[[], float | None],
-    ) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
-        self._line_of = line_of
-        self._multiplied = multiplied
-        self._sum_error = sum_error
+    def set_up(self) -> None:
         self._passes: list[_Pass] = []
-        self._pending: LossInHalf | None = None
-        recorder.on(Begins, self._on_backward)
-        recorder.on(Stepped, self._on_stepped)
+        self._pending: events.LossInHalf | None = None
+        self._sums: Notes[Tensor] = Notes()
 
-    def _on_backward(self, begins: Begins) -> None:
-        here = begins.here
+    def on_begins(self, begins: Begins) -> None:
+        """One more loss."""
         if not self._recorder.looking:
             return
-        chain = here.chain
-        source = user_line()
-        if not here.accumulating:
+        chain, source = begins.here.chain, user_line()
+        if not any(gradient.state.fresh for gradient in self._ledger.mine(begins.here)):
             self._passes.clear()
         self._passes.append(_Pass(source, chain.factor if chain.mean else None))
         if len(self._passes) > 1:
@@ -64,8 +51,8 @@ class Losses:
         if chain.half is None:
             return
         operation, dtype, number = chain.half
-        line = self._line_of(number)
-        event = LossInHalf(
+        line = "" if self._ledger.look is None else self._ledger.look.line_of(number)
+        event = events.LossInHalf(
             source=line or source,
             operation=operation.removesuffix("0").removesuffix("Backward"),
             dtype=dtype.removeprefix("torch."),
@@ -79,26 +66,65 @@ class Losses:
             # A later step may know the line of the loss; until then this is all there is.
             self._pending = event
 
-    def _on_stepped(self, stepped: Stepped) -> None:
+    def on_stepped(self, stepped: Stepped) -> None:
+        """They have fed a step."""
         passes, self._passes = self._passes, []
-        multiplied = set(self._multiplied.values()) or {1.0}
-        self._multiplied.clear()
+        multiplied = set(self._ledger.multiplied.values()) or {1.0}
+        self._ledger.multiplied.clear()
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
-        source, factor, count = passes[0].source, passes[0].factor, len(passes)
-        name = type(stepped.optimizer).__name__
+        factor, count = passes[0].factor, len(passes)
+        place = passes[0].source, type(stepped.optimizer).__name__
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
         if factor is not None and self._ledger.closely and len(multiplied) == 1:
-            event = Accumulated(source=source, module=name, passes=count, factor=factor * multiplied.pop())
-            self._recorder.emit_once(("accumulated", source, count), lambda: event)
+            self._recorder.emit(events.Accumulated(*place, passes=count, factor=factor * multiplied.pop()))
         values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
         half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})
         if half:
-            error = self._sum_error()
-            terms = HalfSum(source=source, module=name, dtype=half[0], terms=count, error=error)
-            self._recorder.emit_once(("half sum", source, error is None), lambda: terms)
+            error = self._error()
+            self._recorder.emit(events.HalfSum(*place, dtype=half[0], terms=count, error=error))
 
     def finish(self) -> None:
         """Say what was kept for a better line."""
         if self._pending is not None:
             self._recorder.emit(self._pending)
+
+    # ---- sums ------------------------------------------------------------------------------
+
+    def wants_node(self, node: Any, kind: Kind) -> bool:
+        name, dtype = kind
+        return dtype in HALF and name.endswith("AccumulateGrad")
+
+    def hook(self, node: Any) -> RemovableHandle | None:
+        if node.variable.grad is None:
+            return None
+        handle: RemovableHandle = node.register_prehook(partial(self._adds, weakref.ref(node.variable)))
+        return handle
+
+    def _adds(self, reference: weakref.ref[Tensor], added: tuple[Tensor | None, ...]) -> None:
+        parameter = reference()
+        target = None if parameter is None else parameter.grad
+        # With a graph of its own the sum is a new tensor.
+        if target is None or added[0] is None or not is_plain(target) or torch.is_grad_enabled():
+            return
+        known = self._sums.of(target)
+        if known is None and len(self._sums) >= GRADIENTS:
+            return
+        with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+            before = spread(target).float() if known is None else known
+            self._sums.note(target, before + spread(added[0]).float())
+
+    def _error(self) -> float | None:
+        """The relative error of the sums since the step began; waits for the device."""
+        tiny = torch.finfo(torch.float32).tiny
+        return max(
+            (
+                float((spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny))
+                for reference, wide in self._sums.values()
+                if (target := reference()) is not None
+            ),
+            default=None,
+        )
+
+    def end(self) -> None:
+        self._sums.clear()

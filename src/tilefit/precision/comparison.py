@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.errors import UsageError
-from tilefit.precision.events import Event, LayerError
-from tilefit.precision.ledger import Ledger
+from tilefit.precision.events import LayerError
+from tilefit.precision.ledger import Ledger, Running
 from tilefit.precision.lines import user_line
-from tilefit.precision.look import Look, Observers
+from tilefit.precision.look import Look, Observers, Statistics
 from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.replay import judged, restored
-from tilefit.precision.statistics import Statistics
+from tilefit.precision.replay import gradients_of, hooked, judged, names_of, restored
 from tilefit.precision.tensors import HALF
 from tilefit.report.watched import Table, Watched
 from tilefit.units import share
@@ -51,12 +50,8 @@ class _Ran:
     calls: int = 1
 
 
-@dataclass(slots=True)
-class _Run:
-    """A forward and a backward pass: every module's run, and the parameters' gradients."""
-
-    modules: dict[str, _Ran] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+#: A forward and a backward pass: every module's run, and the parameters' gradients.
+_Run = tuple[dict[str, _Ran], dict[str, Tensor]]
 
 
 def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0) -> Watched:
@@ -87,7 +82,7 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
             where=type(model).__name__,
             hint="Compare a model with fp32 weights under autocast.",
         )
-    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    names = names_of(model)
     statistics = Statistics()
     with restored(model) as again:
         for module in names:
@@ -95,7 +90,8 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
                 module.eval()
         half = _run(model, names, step, scale, statistics)
         again()
-        with _without_autocast():
+        switched_off = of_all(torch.amp.autocast_mode.autocast, __enter__=_enter_switched_off)
+        with Patches().applied(*switched_off):
             wide = _run(model, names, step, 1.0, None)
             again()
             errors, left_out = _errors(names, half, wide)
@@ -103,11 +99,11 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
         raise UsageError(
             "nothing ran in half precision", hint="Enter autocast inside step(), as the training loop does."
         )
-    events: list[Event] = list(errors)
+    both = ((name, ran.gradient, wide[0][name].gradient) for name, ran in half[0].items())
     passed_back = tuple(
-        (name, "output gradient", "", share(_error(ran.gradient, wide.modules[name].gradient)), "")
-        for name, ran in half.modules.items()
-        if ran.gradient is not None and wide.modules[name].gradient is not None
+        (name, "output gradient", "", share(_error(got, exact)), "")
+        for name, got, exact in both
+        if got is not None and exact is not None
     )
     rows = tuple(
         (e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance))
@@ -118,13 +114,8 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
         ("module", "of its", "local", "end to end", "tolerance"),
         (*rows, *passed_back),
     )
-    return judged(
-        type(model).__name__,
-        events,
-        table,
-        statistics.table(),
-        unchecked=tuple(f"{name}: {why}" for name, why in left_out.items()),
-    )
+    unchecked = tuple(f"{name}: {why}" for name, why in left_out.items())
+    return judged(type(model).__name__, errors, table, statistics.table(), unchecked=unchecked)
 
 
 def _run(
@@ -134,17 +125,17 @@ def _run(
     scale: float,
     statistics: Statistics | None,
 ) -> _Run:
-    run = _Run()
+    modules: dict[str, _Ran] = {}
 
     def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
-        known = run.modules.get(names[module])
+        known = modules.get(names[module])
         if known is not None:
             known.calls += 1
         else:
-            run.modules[names[module]] = _Ran(_detached(args), _detached(kwargs), source=user_line())
+            modules[names[module]] = _Ran(_detached(args), _detached(kwargs), source=user_line())
 
     def left(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        ran = run.modules[names[module]]
+        ran = modules[names[module]]
         tensor = _first(output)
         if ran.calls > 1 or tensor is None or ran.output is not None:
             return
@@ -152,80 +143,59 @@ def _run(
         if tensor.requires_grad:
             tensor.register_hook(lambda g: setattr(ran, "gradient", g.detach() / scale))  # type: ignore[no-untyped-call]
 
-    handles = [
-        handle
-        for module in names
-        for handle in (
-            module.register_forward_pre_hook(entered, with_kwargs=True),
-            module.register_forward_hook(left, with_kwargs=True),
-        )
-    ]
-    try:
-        if statistics is not None and Look.possible():
-            with Look(Ledger(Recorder(())), Observers(statistics, ()), {}, {}, thorough=False):
-                loss = step()
-        else:
+    look: AbstractContextManager[Any] = nullcontext()
+    if statistics is not None and Look.possible():
+        recorder = Recorder(())
+        look = Look(recorder, Ledger(recorder), Observers(statistics, ()), thorough=False)
+    with hooked(names, left, entered):
+        with look:
             loss = step()
         (loss * scale).backward()  # type: ignore[no-untyped-call]
-    finally:
-        for handle in handles:
-            handle.remove()
-    run.gradients = {
-        name: p.grad.detach() / scale for name, p in model.named_parameters() if p.grad is not None
-    }
-    return run
+    return modules, {name: gradient / scale for name, gradient in gradients_of(model).items()}
 
 
 def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[LayerError], dict[str, str]]:
     found: list[LayerError] = []
     left_out: dict[str, str] = {}
     for module, name in names.items():
-        ran, ref = half.modules.get(name), wide.modules.get(name)
+        ran, ref = half[0].get(name), wide[0].get(name)
         if ran is None or ref is None or ran.output is None or ref.output is None:
             continue
         if ran.output.dtype not in HALF or isinstance(module, _CONTAINERS):
             continue
         if ran.calls > 1:
             left_out[name] = f"runs {ran.calls} times in a step; its first run alone is compared"
+        # A parent's weights are its children's; they are compared there, and those of several runs nowhere.
+        alone = not list(module.children()) and ran.calls == 1
+        pairs = {
+            key: (half[1].get(f"{name}.{key}"), wide[1].get(f"{name}.{key}"))
+            for key, _ in module.named_parameters()
+        }
+        outputs = {"output": (ran.output, ref.output)}
         try:
-            found += _local(module, name, ran, ref, half, wide)
+            found += _local(module, name, ran, outputs | (pairs if alone else {}))
         except (RuntimeError, TypeError, ValueError) as error:
             left_out[name] = f"cannot be run by itself ({type(error).__name__})"
     return found, left_out
 
 
 def _local(
-    module: nn.Module, name: str, ran: _Ran, ref: _Ran, half: _Run, wide: _Run
+    module: nn.Module, name: str, ran: _Ran, pairs: dict[str, tuple[Tensor | None, Tensor | None]]
 ) -> Iterator[LayerError]:
+    """The errors of a module's output and weight gradients, of each of which both runs' are given."""
     assert ran.output is not None
-    assert ref.output is not None
     eps = torch.finfo(ran.output.dtype).eps
-    exact = _alone(module, ran, 0.0)
-    moved = _alone(module, ran, eps)
-    own_gradients = {f"{name}.{key}": key for key, _ in module.named_parameters()}
-    rounding = eps / 2  # of the result itself
-
-    def event(what: str, got: Tensor, key: str, end_to_end: float) -> LayerError:
-        return LayerError(
-            source=ran.source,
-            module=name,
-            what=what,
-            local=_error(got, exact[key]),
-            end_to_end=end_to_end,
-            tolerance=_error(moved[key], exact[key]) + rounding,
-        )
-
-    yield event("output", ran.output, "output", _error(ran.output, ref.output))
-    if len(list(module.children())) == 0:
-        # A parent's weights are its children's; they are compared there.
-        for full, key in own_gradients.items():
-            if full in half.gradients and full in wide.gradients and key in exact and ran.calls == 1:
-                yield event(
-                    "weight gradient",
-                    half.gradients[full],
-                    key,
-                    _error(half.gradients[full], wide.gradients[full]),
-                )
+    exact, moved = _alone(module, ran, 0.0), _alone(module, ran, eps)
+    for key, (got, reference) in pairs.items():
+        if got is not None and reference is not None and key in exact:
+            yield LayerError(
+                ran.source,
+                name,
+                what="output" if key == "output" else "weight gradient",
+                local=_error(got, exact[key]),
+                end_to_end=_error(got, reference),
+                tolerance=_error(moved[key], exact[key]) + eps / 2,  # rounding of the result itself
+            )
 
 
 def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
@@ -256,29 +226,17 @@ def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Within the block every autocast region is entered switched off."""
-
-    def enter(autocast: Any) -> Generator[None, Any, None]:
-        enabled, autocast._enabled = autocast._enabled, False
-        try:
-            yield
-        finally:
-            autocast._enabled = enabled
-
-    patches = Patches()
-    patches.apply(*of_all(torch.amp.autocast_mode.autocast, __enter__=enter))
+def _enter_switched_off(autocast: Any) -> Running:
+    """An autocast region is entered switched off."""
+    enabled, autocast._enabled = autocast._enabled, False
     try:
         yield
     finally:
-        patches.undo()
+        autocast._enabled = enabled
 
 
-def _error(got: Tensor | None, exact: Tensor | None) -> float:
+def _error(got: Tensor, exact: Tensor) -> float:
     """The root mean square of the difference over that of the exact value."""
-    assert got is not None
-    assert exact is not None
     got, exact = got.double(), exact.double()
     size = float(exact.square().mean().sqrt())
     return float((got - exact).square().mean().sqrt()) / max(size, _SMALL)

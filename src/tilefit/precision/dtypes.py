@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilefit.precision.events import BackwardDtype, GradientLost
-from tilefit.precision.ledger import Ended, Ledger
+from tilefit.precision import events
+from tilefit.precision.ledger import Ended, Tracker
 from tilefit.precision.lines import short, user_line
-from tilefit.precision.look import Call, Look, Observer, function_of
-from tilefit.precision.recorder import Recorder
+from tilefit.precision.look import Call, Observer, function_of
 from tilefit.precision.tensors import name_of
 
 #: Operations that autocast runs in half precision.
@@ -27,15 +24,10 @@ PRODUCTS = frozenset(
 _FRAMES = 12
 
 
-class Products(Observer):
-    """Compares the element types of matrix products forward, backward and in recomputations.
+class Products(Tracker, Observer):
+    """Compares the element types of matrix products forward, backward and in recomputations."""
 
-    Args:
-        recorder: Where events go.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def set_up(self) -> None:
         self._by_code: dict[CodeType, tuple[str, str]] = {}
         self._by_module: dict[int, str] = {}
 
@@ -46,19 +38,27 @@ class Products(Observer):
         first = next((t for t in call.args if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None:
             return
-        dtype = name_of(first.dtype)
-        module = call.look.running
-        if call.backward:
-            node = torch._C._current_autograd_node()
-            function = function_of(node)
-            if function is not None:
-                self._judge_function(function, dtype)
-            elif call.look.recomputes and module is not None:
-                self._judge_module(module, call, dtype)
+        dtype, module = name_of(first.dtype), call.look.running
+        if not call.backward:
+            if module is not None:
+                self._by_module.setdefault(id(module), dtype)
+            self._note_functions(dtype)
             return
-        if module is not None:
-            self._by_module.setdefault(id(module), dtype)
-        self._note_functions(dtype)
+        function = function_of(torch._C._current_autograd_node())
+        if function is not None:
+            forward = _unwrapped(function.forward)  # type: ignore[attr-defined]
+            before, place = ("", "") if forward is None else self._by_code.get(forward.__code__, ("", ""))
+            filename, _, line = place.rpartition(":")
+            name = function.__name__.removesuffix("Backward")
+            self._judge("function", name, before, dtype, f"{short(filename)}:{line}")
+        elif call.look.recomputes and module is not None:
+            before, name = self._by_module.get(id(module), ""), call.module
+            self._judge("recompute", name, before, dtype, call.source, name)
+
+    def _judge(self, kind: str, name: str, forward: str, backward: str, *place: str) -> None:
+        if forward not in ("", backward):
+            event = events.BackwardDtype(*place, kind=kind, name=name, forward=forward, backward=backward)
+            self._recorder.emit(event)
 
     def _note_functions(self, dtype: str) -> None:
         frame: FrameType | None = sys._getframe(3)
@@ -70,72 +70,26 @@ class Products(Observer):
                 self._by_code[code] = dtype, f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
 
-    def _judge_function(self, function: type, dtype: str) -> None:
-        forward = _unwrapped(function.forward)  # type: ignore[attr-defined]
-        known = self._by_code.get(forward.__code__) if forward is not None else None
-        if known is None or known[0] == dtype:
-            return
-        filename, _, line = known[1].rpartition(":")
-        source = f"{short(filename)}:{line}"
-        self._recorder.emit_once(
-            ("function", source),
-            lambda: BackwardDtype(
-                source=source,
-                kind="function",
-                name=function.__name__.removesuffix("Backward"),
-                forward=known[0],
-                backward=dtype,
-            ),
-        )
-
-    def _judge_module(self, module: nn.Module, call: Call, dtype: str) -> None:
-        before = self._by_module.get(id(module), dtype)
-        if before == dtype:
-            return
-        source, name = call.source, call.module
-        self._recorder.emit_once(
-            ("recompute", source),
-            lambda: BackwardDtype(
-                source=source, module=name, kind="recompute", name=name, forward=before, backward=dtype
-            ),
-        )
-
     def end(self) -> None:
         self._by_code.clear()
         self._by_module.clear()
 
 
-class LostGradients:
-    """Weights whose output has a gradient and which have none, after a forward pass without gradients.
+class LostGradients(Tracker, Observer):
+    """Weights whose output has a gradient and which have none, after a forward pass without gradients."""
 
-    Args:
-        recorder: Where events go.
-        ledger: Knows backward passes.
-        region: The number of the present autocast region with a cache, 0 for none.
-    """
-
-    def __init__(self, recorder: Recorder, ledger: Ledger, region: Callable[[], int]) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
-        self._region = region
+    def set_up(self) -> None:
         self._without: dict[int, int] = {}
         self._reached: dict[int, tuple[nn.Module, str, str]] = {}
-        recorder.on(Ended, self._on_backward)
 
-    def follow(self, look: Look) -> None:
-        """Look at the modules that run during a close look."""
+    def end(self) -> None:
         self._without.clear()
-        look.on_module.append(self._ran)
 
-    def _ran(self, module: nn.Module, name: str, output: Any) -> None:
+    def ran(self, module: nn.Module, name: str, output: Any) -> None:
         if not self._without and torch.is_grad_enabled():
             return  # nothing ran without gradients
-        region = self._region()
-        if (
-            not region
-            or self._ledger.here.depth
-            or not any(p is not None for p in module._parameters.values())
-        ):
+        region, weights = self._ledger.region(), [p for p in module._parameters.values() if p is not None]
+        if not region or self._ledger.here.depth or not weights:
             return
         if not torch.is_grad_enabled():
             self._without[id(module)] = region
@@ -151,7 +105,8 @@ class LostGradients:
                 lambda _: self._reached.update({id(module): (module, name, source)})
             )
 
-    def _on_backward(self, ended: Ended) -> None:
+    def on_ended(self, ended: Ended) -> None:
+        """Whose weights got no gradient although its output did?"""
         reached, self._reached = self._reached, {}
         for module, name, source in reached.values():
             weights = [
@@ -160,9 +115,7 @@ class LostGradients:
                 if p.requires_grad and p.ndim >= 2 and p.dtype == torch.float32
             ]
             if weights and all(weight.grad is None for weight in weights):
-                self._recorder.emit_once(
-                    ("lost", name, source), partial(GradientLost, source=source, module=name)
-                )
+                self._recorder.emit(events.GradientLost(source, name))
 
 
 def _unwrapped(function: Any) -> Any:

@@ -6,12 +6,14 @@ is ``file:line`` of the user's code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import dataclass_transform
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True)
 class Event:
-    """Something that happened in the run.
+    """Something that happened in the run: where, in which module, and by name all the rest.
 
     Attributes:
         source: The line of the user's code.
@@ -21,13 +23,16 @@ class Event:
 
     source: str = ""
     module: str = ""
-    seen: bool = True
+    seen: bool = field(default=True, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 # ---- the gradient scale ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsClipped(Event):
     """Gradients were clipped while they carried a scale.
 
@@ -42,7 +47,6 @@ class GradientsClipped(Event):
     certain: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsWritten(Event):
     """An operation that does not commute with the scale wrote to so many gradients that carry one."""
 
@@ -51,7 +55,6 @@ class GradientsWritten(Event):
     parameters: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledStep(Event):
     """An optimizer stepped on gradients that still carried a scale.
 
@@ -68,7 +71,6 @@ class ScaledStep(Event):
     adaptive: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedStep(Event):
     """An optimizer stepped again on gradients it had already used.
 
@@ -81,7 +83,6 @@ class RepeatedStep(Event):
     scaler: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WrongDivision(Event):
     """Gradients were divided by a scale that is not the one they carry.
 
@@ -104,14 +105,12 @@ class WrongDivision(Event):
     by_hand: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedLoss(Event):
     """One backward pass started from a sum of which only a part was scaled; ``scale`` is that part's."""
 
     scale: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerRefused(Event):
     """A method of the gradient scaler raised; of the optimizer's weights, some are in half precision."""
 
@@ -121,14 +120,12 @@ class ScalerRefused(Event):
     weights: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerUsed(Event):
     """The gradient scaler stepped an optimizer after forward passes in these autocast element types."""
 
     dtypes: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleHistory(Event):
     """So many steps in a row were skipped; whether the unscaled losses were finite, None where unknown."""
 
@@ -137,7 +134,6 @@ class ScaleHistory(Event):
     loss_finite: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStepped(Event):
     """A scheduler that steps with the optimizer stepped although the scaler had skipped the optimizer's step:
     so often, of so many steps that were asked for."""
@@ -146,17 +142,14 @@ class SchedulerStepped(Event):
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerNotSaved(Event):
     """An optimizer's state was saved, and the state of the scaler that steps it was not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerNotLoaded(Event):
     """An optimizer's state was loaded, and the scaler scaled a loss without having been loaded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeDiffers(Event):
     """A resumed run gave another loss than the run that was saved, ``step`` steps after the checkpoint."""
 
@@ -168,7 +161,6 @@ class ResumeDiffers(Event):
 # ---- autocast, losses and graphs ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnscaledHalf(Event):
     """An optimizer stepped on gradients that went through fp16 without a loss scale; of so many values looked
     at there, the shares that are too small for full precision, and exactly zero."""
@@ -178,19 +170,16 @@ class UnscaledHalf(Event):
     zero: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StaleCache(Event):
     """So many weights were changed inside an autocast region that goes on using their old copies."""
 
     parameters: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientLost(Event):
     """A weight took part in a forward pass, its output got a gradient, and it got none itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LossInHalf(Event):
     """The loss was computed in half precision.
 
@@ -207,7 +196,6 @@ class LossInHalf(Event):
     scale: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HalfWeights(Event):
     """While autocast is on, so many of an optimizer's trainable weights are in half precision."""
 
@@ -216,7 +204,6 @@ class HalfWeights(Event):
     weights: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardDtype(Event):
     """Something ran in another precision in the backward pass than in the forward pass.
 
@@ -233,7 +220,6 @@ class BackwardDtype(Event):
     backward: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDtype(Event):
     """The model was evaluated in another precision than it is trained in; ``float32`` means no autocast."""
 
@@ -241,7 +227,6 @@ class EvaluationDtype(Event):
     evaluation: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated(Event):
     """Several backward passes fed one step.
 
@@ -260,7 +245,6 @@ class Accumulated(Event):
 # ---- numerics ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OperationChecked(Event):
     """A half-precision operation gave something else than fp32 gives for the same input.
 
@@ -280,7 +264,6 @@ class OperationChecked(Event):
     largest: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskOverflowed(Event):
     """A sum of finite numbers became -inf and went into a softmax; ``rows`` of them are -inf throughout."""
 
@@ -288,7 +271,6 @@ class MaskOverflowed(Event):
     rows: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class IntegersMerged(Event):
     """A cast to half precision merged or rounded values.
 
@@ -310,7 +292,6 @@ class IntegersMerged(Event):
     likely_data: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Movement(Event):
     """How far half-precision values moved, compared with where fp32 arithmetic would have moved them.
 
@@ -329,7 +310,6 @@ class Movement(Event):
     values: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HalfState(Event):
     """An optimizer's constants as they are, None where it has none, and rounded to the half-precision type in
     which it keeps its state; ``decay`` is 1 - lr * weight_decay, which weights are multiplied by."""
@@ -343,7 +323,6 @@ class HalfState(Event):
     decay_rounded: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Event):
     """The first operation of a step whose inputs were finite and whose output was not; ``weights`` where the
     weights were not finite before the step. The phase is ``forward`` or ``backward``."""
@@ -356,7 +335,6 @@ class NonFinite(Event):
 # ---- ranks, comparisons ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksDiffer(Event):
     """Ranks that should agree do not, or the reverse.
 
@@ -374,7 +352,6 @@ class RanksDiffer(Event):
     values: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSum(Event):
     """So many gradients (ranks times micro-batches) were summed in half precision, with this relative error
     against a sum in fp32; None where that was not measured."""
@@ -384,7 +361,6 @@ class HalfSum(Event):
     error: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError(Event):
     """A module's error against fp32.
 
@@ -401,7 +377,6 @@ class LayerError(Event):
     tolerance: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Diverged(Event):
     """Two replays of the same step differ, first in this module; ``calls`` modules ran before it did."""
 

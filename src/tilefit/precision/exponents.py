@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import log2
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from tilefit.precision import events
 from tilefit.precision.graph import Kind
+from tilefit.precision.ledger import Tracker, Unscaled
 from tilefit.precision.look import Observer, function_of
 from tilefit.precision.tensors import HALF, is_plain, name_of, sampled
 from tilefit.report.watched import Table
@@ -63,35 +66,28 @@ class Histogram:
             65504. The interval is empty where the lowest exceeds the highest. None where nothing but zeros
             was seen.
         """
-        total = self.counts.total()
-        if not total:
-            return None
         exponents = sorted(self.counts)
-        below = 0
-        for exponent in exponents:
-            below += self.counts[exponent]
-            if below > TAIL * total:
-                break
-        return SMALLEST - exponent, LARGEST - HEADROOM - exponents[-1]
+        if not exponents:
+            return None
+        below = accumulate(self.counts[exponent] for exponent in exponents)
+        kept = next(e for e, lost in zip(exponents, below, strict=True) if lost > TAIL * self.counts.total())
+        return SMALLEST - kept, LARGEST - HEADROOM - exponents[-1]
 
 
-class Exponents(Observer):
+class Exponents(Tracker, Observer):
     """Counts the exponents of the half-precision gradients that matrix products, normalisations and Functions
     of the user's give.
 
     Attributes:
-        scale: The loss scale the gradients of this step carry.
         histograms: What was seen, by element type.
     """
 
-    def __init__(self) -> None:
-        self.scale = 1.0
+    def set_up(self) -> None:
         self.histograms: dict[torch.dtype, Histogram] = {}
         #: Of this step, on the device.
         self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self._seen = 0
+        self._seen = self._first = 0
         self._step = 1
-        self._first = 0
 
     def wants_node(self, node: Any, kind: Kind) -> bool:
         name, dtype = kind
@@ -123,13 +119,13 @@ class Exponents(Observer):
             found.counts.update({_ZERO + 1 + i: count for i, count in enumerate(counts) if count})
         return found
 
-    def fp16(self) -> tuple[int, float, float]:
-        """This step's values in fp16, and the shares that are subnormal and zero; waits for the device."""
+    def on_unscaled(self, unscaled: Unscaled) -> None:
+        """Say how this step's values lie in fp16; waits for the device."""
         found = self._count(torch.float16)
-        if not found.total:
-            return 0, 0.0, 0.0
-        subnormal = sum(count for exponent, count in found.counts.items() if exponent < NORMAL)
-        return found.total, subnormal / found.total, found.zeros / found.total
+        total = max(1, found.total)
+        low = sum(count for exponent, count in found.counts.items() if exponent < NORMAL) / total
+        source, zero = unscaled.source, found.zeros / total
+        self._recorder.emit(events.UnscaledHalf(source, values=found.total, subnormal=low, zero=zero))
 
     def tables(self) -> list[Table]:
         """What loss scales the gradients seen allow, a table for each element type."""
@@ -140,7 +136,7 @@ class Exponents(Observer):
         ]
 
     def end(self) -> None:
-        carried = round(log2(self.scale)) if self.scale > 0 else 0
+        carried = round(log2(self._recorder.scale or 1.0))
         for dtype in {dtype for dtype, _ in list(self._samples)}:
             found = self._count(dtype)
             histogram = self.histograms.setdefault(dtype, Histogram())

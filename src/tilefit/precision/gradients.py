@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ WITNESSES, APART = 8, 32
 SHARED = -1
 
 
+@dataclass(slots=True, eq=False)
 class Gradient:
     """One parameter's gradient.
 
@@ -31,32 +33,22 @@ class Gradient:
         sample: Some of its values, taken when it was last known, while a step is looked at closely.
         sure: These were there, not all of them zero, when it was looked at last.
         witness: It is one of those whose values are kept, which speak for the others.
+        version: How often autograd has counted a write to it, as it was seen last.
     """
 
-    __slots__ = (
-        "_expected",
-        "_reference",
-        "_version",
-        "parameter",
-        "sample",
-        "state",
-        "stepped_in",
-        "sure",
-        "thread",
-        "witness",
-    )
+    parameter: weakref.ref[Tensor]
+    state: State = EMPTY
+    thread: int | None = None
+    stepped_in: int = 0
+    sample: Tensor | None = None
+    sure: bool = False
+    witness: bool = False
+    version: int = -1
+    _reference: weakref.ref[Tensor] | None = None
+    #: Autograd has yet to count so many writes that are known.
+    _uncounted: int = 0
 
-    def __init__(self, parameter: Tensor, number: int) -> None:
-        self.witness = False
-        self.speaks(number)
-        self.parameter = weakref.ref(parameter)
-        self.state = EMPTY
-        self.thread: int | None = None
-        self.stepped_in = 0
-        self.sample: Tensor | None = None
-        self.sure = False
-        self._reference: weakref.ref[Tensor] | None = None
-        self._version = self._expected = -1
+    def __post_init__(self) -> None:
         if self.change() is not None:  # it is older than the watch
             self.state = State(Kind.UNKNOWN)
 
@@ -74,39 +66,32 @@ class Gradient:
         """There was one when it was seen last."""
         return self._reference is not None
 
-    def current(self) -> Tensor | None:
-        """The gradient itself, as it is now."""
-        parameter = self.parameter()
-        return None if parameter is None else parameter.grad
-
     def change(self) -> Cause | None:
         """What has happened to it since the last time; a write through ``.data`` leaves no trace here."""
         parameter = self.parameter()
         gradient = None if parameter is None else parameter.grad
+        reference = self._reference
         if gradient is None:
-            if self._reference is None:
+            if reference is None:
                 return None
-            self._reference, self._version, self.sample = None, -1, None
+            self._reference, self.sample, self.state = None, None, EMPTY
             return Cause.CLEARED
-        version = gradient._version
-        same = self._reference is not None and self._reference() is gradient
-        if same and version == self._version == self._expected:
-            return None
-        if same and version in (self._version, self._expected):
-            self._version = self._expected = version
-            return None
-        if not same:
-            self._reference = weakref.ref(gradient)
-        self._version = self._expected = version
+        version, before = gradient._version, self.version
+        if reference is not None and reference() is gradient:
+            if version == before and not self._uncounted:
+                return None
+            self.version = version
+            counted, self._uncounted = before <= version <= before + self._uncounted, 0
+            return None if counted else Cause.WRITTEN
+        self._reference, self.version, self._uncounted = weakref.ref(gradient), version, 0
         return Cause.WRITTEN
 
-    def accept(self, *, ending: bool = False) -> None:
+    def accept(self, *, sampled: bool, ending: bool = False) -> None:
         """What was written to it is known; ``ending`` says that autograd has yet to count the write."""
         self.change()
-        if self.sample is not None and (value := self.value) is not None:
-            self.sample = taken(value)
-        if ending:
-            self._expected = self._version + 1
+        self._uncounted = int(ending)
+        value = self.value
+        self.sample = taken(value) if sampled and self.witness and value is not None else None
 
 
 def taken(value: Tensor) -> Tensor | None:
@@ -120,22 +105,15 @@ def taken(value: Tensor) -> Tensor | None:
         return flat[:: -(-flat.numel() // WIDTH)].to(torch.float32, copy=True)
 
 
-def verify(gradients: Iterable[Gradient]) -> list[tuple[Gradient, Cause]]:
-    """Compare gradients with their samples, and take new ones. Waits for the device.
-
-    Returns:
-        Those that were changed without a trace, were cleared, or were used and are there as they were.
-    """
+def verify(gradients: Iterable[Gradient]) -> None:
+    """Compare gradients with their samples, and take new ones: they may have been changed without a trace,
+    cleared, or used and be there as they were. Waits for the device."""
     by_device: defaultdict[torch.device, list[tuple[Gradient, Tensor, Tensor | None]]] = defaultdict(list)
     for gradient in gradients:
         gradient.sure = False
-        if not gradient.witness:
-            continue
-        before, value = gradient.sample, gradient.value
-        gradient.sample = now = None if value is None else taken(value)
-        if now is not None:
-            by_device[now.device].append((gradient, now, before))
-    found = []
+        if gradient.witness and (value := gradient.value) is not None and (now := taken(value)) is not None:
+            by_device[now.device].append((gradient, now, gradient.sample))
+            gradient.sample = now
     with torch._C._DisableTorchDispatch():
         for rows in by_device.values():
             now = torch.cat([now for _, now, _ in rows])
@@ -150,24 +128,24 @@ def verify(gradients: Iterable[Gradient]) -> list[tuple[Gradient, Cause]]:
                 gradient.sure = old is not None and telling and not changed
                 cause = _meaning(gradient, changed, filled)
                 if cause is not None:
-                    found.append((gradient, cause))
-    return found
+                    gradient.state = gradient.state.after(cause)[0]
 
 
 def _meaning(gradient: Gradient, changed: bool, filled: bool) -> Cause | None:
     kind = gradient.state.kind
     if not filled and (changed or kind in (Kind.USED, Kind.SPENT, Kind.LEFT, Kind.UNKNOWN)):
         value = gradient.value
-        with torch._C._DisableTorchDispatch():
-            if value is not None and not bool(getattr(value, "_local_tensor", value).detach().any()):
-                return Cause.CLEARED
+        if value is not None and not bool(getattr(value, "_local_tensor", value).detach().any()):
+            return Cause.CLEARED
     if changed:
         return Cause.WRITTEN
     return Cause.SEEN if gradient.sure and kind is Kind.USED else None
 
 
 def move(
-    gradients: Iterable[Gradient], cause_of: Callable[[State], Cause], marks: frozenset[Mark] = frozenset()
+    gradients: Iterable[Gradient],
+    cause: Cause | Callable[[State], Cause],
+    marks: frozenset[Mark] = frozenset(),
 ) -> dict[str, list[Gradient]]:
     """Let something happen to gradients; what is wrong with it, and of which."""
     wrong: defaultdict[str, list[Gradient]] = defaultdict(list)
@@ -177,7 +155,8 @@ def move(
         state = gradient.state
         entry = known.get(id(state))
         if entry is None:
-            entry = known[id(state)] = (state, *state.after(cause_of(state), marks))
+            happens = cause if isinstance(cause, Cause) else cause(state)
+            entry = known[id(state)] = (state, *state.after(happens, marks))
         gradient.state = entry[1]
         if entry[2]:
             wrong[entry[2]].append(gradient)

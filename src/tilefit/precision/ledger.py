@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +24,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tilefit.precision import graph
-from tilefit.precision.events import GradientsClipped, MixedLoss, RepeatedStep, ScaledStep, WrongDivision
+from tilefit.precision import events, graph
 from tilefit.precision.gradients import SHARED, Gradient, move, verify
 from tilefit.precision.lines import user_line
-from tilefit.precision.marks import EMPTY, HAND, Cause, Kind, Mark, State
-from tilefit.precision.patches import Patches
+from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
+from tilefit.precision.patches import Patch
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import has_values
+from tilefit.precision.tensors import has_values, parameters_of
 
 Marks = frozenset[Mark]
 Running = Generator[None, Any, None]
@@ -53,7 +53,6 @@ class Here:
         unscaled: Parameters, by ``id``, whose hooks have divided the scale out.
         given: The gradients given to the backward pass that is about to begin.
         chain, scan: What the graph of the last backward pass says, on steps that are looked at closely.
-        accumulating: The backward pass that begins adds to gradients that nobody has used yet.
         stepping: Optimizers whose step runs, one inside another.
         evaluates: The one that steps calls a closure.
         in_use: An optimizer or a scaler is at work: what it writes is its own.
@@ -72,7 +71,6 @@ class Here:
     given: tuple[Any, ...] = ()
     chain: graph.Chain = field(default_factory=graph.Chain)
     scan: graph.Scan = field(default_factory=graph.Scan)
-    accumulating: bool = False
     stepping: list[Optimizer] = field(default_factory=list)
     evaluates: bool = False
     in_use: int = 0
@@ -95,36 +93,31 @@ class _Local(threading.local):
         self.here = Here(threading.get_ident())
 
 
-@dataclass(frozen=True, slots=True)
-class Begins:
+class Begins(NamedTuple):
     """An outermost backward pass begins."""
 
     roots: Sequence[Any]
     here: Here
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """An outermost backward pass has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gave:
+class Gave(NamedTuple):
     """An outermost backward pass returned gradients instead of adding them to ``.grad``."""
 
     gradients: Sequence[Any]
     marks: Marks
 
 
-@dataclass(frozen=True, slots=True)
-class Stepping:
+class Stepping(NamedTuple):
     """An optimizer is about to step on gradients that carry no scale any more."""
 
     optimizer: Optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(NamedTuple):
     """An optimizer has stepped.
 
     Attributes:
@@ -138,6 +131,12 @@ class Stepped:
     skipped: bool | None
     scaler: Any
     plain: bool
+
+
+class Unscaled(NamedTuple):
+    """An optimizer stepped on gradients that went through fp16 without a scale, from a backward pass here."""
+
+    source: str
 
 
 @dataclass(slots=True)
@@ -171,11 +170,6 @@ class Scaler:
         return Mark(self.number, self.generation)
 
 
-def unseen(roots: Sequence[Any], inputs: Sequence[Any]) -> AbstractContextManager[graph.Scan | None]:
-    """Nobody looks at backward passes."""
-    return nullcontext()
-
-
 class Ledger:
     """Follows scales through backward passes and optimizers.
 
@@ -186,16 +180,16 @@ class Ledger:
         open: Some gradient was changed by a backward pass and has not been used yet.
         region: The number of the present outermost autocast region with a cache; 0 for none.
         before_observing: Called before gradients that were changed by hand are looked for.
-        passing: Entered around each backward pass, with its roots and the inputs it goes to, none for all.
-            It gives what the graph says, where it has gone through it.
-        looked_at: The thread whose operations all pass by; 0 for none.
+        look: The close look at this step (:class:`~tilefit.precision.look.Look`); None where nobody looks.
+        multiplied: What the user multiplied each gradient by, by ``id``, since the last step.
+        pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._gradients: dict[int, Gradient] = {}
         self._of: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
-        self._group_sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
         self._skipped_last: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._local = _Local()
@@ -203,17 +197,13 @@ class Ledger:
         self._passes: list[Here] = []
         self._threads: set[int] = set()
         self._sampling = False
-        self._ignoring = False
         self._handles: list[Any] = []
-        #: Clips and writes of gradients that a constant may be divided out of yet, and what they would be.
         self.pending: list[tuple[float, Callable[[], object]]] = []
         self.open = False
-        self.looked_at = 0
+        self.look: Any = None
+        self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
         self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
-        self.passing: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[graph.Scan | None]] = (
-            unseen
-        )
 
     # ---- what is known ---------------------------------------------------------------------
 
@@ -239,7 +229,7 @@ class Ledger:
     @property
     def closely(self) -> bool:
         """Every operation of this thread passes by, so that nothing can write to a gradient unseen."""
-        return self.looked_at == self.here.thread
+        return self.look is not None and self.look.thread == self.here.thread
 
     @property
     def gradients(self) -> Iterable[Gradient]:
@@ -272,9 +262,10 @@ class Ledger:
         return list(self._scalers.items())
 
     def scale_of(self, marks: Iterable[Mark]) -> float:
-        """The scale of the first mark: waits for the device."""
-        numbers = {mark.scaler for mark in marks}
-        return next((scale_of(s) for s, known in self._scalers.items() if known.number in numbers), 1.0)
+        """The scale of the first mark, or the constant: waits for the device."""
+        factors = {mark.scaler: mark.factor for mark in marks}
+        scales = (scale_of(s) for s, known in self._scalers.items() if known.number in factors)
+        return next(scales, factors.get(HAND, 1.0))
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is followed, or the gradient of one."""
@@ -287,13 +278,10 @@ class Ledger:
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Follow the parameters of an optimizer."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._group_sizes.get(optimizer) == size:
+        if len(self.of(optimizer)) == sum(len(group["params"]) for group in optimizer.param_groups) > 0:
             return
-        self._group_sizes[optimizer] = size
-        self._of[optimizer] = [
-            self.follow(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        self._of[optimizer] = [self.follow(parameter) for parameter in parameters_of(optimizer)]
+        self._owners.pop(optimizer, None)
         for number, gradient in enumerate(self._of[optimizer]):
             gradient.speaks(number)
 
@@ -301,37 +289,29 @@ class Ledger:
         """Follow a parameter."""
         known = self._gradients.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            known = self._gradients[id(parameter)] = Gradient(parameter, len(self._gradients))
+            known = self._gradients[id(parameter)] = Gradient(weakref.ref(parameter))
+            known.speaks(len(self._gradients) - 1)
         return known
 
     def followed(self, parameters: Iterable[Tensor]) -> list[Gradient]:
         """The gradients of those of the parameters that are followed."""
         return [known for p in parameters if (known := self._gradients.get(id(p))) is not None]
 
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """Optimizers made within the block are the debugger's own."""
-        self._ignoring = True
-        try:
-            yield
-        finally:
-            self._ignoring = False
-
     # ---- watching --------------------------------------------------------------------------
 
-    def start(self, patches: Patches) -> None:
-        """Begin."""
-        patches.apply(
+    def patches(self) -> list[Patch]:
+        """What it follows; optimizers' steps as well, from now on."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return [
             (torch.autograd, "_make_grads", self._gradients_are_given),
             (torch.autograd, "_engine_run_backward", self._backward),
             (Optimizer, "zero_grad", self._zero_grad),
             (torch.nn.Module, "zero_grad", self._zero_grad),
             (Optimizer, "add_param_group", self._add_param_group),
             (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip),
-        )
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
         ]
 
     def stop(self) -> None:
@@ -340,11 +320,16 @@ class Ledger:
             handle.remove()
         self._handles.clear()
 
-    def _mine(self, here: Here) -> Iterator[Gradient]:
-        return (gradient for gradient in self.gradients if gradient.thread in (None, here.thread))
+    def mine(self, here: Here) -> list[Gradient]:
+        """The gradients that a thread may use."""
+        threads = None, here.thread
+        return [gradient for gradient in self.gradients if gradient.thread in threads]
 
     def owned(self, here: Here, optimizer: Optimizer) -> None:
         """A thread uses an optimizer."""
+        if self._owners.get(optimizer) == here.thread:
+            return
+        self._owners[optimizer] = here.thread
         for gradient in self.of(optimizer):
             if gradient.thread is None:
                 gradient.thread = here.thread
@@ -356,48 +341,40 @@ class Ledger:
         """Look which gradients have changed: by a backward pass with marks, or by hand."""
         if marks is None:
             self.before_observing()
-        touched: list[Gradient] = []
-        for gradient in self._mine(here):
-            change = gradient.change()
-            if change is Cause.CLEARED:
-                gradient.state, gradient.sure = EMPTY, False
-            elif change is not None:
-                gradient.sample = None
-                touched.append(gradient)
-        if marks is None:
+        touched = [gradient for gradient in self.mine(here) if gradient.change() is Cause.WRITTEN]
+        for gradient in touched:
+            gradient.sample = None
+        if marks is not None:
+            self._add(here, touched, marks)
+        else:
             # Only a close look can tell whether what was done to them matters.
             if any(gradient.state.scaled for gradient in touched):
                 self._recorder.suspect()
-            move(touched, lambda state: Cause.WRITTEN)
-        else:
-            self._add(here, touched, marks)
+            move(touched, Cause.WRITTEN)
         if self._recorder.looking:
-            self.verify(here)
+            self._sampling = True
+            if not capturing():
+                verify(self.mine(here))
         elif self._sampling:
             self._sampling = False
             for gradient in self.gradients:
-                gradient.sample, gradient.sure = None, False
+                gradient.sample = None
 
     def _add(self, here: Here, gradients: list[Gradient], marks: Marks) -> None:
+        several, closely = len(self._threads) > 1, self.closely
         blind: list[Gradient] = []
-        if here.unknown:
-            blind, gradients = gradients, []
-        elif len(self._threads) > 1:
-            blind = [gradient for gradient in gradients if gradient.thread is None]
-        if not self.closely:
-            blind += [g for g in gradients if (p := g.parameter()) is not None and has_hooks(p)]
-        move(blind, lambda state: Cause.ADD_UNKNOWN)
-        plain = [gradient for gradient in gradients if id(gradient.parameter()) in here.unscaled]
-        move(plain, lambda state: Cause.ADD_PLAIN)
-        if blind or plain:
-            gradients = [gradient for gradient in gradients if gradient not in (*blind, *plain)]
-        move(gradients, lambda state: state.adding(marks), marks)
-
-    def verify(self, here: Here) -> None:
-        """Look whether gradients hold what they held, on steps that are looked at closely."""
-        self._sampling = True
-        for gradient, cause in verify(self._mine(here)) if not capturing() else ():
-            gradient.state, _ = gradient.state.after(cause)
+        plain: list[Gradient] = []
+        known: list[Gradient] = []
+        for gradient in gradients:
+            parameter = gradient.parameter()
+            hooked = not closely and parameter is not None and has_hooks(parameter)
+            if here.unknown or hooked or (several and gradient.thread is None):
+                blind.append(gradient)
+            else:
+                (plain if id(parameter) in here.unscaled else known).append(gradient)
+        move(blind, Cause.ADD_UNKNOWN)
+        move(plain, Cause.ADD_PLAIN)
+        move(known, lambda state: state.adding(marks), marks)
 
     # ---- backward passes -------------------------------------------------------------------
 
@@ -412,34 +389,25 @@ class Ledger:
         here = self.here
         given, here.given = here.given, ()
         inputs = args[2] if len(args) > 2 else kw.get("inputs")
-        tasks: list[int] = []
 
         def runs(_: Any) -> None:
             task = torch._C._current_graph_task_id()
             self._tasks[task] = here
-            tasks.append(task)
+            ends.callback(self._tasks.pop, task, None)
 
-        handles = [node.register_prehook(runs) for node in graph.starts(roots)]
-        self._passes.append(here)
-        try:
+        with ExitStack() as ends:
+            here.depth += 1
+            ends.callback(self._end, here)
+            self._passes.append(here)
+            ends.callback(self._passes.remove, here)
+            for node in graph.starts(roots):
+                ends.callback(node.register_prehook(runs).remove)
             # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
-            passing = self.passing if self.looked_at in (0, here.thread) else unseen
-            with passing(roots, inputs or ()) as scan:
-                if here.depth == 0:
-                    self._begin(here, roots, given, scan)
-                here.depth += 1
-                try:
-                    result = yield
-                finally:
-                    here.depth -= 1
-        finally:
-            self._passes.remove(here)
-            for handle in handles:
-                handle.remove()
-            for task in tasks:
-                self._tasks.pop(task, None)
-            if here.depth == 0:
-                self._end(here)
+            looked_at = self.look is not None and self.look.thread in (0, here.thread)
+            scan = ends.enter_context(self.look.passing(roots, inputs or ())) if looked_at else None
+            if here.depth == 1:
+                self._begin(here, roots, given, scan)
+            result = yield
         if here.depth == 0 and here.reached and result:
             self._recorder.tell(Gave(result, frozenset(here.reached)))
 
@@ -458,27 +426,26 @@ class Ledger:
         here.unknown = factor is None
         if looking:
             here.chain, here.scan = graph.chain(roots), scan or graph.scan(roots)
-            here.accumulating = any(gradient.state.fresh for gradient in self._mine(here))
             chain = here.chain
             here.inferred |= not self.closely
             here.unclean |= not chain.clean
-            chain.factor = None if chain.factor is None or factor is None else chain.factor * factor
-            if chain.factor not in (None, 1.0) and not chain.marks:
-                here.reached.add(Mark(HAND, 0, chain.factor))
+            chain.factor = factor = None if chain.factor is None or factor is None else chain.factor * factor
             if chain.marks and chain.plain:
-                marks = frozenset(chain.marks)
-                source = user_line()
-                self._recorder.emit_once(
-                    ("mixed loss", source), lambda: MixedLoss(source=source, scale=self.scale_of(marks))
+                source, marks = user_line(), frozenset(chain.marks)
+                self._recorder.once(
+                    ("mixed loss", source),
+                    lambda: events.MixedLoss(source=source, scale=self.scale_of(marks)),
                 )
-        elif factor not in (None, 1.0):
+        if factor not in (None, 1.0) and not here.chain.marks:
             here.reached.add(Mark(HAND, 0, factor))
         self._recorder.tell(Begins(roots, here))
 
     def _end(self, here: Here) -> None:
-        self.observe(here, frozenset(here.reached))
-        self.open = True
-        self._recorder.tell(Ended())
+        here.depth -= 1
+        if here.depth == 0:
+            self.observe(here, frozenset(here.reached))
+            self.open = True
+            self._recorder.tell(Ended())
 
     def reach(self, mark: Mark) -> None:
         """A backward pass goes through a scaled loss."""
@@ -489,7 +456,7 @@ class Ledger:
 
     def replay_ran(self) -> None:
         """A CUDA graph was replayed: gradients may have changed without a trace."""
-        move(self.gradients, lambda state: Cause.WRITTEN)
+        move(self.gradients, Cause.WRITTEN)
 
     # ---- judging ---------------------------------------------------------------------------
 
@@ -497,84 +464,80 @@ class Ledger:
         self,
         here: Here,
         gradients: Iterable[Gradient],
-        cause: Callable[[State], Cause],
-        make: Callable[[str, list[Gradient], bool], tuple[tuple[Any, ...], Callable[[], Any]] | None],
+        cause: Cause | Callable[[State], Cause],
+        make: Callable[[str, list[Gradient], Marks], events.Event],
+        module: str = "",
     ) -> None:
         """Let something use gradients, and say what is wrong with it where that is certain.
 
         Args:
             here: Where it happens.
             gradients: The gradients.
-            cause: What it is to a state.
-            make: Gives, of what is wrong, a key that its repetitions have too, and what makes the event.
+            cause: What it is to them.
+            make: Makes the event of what is wrong, with which gradients, and their marks.
+            module: What the event is about.
         """
-        before = {id(gradient): gradient.state for gradient in gradients}
-        recorder = self._recorder
+        before = [gradient.state for gradient in gradients]
+        recorder, source = self._recorder, user_line()
         for wrong, those in move(gradients, cause).items():
             # What carries no scale is never seen to carry none.
             absent = wrong in ("plain", "mixed")
-            inferred = absent and here.inferred
-            found = make(wrong, those, not inferred)
-            by_hand = wrong == "plain" and self._scaled_by_hand([before[id(one)] for one in those])
-            if found is None or by_hand:
+            seen = not (absent and here.inferred)
+            marks: Marks = frozenset().union(*(gradient.state.marks for gradient in those))
+
+            def event(wrong: str = wrong, those: Any = those, marks: Marks = marks, seen: bool = seen) -> Any:
+                return replace(make(wrong, those, marks), source=source, module=module, seen=seen)
+
+            if wrong == "hand":
+                self.wait(those[0].state.by_hand, event)
                 continue
-            key, event = found[0] + (inferred,), found[1]
+            if wrong == "plain" and self._are_scales({state.by_hand for state in before}):
+                continue
+            key = (wrong, source, module, seen)
             certain = recorder.looking and any(gradient.sure for gradient in those)
-            if recorder.knows(key) and wrong == "older":
-                # Whether the scale has changed decides how bad it is, each time.
-                recorder.emit(event())
-            elif recorder.knows(key) or (certain and not (absent and here.unclean)):
-                recorder.emit_once(key, event)
+            if recorder.knows(key) or (certain and not (absent and here.unclean)):
+                # Whether the scale has changed decides how bad an older one is, each time.
+                recorder.once(key, event, again=wrong == "older")
             elif not recorder.looking:
                 recorder.suspect()
 
-    def _scaled_by_hand(self, states: list[State]) -> bool:
-        scales = [scale_of(scaler) for scaler, _ in self.scalers]
-        return any(abs(state.by_hand / scale - 1) < NEAR for state in states for scale in scales if scale)
+    def _are_scales(self, constants: set[float]) -> bool:
+        scales = [scale_of(scaler) for scaler, _ in self.scalers] if any(constants) else []
+        return any(abs(constant / scale - 1) < NEAR for constant in constants for scale in scales if scale)
 
     def divide(self, here: Here, scaler: Any, optimizer: Optimizer) -> None:
         """Judge that a scaler divides an optimizer's gradients by its scale, which they lose."""
         known = self.scaler(scaler)
-        source, name = user_line(), type(optimizer).__name__
         other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
         present = self.present(optimizer)
-        if self._repeats(here, optimizer, present, scaler=True):
+        if self._repeats(optimizer, present, scaler=True):
             return
 
-        def make(kind: str, those: list[Gradient], seen: bool) -> Any:
-            previous = known.previous if kind == "older" else None
-
-            def event() -> WrongDivision:
-                return WrongDivision(
-                    source=source,
-                    module=name,
-                    seen=seen,
-                    kind=kind,
-                    scale=scale_of(scaler),
-                    carried=None if previous is None else float(previous),
-                    other=other if kind == "older" else "",
-                    parameters=len(those),
-                )
-
-            return (kind, source, name), event
+        def make(kind: str, those: list[Gradient], marks: Marks) -> events.WrongDivision:
+            older, scale, previous = kind == "older", scale_of(scaler), known.previous
+            return events.WrongDivision(
+                kind=kind,
+                scale=scale,
+                carried=float(previous) if older and previous is not None else None,
+                other=other if older else "",
+                parameters=len(those),
+            )
 
         def cause(state: State) -> Cause:
             return Cause.UNSCALE_OWN if state.marks == {known.mark} else Cause.UNSCALE_OTHER
 
-        self.judge(here, present, cause, make)
+        self.judge(here, present, cause, make, type(optimizer).__name__)
 
-    def _repeats(self, here: Here, optimizer: Optimizer, present: list[Gradient], *, scaler: bool) -> bool:
-        kinds = {gradient.state.kind for gradient in present}
-        used = bool(kinds) and kinds <= {Kind.LEFT, Kind.USED, Kind.NONE} and kinds != {Kind.NONE}
-        if not used:
+    def _repeats(self, optimizer: Optimizer, present: list[Gradient], *, scaler: bool) -> bool:
+        kinds = {gradient.state.kind for gradient in present} - {Kind.NONE}
+        if not kinds or kinds - {Kind.LEFT, Kind.USED}:
             return False
         source, name = user_line(), type(optimizer).__name__
         key, recorder = ("repeated", source, name), self._recorder
         if Kind.LEFT in kinds or recorder.knows(key):
             skipped = self._skipped_last.get(optimizer, False)
-            recorder.emit_once(
-                key, lambda: RepeatedStep(source=source, module=name, skipped=skipped, scaler=scaler)
-            )
+            event = events.RepeatedStep(source=source, module=name, skipped=skipped, scaler=scaler)
+            recorder.once(key, lambda: event)
         elif not recorder.looking:
             recorder.suspect()
         return True
@@ -583,9 +546,8 @@ class Ledger:
         self.owned(here, optimizer)
         divides = getattr(optimizer, "grad_scale", None) is not None
         if here.depth:  # an optimizer that steps within the backward pass
-            marks = frozenset(here.reached)
             changed = [g for g in self.of(optimizer) if g.change() is Cause.WRITTEN]
-            self._add(here, changed, marks)
+            self._add(here, changed, frozenset(here.reached))
             for gradient in changed:
                 gradient.sure = self.closely
         elif here.scaler_step is None or divides:
@@ -593,32 +555,23 @@ class Ledger:
         if here.scaler_step is not None:
             if divides:
                 self.divide(here, here.scaler_step[0], optimizer)
-        elif not divides and not self._repeats(here, optimizer, self.present(optimizer), scaler=False):
+        elif not divides and not self._repeats(optimizer, self.present(optimizer), scaler=False):
             self._judge_scaled(here, optimizer)
         if not divides:
             self._recorder.tell(Stepping(optimizer))
 
     def _judge_scaled(self, here: Here, optimizer: Optimizer) -> None:
-        source, name = user_line(), type(optimizer).__name__
-        group = optimizer.param_groups[0]
+        name, group = type(optimizer).__name__, optimizer.param_groups[0]
 
-        def make(wrong: str, those: list[Gradient], seen: bool) -> Any:
-            marks = frozenset().union(*(gradient.state.marks for gradient in those))
-            place: dict[str, Any] = {"source": source, "module": name, "seen": seen}
+        def make(wrong: str, those: list[Gradient], marks: Marks) -> events.Event:
+            scale = self.scale_of(marks)
             if wrong == "mixed":
-                return ("mixed", source, name), lambda: WrongDivision(
-                    **place, kind="mixed", scale=self.scale_of(marks), parameters=len(those)
-                )
-            return ("scaled step", source, name), lambda: ScaledStep(
-                **place,
-                scale=self.scale_of(marks),
-                lr=_number(group.get("lr")),
-                eps=_number(group.get("eps")),
-                weight_decay=_number(group.get("weight_decay")),
-                adaptive=name.startswith(_ADAPTIVE),
-            )
+                return events.WrongDivision(kind=wrong, scale=scale, parameters=len(those))
+            lr, eps, decay = (_number(group.get(key)) for key in ("lr", "eps", "weight_decay"))
+            adaptive = name.startswith(_ADAPTIVE)
+            return events.ScaledStep(scale=scale, lr=lr, eps=eps, weight_decay=decay, adaptive=adaptive)
 
-        self.judge(here, self.present(optimizer), lambda state: Cause.STEPPED, make)
+        self.judge(here, self.present(optimizer), Cause.STEPPED, make, name)
 
     # ---- optimizers ------------------------------------------------------------------------
 
@@ -629,23 +582,20 @@ class Ledger:
         here.stepping.append(optimizer)
         if len(here.stepping) > 1:
             return None  # an optimizer inside another one
-        here.evaluates = False
         here.ran = True
         self.adopt(optimizer)
         closure = _closure(args, kw)
+        here.evaluates = closure is not None
         if closure is None:
             self._judge_step(here, optimizer)
             here.in_use += 1
             return None
-        here.evaluates = True
-        judged = False
+        unjudged = [optimizer]
 
         def evaluate() -> Any:
-            nonlocal judged
             value = closure()
-            if not judged:
-                judged = True
-                self._judge_step(here, optimizer)
+            if unjudged:
+                self._judge_step(here, unjudged.pop())
             return value
 
         if "closure" in kw:
@@ -664,49 +614,45 @@ class Ledger:
             here.in_use = max(0, here.in_use - 1)
         if here.scaler_step is not None and here.scaler_step[1] is optimizer:
             return  # the scaler's own step ends after it
-        plain = not here.scale_met and all(
-            gradient.state.kind is Kind.PLAIN for gradient in self.present(optimizer)
-        )
+        plain = not here.scale_met and all(g.state.kind is Kind.PLAIN for g in self.present(optimizer))
         self.used(here, Stepped(optimizer, False, None, plain))
 
     def used(self, here: Here, stepped: Stepped) -> None:
         """An optimizer used its gradients, or was to use them and was skipped."""
         optimizer = stepped.optimizer
         self._skipped_last[optimizer] = bool(stepped.skipped)
-        region = self.region()
         gradients = self.present(optimizer)
-        if not here.depth:
-            # Whatever the optimizer did to them is no news.
-            for gradient in gradients:
-                gradient.change()
-        move(gradients, lambda state: Cause.USED)
         if self._recorder.looking and not here.depth:
-            self._renew(gradients)
+            self.written(gradients)  # whatever the optimizer did to them is no news
+        move(gradients, Cause.USED)
+        region = self.region()
         for gradient in gradients if region and not stepped.skipped else ():
             gradient.stepped_in = region
-        self.open = any(g.state.fresh for g in self.gradients)
+        self.open = any(gradient.state.fresh for gradient in self.gradients)
         self.pending.clear()
         here.scale_met = here.inferred = here.unclean = False
         self._recorder.tell(stepped)
 
-    def _renew(self, gradients: Iterable[Gradient]) -> None:
-        for gradient in gradients:
-            gradient.sample = None
-        self._sampling = True
-        if not capturing():
-            verify(gradients)
+    def written(self, gradients: Sequence[Gradient], *, ending: bool = False, alike: bool = False) -> None:
+        """What was written to gradients just now is known.
 
-    def written(self, here: Here, gradients: Iterable[Gradient]) -> None:
-        """What was written to gradients just now is known."""
-        gradients = [gradient for gradient in gradients if gradient.present]
-        for gradient in gradients:
-            gradient.change()
-        if self._recorder.looking:
-            self._renew(gradients)
+        Args:
+            gradients: The gradients.
+            ending: Autograd has yet to count the write.
+            alike: One operation wrote to all. Those on lists of tensors count no write, so that there is
+                nothing to see: the first tells, as to ask every one takes time.
+        """
+        sampled = self._recorder.looking and not capturing()
+        self._sampling |= sampled
+        for number, gradient in enumerate(gradients):
+            before = gradient.version
+            gradient.accept(sampled=sampled, ending=ending)
+            if number == 0 and alike and not sampled and gradient.version == before:
+                return
 
     def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         yield
-        if not self._ignoring:
+        if not self.here.in_use:  # one made within a step is the step's own
             self.adopt(optimizer)
 
     def _zero_grad(self, owner: Any, set_to_none: bool = True) -> Running:
@@ -715,47 +661,33 @@ class Ledger:
             yield
         if set_to_none:
             return  # that there is no gradient will be seen
-        parameters = (
-            (p for group in owner.param_groups for p in group["params"])
-            if isinstance(owner, Optimizer)
-            else owner.parameters()
-        )
-        known = self.followed(parameters)
+        module = isinstance(owner, torch.nn.Module)
+        known = self.followed(owner.parameters() if module else parameters_of(owner))
         for gradient in known:
             gradient.change()
             gradient.sample = None
-        move(known, lambda state: Cause.CLEARED)
+        move(known, Cause.CLEARED)
 
     def _clip(self, parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Running:
         here = self.here
-        if not self.open or not (self._recorder.looking or any(g.state.scaled for g in self._mine(here))):
+        if not self.open or not (self._recorder.looking or any(g.state.scaled for g in self.mine(here))):
             return
         self.observe(here)
         known = self.followed([parameters] if isinstance(parameters, Tensor) else list(parameters))
-        source = user_line()
+        present = [gradient for gradient in known if gradient.present]
 
-        def make(wrong: str, those: list[Gradient], seen: bool) -> Any:
-            marks = those[0].state.marks
+        def make(wrong: str, those: list[Gradient], marks: Marks) -> events.GradientsClipped:
+            return events.GradientsClipped(limit=float(max_norm), scale=self.scale_of(marks))
 
-            def event(scale: float = 0.0) -> GradientsClipped:
-                scale = scale or self.scale_of(marks)
-                return GradientsClipped(source=source, limit=float(max_norm), scale=scale)
-
-            if wrong == "hand":
-                by = those[0].state.by_hand
-                self.wait(by, ("clip", source), lambda: event(by))
-                return None
-            return ("clip", source), event
-
-        self.judge(here, [g for g in known if g.present], lambda state: Cause.CLIPPED, make)
+        self.judge(here, present, Cause.CLIPPED, make)
         with here.at_work():
             yield
-        self.written(here, known)
+        self.written(present)
 
-    def wait(self, constant: float, key: object, event: Callable[[], Any]) -> None:
+    def wait(self, constant: float, event: Callable[[], events.Event]) -> None:
         """What was done to gradients is wrong if a constant that their loss was multiplied by is a scale."""
         if constant:
-            self.pending.append((constant, lambda: self._recorder.emit_once(key, event)))
+            self.pending.append((constant, lambda: self._recorder.emit(event())))
 
     def settle(self, factor: float) -> None:
         """Gradients are multiplied by hand: if it undoes a constant, what was done before is wrong."""
@@ -807,3 +739,31 @@ def _constant(given: Sequence[Any], looking: bool) -> float | None:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float | Tensor) else None
+
+
+class Tracker:
+    """What follows a run beside the ledger, told of the events that it has a method for: ``on_stepped``.
+
+    Args:
+        recorder: Where events go.
+        ledger: Knows backward passes, gradients, optimizers and scalers.
+    """
+
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+        self._recorder = recorder
+        self._ledger = ledger
+        self.set_up()
+        for kind in (Begins, Ended, Gave, Stepping, Stepped, Unscaled):
+            listener = getattr(self, f"on_{kind.__name__.lower()}", None)
+            if listener is not None:
+                recorder.on(kind, listener)
+
+    def set_up(self) -> None:
+        """Make what it keeps."""
+
+    def patches(self) -> list[Patch]:
+        """What of PyTorch's it runs around."""
+        return []
+
+    def finish(self) -> None:
+        """The watch ends."""

@@ -30,13 +30,8 @@ def _blame(filename: str) -> int:
     """0 for code that is never blamed, 1 for a library's loop, 2 for the user's or a model's code."""
     if filename.startswith(_FOREIGN):
         return 0
-    return (
-        1 if any(f"site-packages{os.sep}{name}" in filename for name in _LOOPS) or _is_loop(filename) else 2
-    )
-
-
-def _is_loop(filename: str) -> bool:
-    return any(f"{os.sep}{name}{os.sep}" in filename for name in _LOOPS[:4])
+    installed = any(f"site-packages{os.sep}{name}" in filename for name in _LOOPS)
+    return 1 if installed or any(f"{os.sep}{name}{os.sep}" in filename for name in _LOOPS[:4]) else 2
 
 
 short = cache(short_path)

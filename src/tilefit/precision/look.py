@@ -15,9 +15,11 @@ looks at in its phase is counted, and nothing else is done.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -31,11 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision import graph
-from tilefit.precision.ledger import Ledger, has_hooks, unseen
+from tilefit.precision.ledger import Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
-from tilefit.precision.statistics import Statistics
-from tilefit.precision.tensors import HALF, tensors_in
+from tilefit.precision.recorder import Recorder
+from tilefit.precision.tensors import HALF, name_of, tensors_in
+from tilefit.report.watched import Table
 
 #: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do;
 #: within one; and within one in a module, which activation checkpointing runs again.
@@ -44,6 +47,7 @@ FORWARD, OPEN, BACKWARD, RECOMPUTED = PHASES = range(4)
 _COUNTED = {FORWARD: "forward", OPEN: "forward", RECOMPUTED: "recomputed"}
 
 
+@dataclass(slots=True)
 class Call:
     """One operation that has run.
 
@@ -55,32 +59,20 @@ class Call:
         look: The step's close look.
     """
 
-    __slots__ = ("args", "backward", "func", "kwargs", "look", "name", "out")
-
-    def __init__(
-        self,
-        look: Look,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        backward: bool,
-    ) -> None:
-        self.look = look
-        self.func = func
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs
-        self.backward = backward
-        self.out: Any = None
+    look: Look
+    func: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    backward: bool
+    out: Any = None
 
     @property
     def source(self) -> str:
         """The user's line; of a backward operation that of the forward one, if it is known."""
         if self.backward:
             node = torch._C._current_autograd_node()
-            line = self.look.line_of(node._sequence_nr()) if node is not None else ""
-            return line or user_line()
+            return (node is not None and self.look.line_of(node._sequence_nr())) or user_line()
         return user_line()
 
     @property
@@ -125,21 +117,55 @@ class Observer:
     def after(self, call: Call) -> None:
         """It has run."""
 
+    def met(self, model: nn.Module) -> None:
+        """A module begins to run outside of any other, for the first time in the step."""
+
+    def ran(self, module: nn.Module, name: str, output: Any) -> None:
+        """A module has run."""
+
     def end(self) -> None:
         """The step is over: read what was collected. Waiting for the device is allowed here."""
 
 
+class Statistics:
+    """Counts operations by the element type of their first result, and what backward passes go through by
+    that of the gradient given to it."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Counter[torch.dtype]] = {}
+
+    def of(self, name: str, phase: str) -> Counter[torch.dtype]:
+        """Where the operations of a name that run in a phase are counted: ``forward``, ``recomputed``, or
+        ``backward`` for nodes of the autograd graph."""
+        return self._counts.setdefault((name, phase), Counter())
+
+    def passed(self, nodes: Mapping[graph.Kind, int]) -> None:
+        """Count the nodes that a backward pass went through, by name and element type."""
+        for (name, dtype), count in nodes.items():
+            if dtype is not None:
+                self.of(name.rpartition("::")[2], "backward")[dtype] += count
+
+    def table(self) -> Table:
+        """The floating-point operations, the most frequent first; no rows where none was seen."""
+        rows = {
+            key: floating
+            for key, counts in self._counts.items()
+            if (floating := {name_of(d): n for d, n in counts.items() if d.is_floating_point})
+        }
+        types = sorted({dtype for row in rows.values() for dtype in row})
+        ordered = sorted(rows.items(), key=lambda item: -sum(item[1].values()))
+        return Table(
+            "Operations by element type, on the steps looked at closely; going backward, nodes of the "
+            "autograd graph by the gradient given to them",
+            ("operation", "phase", *types),
+            tuple((*key, *(str(row.get(dtype, "")) for dtype in types)) for key, row in ordered),
+        )
+
+
+_Listeners = tuple[Callable[[Call], None], ...]
 #: What runs an operation, its name, what is called before and after it, and how often it had which element
 #: type.
-_Plan = tuple[
-    Callable[..., Any],
-    str,
-    tuple[Callable[[Call], None], ...],
-    tuple[Callable[[Call], None], ...],
-    Counter[torch.dtype],
-]
-
-
+_Plan = tuple[Callable[..., Any], str, _Listeners, _Listeners, Counter[torch.dtype]]
 #: What hooks a node.
 _Hooks = tuple[Callable[[Any], RemovableHandle | None], ...]
 
@@ -154,7 +180,8 @@ class Observers:
 
     def __init__(self, statistics: Statistics, observers: Iterable[Observer]) -> None:
         self.statistics = statistics
-        self._observers = tuple(observers)
+        self.all = tuple(observers)
+        self.ran = [observer.ran for observer in self.all if type(observer).ran is not Observer.ran]
         #: By phase and by ``id`` of the operation: these live on, and their own hash is computed in Python.
         self.plans: tuple[dict[int, _Plan], ...] = tuple({} for _ in PHASES)
         self.hooks: dict[graph.Kind, _Hooks] = {}
@@ -162,31 +189,31 @@ class Observers:
     def plan(self, func: Any, phase: int) -> _Plan:
         """Whom to call for an operation that runs in a phase for the first time."""
         name = func._schema.name.rpartition("::")[2]
-        wanted = [o for o in self._observers if phase in o.phases and o.wants(func, name)]
-        before = [observer.before for observer in wanted if type(observer).before is not Observer.before]
+        wanted = [
+            observer for observer in self.all if phase in observer.phases and observer.wants(func, name)
+        ]
+        before = tuple(one.before for one in wanted if type(one).before is not Observer.before)
         counts = self.statistics.of(name, _COUNTED[phase]) if phase in _COUNTED else Counter()
-        plan = func._op, name, tuple(before), tuple(observer.after for observer in wanted), counts
-        self.plans[phase][id(func)] = plan
+        plan = self.plans[phase][id(func)] = (
+            func._op,
+            name,
+            before,
+            tuple(one.after for one in wanted),
+            counts,
+        )
         return plan
 
     def hooks_for(self, node: Any, kind: graph.Kind) -> _Hooks:
-        """What hooks the nodes of a kind that is met for the first time."""
-        found = tuple(observer.hook for observer in self._observers if observer.wants_node(node, kind))
-        self.hooks[kind] = found
+        """What hooks the nodes of a kind."""
+        found = self.hooks.get(kind)
+        if found is None:
+            found = tuple(observer.hook for observer in self.all if observer.wants_node(node, kind))
+            self.hooks[kind] = found
         return found
-
-    def end(self) -> None:
-        """The step is over."""
-        for observer in self._observers:
-            observer.end()
 
 
 #: Entered with a parameter and a gradient; what it gives is called with the hook's result.
 HookOf = Callable[[Tensor, Tensor], AbstractContextManager[Callable[[Any], None]]]
-
-
-def _unjudged(parameter: Tensor, gradient: Tensor) -> AbstractContextManager[Callable[[Any], None]]:
-    return nullcontext(lambda result: None)
 
 
 class _Running(threading.local):
@@ -208,32 +235,29 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode of a close look.
 
     Args:
+        recorder: Knows names.
         ledger: Knows whether a backward pass runs.
         observers: Who looks.
         thorough: Stay on in backward passes, and remember the line of every forward operation, not only of
             half-precision scalars.
-        names, parameter_names: Names of modules and of parameters by ``id``; what is not in them is named
-            when it runs.
-        hook_of: Entered around each hook of the user's on a parameter's gradient.
+        hook_of: Entered around each hook of the user's on a parameter's gradient that the ledger follows.
     """
 
     def __init__(
         self,
+        recorder: Recorder,
         ledger: Ledger,
         observers: Observers,
-        names: dict[int, str],
-        parameter_names: dict[int, str],
         *,
         thorough: bool,
-        hook_of: HookOf = _unjudged,
+        hook_of: HookOf | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self._ledger = ledger
         self._observers = observers
-        self._plans = observers.plans
         self._thorough = thorough
-        self._names = names
-        self._parameter_names = parameter_names
+        self._hook_of = hook_of
         self._lines: dict[int, str] = {}
         self._running = _Running()
         self._handles: list[Any] = []
@@ -241,12 +265,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = False
         #: It has begun within a backward pass, when the mode could not be pushed.
         self._waits = False
-        #: While a CUDA graph is captured nothing may be read.
-        self._capturing = _is_capturing()
-        self.hook_of = hook_of
-        self.on_new_model: list[Callable[[nn.Module], None]] = []
+        self.thread = 0
         self._met: set[int] = set()
-        self.on_module: list[Callable[[nn.Module, str, Any], None]] = []
 
     # ---- entering and leaving --------------------------------------------------------------
 
@@ -268,11 +288,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nn_module.register_module_forward_hook(self._left, always_call=True),
         ]
         self._patches.apply((BackwardCFunction, "apply", self._function))
-        self._ledger.passing = self._passing
+        self._ledger.look = self
         self._waits = _in_backward()
         if not self._waits:
             self.switch_on()
-            self._ledger.looked_at = threading.get_ident()
+            self.thread = threading.get_ident()
 
     def passed(self) -> None:
         """An outermost backward pass has ended: push the mode where it had to wait for that."""
@@ -290,8 +310,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
         self._handles.clear()
         self._patches.undo()
-        self._ledger.passing = unseen
-        self._ledger.looked_at = 0
+        self._ledger.look = None
         again, self._paused = self._paused, True
         stack = _get_current_dispatch_mode_stack()
         if self in stack and (self._thorough or again) and _in_backward():
@@ -301,8 +320,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._switch_off()
             popped = self not in _get_current_dispatch_mode_stack()
-        if popped:
-            self._observers.end()
+        for observer in self._observers.all if popped else ():
+            observer.end()
         return popped
 
     def switch_on(self) -> bool:
@@ -314,8 +333,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _switch_off(self) -> bool:
         """Pop the mode where it is on, with nothing above it; whether that was so."""
-        stack = _get_current_dispatch_mode_stack()
-        on_top = bool(stack) and stack[-1] is self
+        on_top = _get_current_dispatch_mode_stack()[-1:] == [self]
         if on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return on_top
@@ -326,7 +344,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def module(self) -> str:
         """The innermost module that is running, or empty."""
         running = self.running
-        return "" if running is None else self._names.get(id(running), "")
+        return "" if running is None else self._recorder.names.get(id(running), "")
 
     @property
     def running(self) -> nn.Module | None:
@@ -344,38 +362,32 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._lines.get(sequence, "")
 
     def _entered(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self._names or (not self._running.modules and id(module) not in self._met):
-            if not self._running.modules and not _in_backward():
+        running, outside = self._running, not self._running.modules
+        if id(module) not in self._recorder.names or (outside and id(module) not in self._met):
+            if outside and not _in_backward():
                 self._met.add(id(module))
-                for listener in self.on_new_model:
-                    listener(module)
-            for name, inner in module.named_modules():
-                self._names.setdefault(id(inner), name or type(module).__name__)
-            for name, parameter in module.named_parameters():
-                self._parameter_names.setdefault(id(parameter), name)
-        running = self._running
-        if not running.modules and _in_backward():
+                for observer in self._observers.all:
+                    observer.met(module)
+            self._recorder.name(module)
+        if outside and _in_backward():
             running.pushed = self.switch_on()
         running.modules.append(module)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running
         modules = running.modules
-        if modules and modules[-1] is module:
-            modules.pop()
-        elif module in modules:
-            while modules.pop() is not module:
-                pass
+        while module in modules and modules.pop() is not module:
+            pass  # it has raised
         if running.pushed and not modules:
             running.pushed = False
             self._switch_off()
-        for listener in self.on_module:
-            listener(module, self._names.get(id(module), ""), output)
+        for listener in self._observers.ran:
+            listener(module, self._recorder.names.get(id(module), ""), output)
 
     # ---- backward passes -------------------------------------------------------------------
 
     @contextmanager
-    def _passing(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[graph.Scan]:
+    def passing(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[graph.Scan]:
         """Around a backward pass: the mode is off, and the nodes that matter are hooked.
 
         Args:
@@ -389,19 +401,15 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outer = running.modules, running.pushed
         running.modules, running.pushed = [], False
         off = not self._thorough and self._switch_off()
-        handles: list[RemovableHandle] = []
-        replaced = self._hooks_of_parameters()
         ran: list[graph.Kind] = []
         try:
-            # Nothing may be read while a CUDA graph is captured.
-            scan = graph.scan(roots) if self._capturing() else self._hook(roots, inputs, handles, ran)
-            yield scan
-            self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
+            with ExitStack() as ends:
+                self._hook_parameters(ends)
+                # Nothing may be read while a CUDA graph is captured.
+                scan = graph.scan(roots) if capturing() else self._hook(roots, inputs, ends, ran)
+                yield scan
+                self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
         finally:
-            for handle in handles:
-                handle.remove()
-            for hooks, before in replaced:
-                hooks.update({key: before[key] for key in hooks if key in before})
             running.modules, running.pushed = outer
             if off or (self._paused and not _in_backward()):
                 # Where a module or a Function raised, or the step has ended within the pass.
@@ -411,72 +419,59 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.switch_on()
 
     def _hook(
-        self,
-        roots: Sequence[Any],
-        inputs: Sequence[Any],
-        handles: list[RemovableHandle],
-        ran: list[graph.Kind],
+        self, roots: Sequence[Any], inputs: Sequence[Any], ends: ExitStack, ran: list[graph.Kind]
     ) -> graph.Scan:
         """Let the observers hook the nodes of a graph; to chosen inputs, note in ``ran`` those that run."""
         found = graph.Scan()
-        counts, hooks = found.nodes, self._observers.hooks
         for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
-            counts[kind] += 1
-            asked = hooks.get(kind)
-            if asked is None:
-                asked = self._observers.hooks_for(node, kind)
-            for hook in asked:
-                handle = hook(node)
-                if handle is not None:
-                    handles.append(handle)
+            found.nodes[kind] += 1
+            for hook in self._observers.hooks_for(node, kind):
+                if (handle := hook(node)) is not None:
+                    ends.callback(handle.remove)
             if inputs:
-                handles.append(node.register_prehook(lambda _, kind=kind: ran.append(kind)))
+                ends.callback(node.register_prehook(lambda _, kind=kind: ran.append(kind)).remove)
         return found
 
-    def _function(self, node: Any, *args: Any) -> Generator[None, Any, None]:
-        """What a Function of the user's does going backward is seen as operations."""
-        pushed = function_of(node) is not None and self.switch_on()
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """Within the block the mode is on."""
+        pushed = self.switch_on()
         try:
             yield
         finally:
             if pushed:
                 self._switch_off()
 
-    def _hooks_of_parameters(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Have the user's hooks on gradients seen as operations; what to put back afterwards."""
-        replaced = []
-        for gradient in self._ledger.gradients:
-            parameter = gradient.parameter()
-            if parameter is None or not has_hooks(parameter):
-                continue
+    def _function(self, node: Any, *args: Any) -> Running:
+        """What a Function of the user's does going backward is seen as operations."""
+        if function_of(node) is not None:
+            with self._on():
+                yield
+
+    def _hook_parameters(self, ends: ExitStack) -> None:
+        """Have the user's hooks on gradients seen as operations."""
+        parameters = [p for g in self._ledger.gradients if (p := g.parameter()) is not None and has_hooks(p)]
+        for parameter in parameters:
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-                if hooks:
-                    replaced.append((hooks, dict(hooks)))
-                    hooks.update(
-                        {
-                            key: partial(self._run_hook, hook, gradient.parameter)
-                            for key, hook in hooks.items()
-                        }
-                    )
-        return replaced
+                reference, replaced = weakref.ref(parameter), hooks or {}
+                for key, hook in list(replaced.items()):
+                    replaced[key] = partial(self._run_hook, hook, reference)
+                    ends.callback(_put_back, replaced, key, hook)
 
     def _run_hook(
         self, hook: Callable[[Any], Any], reference: Callable[[], Tensor | None], value: Tensor
     ) -> Any:
         parameter = reference()
         gradient = value.grad if parameter is value else value
-        if parameter is None or gradient is None or self._running.hook:
+        if parameter is None or gradient is None or self._running.hook or self._hook_of is None:
             return hook(value)
         self._running.hook = True
-        pushed = self.switch_on()
         try:
-            with self.hook_of(parameter, gradient) as gave:
+            with self._on(), self._hook_of(parameter, gradient) as gave:
                 result = hook(value)
                 gave(result if gradient is value else gradient)
         finally:
             self._running.hook = False
-            if pushed:
-                self._switch_off()
         return result
 
     # ---- operations ------------------------------------------------------------------------
@@ -491,25 +486,23 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase = RECOMPUTED if self._running.modules else BACKWARD
         else:
             phase = OPEN if self._running.hook or self._ledger.open else FORWARD
-        plan = self._plans[phase].get(id(func))
+        plan = self._observers.plans[phase].get(id(func))
         if plan is None:
             plan = self._observers.plan(func, phase)
         run, name, before, after, counts = plan
         call = None
         if after:
-            if self._capturing():
+            if capturing():  # nothing may be read
                 return func(*args, **kwargs)
             call = Call(self, func, name, args, kwargs, phase >= BACKWARD)
             for look_before in before:
                 look_before(call)
         out = run(*args, **kwargs)
         half_scalar = False
-        if type(out) is Tensor:
-            dtype = out.dtype
-            counts[dtype] += 1
-            half_scalar = dtype in HALF and out.numel() == 1
-        elif (first := _first(out)) is not None:
+        first = out if type(out) is Tensor else next(iter(tensors_in((out,))), None)
+        if first is not None:
             counts[first.dtype] += 1
+            half_scalar = first is out and first.dtype in HALF and first.numel() == 1
         # A loss may be computed in half precision, and the line is asked for where it is.
         if phase < BACKWARD and (half_scalar or self._thorough) and torch.is_grad_enabled():
             self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
@@ -526,10 +519,9 @@ set_code_exec_strategy(
 )
 
 
-def _is_capturing() -> Callable[[], bool]:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.is_current_stream_capturing
-    return lambda: False
+def _put_back(hooks: dict[Any, Any], key: Any, hook: Any) -> None:
+    if key in hooks:  # the user may have removed it
+        hooks[key] = hook
 
 
 def _in_backward() -> bool:
@@ -541,12 +533,3 @@ def function_of(node: Any) -> type | None:
     """The Function of the user's that a node of the graph is of; None for all other nodes."""
     function: type | None = getattr(node, "_forward_cls", None)
     return None if function is None or function.__module__.startswith("torch.") else function
-
-
-def _first(out: Any) -> Tensor | None:
-    """The first tensor among what an operation returns."""
-    if isinstance(out, Tensor):
-        return out
-    if isinstance(out, tuple | list):
-        return next((item for item in out if isinstance(item, Tensor)), None)
-    return None

@@ -11,78 +11,77 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from tilefit.precision import events
 from tilefit.precision.degrees import base_name
-from tilefit.precision.events import HalfState, Movement
-from tilefit.precision.graph import Kind
-from tilefit.precision.ledger import Ledger, Stepped, Stepping
+from tilefit.precision.ledger import Stepped, Stepping, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.storage import ENOUGH
-from tilefit.precision.tensors import HALF, has_values, is_plain, name_of, targets
+from tilefit.precision.tensors import (
+    HALF,
+    Notes,
+    has_values,
+    is_plain,
+    name_of,
+    parameters_of,
+    spread,
+    targets,
+)
 
 #: Steps a parameter is followed for, and those after which it is measured; before ENOUGH that is a note.
 STEPS = 32
 _MEASURED = (3, 6, 10, 15, 20, 25, 30, STEPS)
-#: Values followed per parameter, and parameters per group.
-VALUES = 1024
+#: Parameters followed per group.
 PARAMETERS = 64
 #: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
 #: does.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
 
 
-class Weights:
+class Weights(Tracker):
     """Follows half-precision parameters with the same optimizer in fp32, and looks once at the element types
-    of each optimizer's state, and at its constants in them.
+    of each optimizer's state, and at its constants in them."""
 
-    Args:
-        recorder: Where events go.
-        ledger: Knows the optimizers.
-    """
-
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
+    def set_up(self) -> None:
         self._following: weakref.WeakKeyDictionary[Optimizer, _Follower | None] = weakref.WeakKeyDictionary()
-        self._records: list[_Record] = []
+        #: What was measured of each optimizer, which may be gone at the end.
+        self._measured: list[list[_Moved]] = []
         self._states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        recorder.on(Stepping, lambda stepping: self._on_stepping(stepping.optimizer))
-        recorder.on(Stepped, self._on_stepped)
 
-    def _on_stepping(self, optimizer: Optimizer) -> None:
+    def on_stepping(self, stepping: Stepping) -> None:
+        """The twin of an optimizer that is about to step makes its step."""
+        optimizer = stepping.optimizer
         if optimizer not in self._following:
             self._following[optimizer] = self._begin(optimizer)
         follower = self._following[optimizer]
         if follower is not None:
-            follower.before()
+            follower.step(optimizer)
 
     def _begin(self, optimizer: Optimizer) -> _Follower | None:
-        half = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
+        half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
         if not half:
             return None
+        name = type(optimizer).__name__
         base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
         if base is None or base.__name__ not in _ELEMENTWISE or not all(map(is_plain, half)):
-            self._recorder.cannot_check(
-                f"half-precision weights under {type(optimizer).__name__}, whose intended step is not known",
-                "AMP013",
-            )
+            what = f"half-precision weights under {name}, whose intended step is not known"
+            self._recorder.cannot_check(what, "AMP013")
             return None
-        with self._ledger.ignoring():
+        with self._ledger.here.at_work():  # the twin is nobody's
             follower = _Follower(optimizer, base)
-        self._records.append(follower.record)
+        self._measured.append(follower.moved)
         return follower
 
-    def _on_stepped(self, stepped: Stepped) -> None:
+    def on_stepped(self, stepped: Stepped) -> None:
+        """The optimizer has followed its twin, or not."""
         optimizer = stepped.optimizer
         if stepped.skipped:
             return
@@ -94,128 +93,113 @@ class Weights:
         follower = self._following.get(optimizer)
         if follower is None:
             return
-        record = follower.record
-        record.steps += 1
-        if record.steps in _MEASURED:
-            record.source, record.products = user_line(), follower.products()
-        if record.steps >= STEPS:
+        follower.steps += 1
+        if follower.steps in _MEASURED:
+            follower.measure(user_line())
+        if follower.steps >= STEPS:
             self._following[optimizer] = None
-            self._judge(record)
+            self._measured.remove(follower.moved)
+            self._judge(follower.moved)
 
     def finish(self) -> None:
         """Judge what was followed. Waits for the device."""
-        for record in [record for record in self._records if record.steps < STEPS]:
-            if record.steps < ENOUGH:
-                self._recorder.cannot_check(
-                    f"whether updates are lost over {ENOUGH} steps: fewer were made", "AMP013"
-                )
-            self._judge(record)
+        for measured in self._measured:
+            if not measured or measured[0].steps < ENOUGH:
+                what = f"whether updates are lost over {ENOUGH} steps: fewer were made"
+                self._recorder.cannot_check(what, "AMP013")
+            self._judge(measured)
 
-    def _judge(self, record: _Record) -> None:
-        for dtype, products, values in record.products:
-            product, square = products.tolist()
-            if square > 0:
-                self._recorder.emit(
-                    Movement(
-                        source=record.source,
-                        module=record.name,
-                        dtype=name_of(dtype),
-                        steps=record.steps,
-                        projection=product / square,
-                        parameter=True,
-                        values=values,
-                    )
-                )
+    def _judge(self, measured: list[_Moved]) -> None:
+        for moved in measured:
+            moved.judge(self._recorder, parameter=True)
 
 
-@dataclass(slots=True)
-class _Record:
-    """What was measured of an optimizer, which may be gone at the end: its name, the line of its step, their
-    number, and by element type the actual and the intended movement times the intended one."""
+@dataclass(slots=True, eq=False)
+class _Moved:
+    """How far some values have moved: the actual and the intended movement times the intended one."""
 
-    name: str
     source: str = ""
+    module: str = ""
+    dtype: str = ""
     steps: int = 0
-    products: list[tuple[torch.dtype, Tensor, int]] = field(default_factory=list)
+    values: int = 0
+    products: Tensor | None = None
+
+    def judge(self, recorder: Recorder, *, parameter: bool) -> None:
+        """Say how far of what was intended. Waits for the device."""
+        product, square = (0.0, 0.0) if self.products is None else self.products.tolist()
+        if square > 0:
+            event = events.Movement(
+                self.source,
+                self.module,
+                dtype=self.dtype,
+                steps=self.steps,
+                projection=product / square,
+                parameter=parameter,
+                values=self.values,
+            )
+            recorder.emit(event)
 
 
 class _Follower:
     """The sampled elements of an optimizer's half-precision parameters, under its twin in fp32."""
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        self.record = _Record(type(optimizer).__name__)
-        self._optimizer = weakref.ref(optimizer)
+        self._name = type(optimizer).__name__
+        self.moved: list[_Moved] = []
+        self.steps = 0
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
+        #: The group of the optimizer's that each of the twin's stands for.
+        self._origins: list[int] = []
         groups = []
-        for group in optimizer.param_groups:
-            kinds = {(p.dtype, p.device) for p in group["params"] if p.dtype in HALF}
-            for dtype, device in sorted(kinds, key=str):
-                parameters = [
-                    p for p in group["params"] if (p.dtype, p.device) == (dtype, device) and p.numel()
-                ]
-                parameters = sorted(parameters, key=lambda p: -p.numel())[:PARAMETERS]
-                if not parameters:
-                    continue
-                start = _sampled(parameters)
+        for number, group in enumerate(optimizer.param_groups):
+            alike: dict[Any, list[Tensor]] = {}
+            for parameter in sorted(group["params"], key=lambda p: -p.numel()):
+                if parameter.dtype in HALF and parameter.numel():
+                    alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            kept = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")}
+            for (dtype, _), parameters in alike.items():
+                start = _sampled(parameters[:PARAMETERS])
                 twin = start.clone().requires_grad_()
-                self._samples.append((parameters, start, twin, dtype))
-                settings = {
-                    k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")
-                }
-                groups.append({**settings, "params": [twin], "foreach": False, "fused": False})
+                self._samples.append((parameters[:PARAMETERS], start, twin, dtype))
+                self._origins.append(number)
+                groups.append({**kept, "params": [twin], "foreach": False, "fused": False})
         self._twin = base(groups, lr=1e-3)  # type: ignore[call-arg]
         # The step below its hooks, which are global: the twin's steps are nobody's business.
         self._step = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
-        self._copy_state(optimizer)
-
-    def _copy_state(self, optimizer: Optimizer) -> None:
         for parameters, _, twin, _ in self._samples:
             states = [optimizer.state.get(p, {}) for p in parameters]
-            if not all(states):
-                continue
-            for key, value in states[0].items():
+            for key, value in states[0].items() if all(states) else ():
                 if isinstance(value, Tensor) and value.shape == parameters[0].shape:
                     self._twin.state[twin][key] = _sampled([state[key] for state in states])
                 else:
                     # Step counts of fused optimizers are on the device, the twin's are not.
                     self._twin.state[twin][key] = value.cpu().clone() if isinstance(value, Tensor) else value
 
-    def before(self) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Make the twin's step."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
         for parameters, _, twin, _ in self._samples:
-            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-            twin.grad = _sampled(gradients)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(self._twin.param_groups, rates, strict=False):
-            group["lr"] = rate
+            twin.grad = _sampled([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        for group, number in zip(self._twin.param_groups, self._origins, strict=True):
+            group["lr"] = optimizer.param_groups[number]["lr"]
         self._step(self._twin)
 
-    def products(self) -> list[tuple[torch.dtype, Tensor, int]]:
-        """Per group and element type: actual and intended movement times the intended one, and values."""
-        found = []
+    def measure(self, source: str) -> None:
+        """See how far the parameters of each group and element type have moved after a step on a line."""
+        self.moved.clear()
         for parameters, start, twin, dtype in self._samples:
             intended = twin.detach() - start
-            both = torch.stack([_sampled(parameters) - start, intended])
-            found.append((dtype, (both * intended).sum(1), start.numel()))
-        return found
+            products = (torch.stack([_sampled(parameters) - start, intended]) * intended).sum(1)
+            of = name_of(dtype), self.steps, start.numel(), products
+            self.moved.append(_Moved(source, self._name, *of))
 
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
     """Up to about :data:`VALUES` elements of each tensor, in fp32, one after the other."""
-    return torch.cat([_spread(tensor) for tensor in tensors]).float()
+    return torch.cat([spread(tensor) for tensor in tensors]).float()
 
 
-def _spread(tensor: Tensor) -> Tensor:
-    """Up to about :data:`VALUES` elements; a copy."""
-    # In the order of the indices: a gradient may lie in memory in another order than its parameter.
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // VALUES)].clone()
-
-
-def _half_states(optimizer: Optimizer) -> Iterator[HalfState]:
+def _half_states(optimizer: Optimizer) -> Iterator[events.HalfState]:
     """The constants of an optimizer of PyTorch's in the element types of its state."""
     for group in optimizer.param_groups:
         half = next((p for p in group["params"] if p.dtype in HALF and p.grad is not None), None)
@@ -224,20 +208,17 @@ def _half_states(optimizer: Optimizer) -> Iterator[HalfState]:
         state = optimizer.state.get(half, {})
         kept = [v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == half.shape]
         dtype = next((d for d in kept if d in HALF), None)
-        lr, decay = group.get("lr"), group.get("weight_decay")
-        decoupled = bool(decay) and (
-            group.get("decoupled_weight_decay") or "AdamW" in type(optimizer).__name__
-        )
-        shrink = 1 - float(lr) * float(decay) if decoupled and lr is not None and decay else None
+        lr, decay, betas = group.get("lr"), group.get("weight_decay"), group.get("betas")
+        name, used = type(optimizer).__name__, dtype or half.dtype
+        decoupled = group.get("decoupled_weight_decay") or "AdamW" in name
+        shrink = 1 - float(lr) * float(decay) if decoupled and decay and lr is not None else None
         if dtype is None and shrink is None:
             continue
-        used = dtype or half.dtype
-        betas = group.get("betas")
         eps = float(group["eps"]) if dtype is not None and "eps" in group else None
         beta2 = float(betas[1]) if dtype is not None and betas else None
-        yield HalfState(
-            source=user_line(),
-            module=type(optimizer).__name__,
+        yield events.HalfState(
+            user_line(),
+            name,
             dtype=name_of(used),
             eps=eps,
             eps_rounded=_rounded(eps, used),
@@ -252,70 +233,61 @@ def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
     return None if value is None else torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
-class _Sum:
+@dataclass(slots=True, eq=False)
+class _Sum(_Moved):
     """What is known of one tensor that is updated again and again: where it lies now, and how it moved."""
 
-    def __init__(self) -> None:
-        self.storages: dict[tuple[Any, ...], StorageWeakRef] = {}
-        self.source = self.dtype = ""
-        self.looks = self.updates = self.values = 0
-        self.fresh = False
-        self.products: Tensor | None = None
+    storages: dict[tuple[Any, ...], StorageWeakRef] = field(default_factory=dict)
+    looks: int = 0
+    fresh: bool = False
 
     def add(self, call: Call, target: Tensor, moved: Tensor, intended: Tensor) -> None:
         """It has moved."""
         products = torch.stack([(moved * intended).sum(), (intended * intended).sum()])
         self.products = products if self.products is None else self.products + products
         self.source, self.dtype = call.source, name_of(target.dtype)
-        self.updates += 1
+        self.steps += 1
         self.fresh = True
         self.values = moved.numel()
 
 
-class Accumulators(Observer):
+class Accumulators(Tracker, Observer):
     """Follows half-precision tensors, not parameters or gradients, that are updated step after step: in
-    place, or by a new tensor made of the old one. They are known by their storage: any alias may be used.
-
-    Args:
-        recorder: Where events go.
-        ledger: Knows parameters, gradients and optimizers.
-    """
+    place, or by a new tensor made of the old one. They are known by their storage: any alias may be used."""
 
     phases = (FORWARD, OPEN)
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
+    def set_up(self) -> None:
         self._sums: dict[tuple[Any, ...], _Sum] = {}
         self._old: list[tuple[Tensor, Tensor, Tensor]] = []
         #: Products of this step, in fp32, and what was multiplied.
-        self._products: dict[int, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
+        self._products: Notes[tuple[Tensor, Tensor]] = Notes()
 
     def wants(self, func: Any, name: str) -> bool:
         return base_name(name) in ("add", "mul", "lerp", "sub", "copy", "clone")
 
     def before(self, call: Call) -> None:
         self._old = []
-        if self._ledger.here.in_use:
-            if base_name(call.name) == "mul" and self._ledger.here.stepping:
-                self._shrinks(call)
-            return
-        if not call.name.endswith("_") or base_name(call.name) == "copy":
-            return
-        for index, target in enumerate(targets(call.func, call.args, call.kwargs)):
-            # What a graph has made is an activation of this step.
-            if target.dtype in HALF and has_values(target) and target.is_leaf:
-                old = _spread(target).float()
-                new = None if self._ledger.knows(target) else self._intended(call, target, old, index)
-                if new is not None:
-                    self._old.append((target, old, new))
+        name, here = base_name(call.name), self._ledger.here
+        if here.in_use:
+            if name == "mul" and here.stepping:
+                self._shrinks(call, here.stepping[0])
+        elif call.name.endswith("_") and name != "copy":
+            for index, target in enumerate(targets(call.func, call.args, call.kwargs)):
+                # What a graph has made is an activation of this step.
+                mine = target.dtype in HALF and has_values(target) and target.is_leaf
+                if mine and not self._ledger.knows(target):
+                    old = spread(target).float()
+                    new = self._intended(call, index, target, old)
+                    if new is not None:
+                        self._old.append((target, old, new))
 
     def after(self, call: Call) -> None:
         name = base_name(call.name)
         for target, old, new in self._old:
-            total = self._sums.setdefault(_place(target), _Sum())
+            total = self._sums.get(_place(target)) or _Sum()
             self._keep(total, target)
-            total.add(call, target, _spread(target).float() - old, new - old)
+            total.add(call, target, spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
@@ -326,42 +298,34 @@ class Accumulators(Observer):
             if known is not None:
                 self._keep(known, call.out)
         elif not call.name.endswith("_"):
-            outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-            for index, out in enumerate(outs):
-                self._made(call, name, index, out)
+            for index, out in enumerate(call.out if isinstance(call.out, list | tuple) else [call.out]):
+                if isinstance(out, Tensor) and out.dtype in HALF and has_values(out):
+                    self._made(call, name, index, out)
 
-    def _made(self, call: Call, name: str, index: int, out: Any) -> None:
+    def _made(self, call: Call, name: str, index: int, out: Tensor) -> None:
         """A new tensor may be a product, or the old tensor's successor."""
-        first, *others = (arg[index] if isinstance(arg, list | tuple) else arg for arg in call.args)
-        if not isinstance(out, Tensor) or out.dtype not in HALF or not has_values(out):
-            return
+        first, *others = (_item(argument, index) for argument in call.args)
         if not isinstance(first, Tensor) or first.shape != out.shape or first.dtype not in HALF:
             return
-        if name == "mul" and not (isinstance(others[0], Tensor) and others[0].numel() > 1):
-            self._products[id(out)] = weakref.ref(out), _spread(first).float() * others[0], first
+        second = others[0] if others and isinstance(others[0], Tensor) else first
+        if name == "mul":
+            if not isinstance(others[0], Tensor) or others[0].numel() == 1:
+                self._products.note(out, (spread(first).float() * others[0], first))
             return
-        old = _spread(first).float()
-        new = None if name == "mul" else self._intended(call, out, old, index)
+        new = self._intended(call, index, out, self._wide(first))
         if new is None:
             return
-        second = others[0] if others and isinstance(others[0], Tensor) else first
-        bases = [self._base(first), self._base(second)]
-        known = next((found for base in bases if (found := self._sums.get(_place(base))) is not None), None)
-        if known is None:
-            known = _Sum()  # nothing has moved yet: this may be the first of them
-        else:
-            base = _spread(next(b for b in bases if self._sums.get(_place(b)) is known)).float()
-            known.add(call, out, _spread(out).float() - base, new - base)
-        self._keep(known, out)
-
-    def _base(self, tensor: Tensor) -> Tensor:
-        """What a product was made of, or the tensor itself."""
-        known = self._products.get(id(tensor))
-        return known[2] if known is not None and known[0]() is tensor else tensor
+        bases = [(self._products.of(tensor) or (None, tensor))[1] for tensor in (first, second)]
+        found = [(known, base) for base in bases if (known := self._sums.get(_place(base))) is not None]
+        for known, base in found[:1]:
+            old = spread(base).float()
+            known.add(call, out, spread(out).float() - old, new - old)
+        # Where nothing has moved yet this may be the first of them.
+        self._keep(found[0][0] if found else _Sum(), out)
 
     def _wide(self, tensor: Tensor) -> Tensor:
-        known = self._products.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else _spread(tensor).float()
+        product = self._products.of(tensor)
+        return spread(tensor).float() if product is None else product[0]
 
     def _keep(self, known: _Sum, tensor: Tensor) -> None:
         place = _place(tensor)
@@ -369,52 +333,41 @@ class Accumulators(Observer):
             known.storages[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._sums[place] = known
 
-    def _intended(self, call: Call, target: Tensor, old: Tensor, index: int) -> Tensor | None:
+    def _intended(self, call: Call, index: int, target: Tensor, old: Tensor) -> Tensor | None:
         """What the sampled elements become in fp32; None where the operands do not fit them element by
         element."""
-        first = call.args[0][index] if isinstance(call.args[0], list | tuple) else call.args[0]
         operands: list[Any] = []
-        for operand in call.args[1:]:
-            value = operand[index] if isinstance(operand, list | tuple) else operand
+        for value in (_item(argument, index) for argument in call.args[1:]):
             if isinstance(value, Tensor):
-                if value.shape == target.shape:
-                    value = self._wide(value)
-                elif value.numel() == 1:
-                    value = value.detach().float()
-                else:
+                fits = value.shape == target.shape
+                if not fits and value.numel() != 1:
                     return None
-            operands.append(value)
-        name = base_name(call.name)
-        old = old if first is target else self._wide(first)
-        alpha = call.kwargs.get("alpha", 1)
-        new: Tensor
+                operands.append(self._wide(value) if fits else value.detach().float())
+            else:
+                operands.append(value)
+        name, alpha = base_name(call.name), call.kwargs.get("alpha", 1)
+        change: Tensor = operands[0] * (alpha if name == "add" else -alpha)
         if name == "mul":
-            new = old * operands[0]
+            change = old * (operands[0] - 1)
         elif name == "lerp":
-            weight = operands[1] if len(operands) > 1 else call.kwargs["weight"]
-            new = old + weight * (operands[0] - old)
-        else:
-            new = old + operands[0] * (alpha if name == "add" else -alpha)
-        return new
+            change = (operands[1] if len(operands) > 1 else call.kwargs["weight"]) * (operands[0] - old)
+        return old + change
 
-    def _shrinks(self, call: Call) -> None:
+    def _shrinks(self, call: Call, optimizer: Optimizer) -> None:
         """A weight decay of the user's own optimizer, by a factor that the weights' type rounds to 1."""
-        optimizer = self._ledger.here.stepping[0]
         factor = call.args[1]
         if not isinstance(factor, float) or type(optimizer).__module__.startswith("torch.optim."):
             return
         weights = targets(call.func, call.args, call.kwargs)
-        own = {p.data_ptr() for group in optimizer.param_groups for p in group["params"] if is_plain(p)}
-        half = next((w for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
+        own = {p.data_ptr() for p in parameters_of(optimizer) if is_plain(p)}
+        half = next((w.dtype for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            event = HalfState(
-                source=call.source,
-                module=type(optimizer).__name__,
-                dtype=name_of(half.dtype),
-                decay=factor,
-                decay_rounded=_rounded(factor, half.dtype),
+            place, dtype, rounded = (
+                (call.source, type(optimizer).__name__),
+                name_of(half),
+                _rounded(factor, half),
             )
-            self._recorder.emit_once(("shrinks", event.source, factor), lambda: event)
+            self._recorder.emit(events.HalfState(*place, dtype=dtype, decay=factor, decay_rounded=rounded))
 
     def end(self) -> None:
         self._products.clear()
@@ -430,64 +383,15 @@ class Accumulators(Observer):
                     self._sums.pop(place, None)
             known.looks += known.fresh
             known.fresh = False
-            if not known.storages or known.looks < 2 or known.products is None:
-                continue
-            product, square = known.products.tolist()
-            if square > 0:
-                self._recorder.emit(
-                    Movement(
-                        source=known.source,
-                        dtype=known.dtype,
-                        steps=known.updates,
-                        projection=product / square,
-                        parameter=False,
-                        values=known.values,
-                    )
-                )
+            if known.storages and known.looks >= 2:
+                known.judge(self._recorder, parameter=False)
+
+
+def _item(argument: Any, index: int) -> Any:
+    """What of an argument is one tensor's, where an operation is on several."""
+    return argument[index] if isinstance(argument, list | tuple) else argument
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Where a tensor's values are, whichever alias it is."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
-
-
-class GradientSums(Observer):
-    """Adds up in fp32, on samples, what backward passes add to half-precision gradients."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-
-    def wants_node(self, node: Any, kind: Kind) -> bool:
-        name, dtype = kind
-        return dtype in HALF and name.endswith("AccumulateGrad")
-
-    def hook(self, node: Any) -> RemovableHandle | None:
-        if node.variable.grad is None:
-            return None
-        handle: RemovableHandle = node.register_prehook(partial(self._adds, weakref.ref(node.variable)))
-        return handle
-
-    def _adds(self, reference: weakref.ref[Tensor], added: tuple[Tensor | None, ...]) -> None:
-        parameter = reference()
-        target = None if parameter is None else parameter.grad
-        # With a graph of its own the sum is a new tensor.
-        if target is None or added[0] is None or not is_plain(target) or torch.is_grad_enabled():
-            return
-        known = self._sums.get(id(target))
-        if known is None and len(self._sums) >= PARAMETERS:
-            return
-        with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
-            before = known[1] if known is not None and known[0]() is target else _spread(target).float()
-            self._sums[id(target)] = weakref.ref(target), before + _spread(added[0]).float()
-
-    def error(self) -> float | None:
-        """The relative error of the sums since the step began; waits for the device."""
-        off = [
-            (_spread(target).float() - wide).norm() / wide.norm().clamp_min(torch.finfo(torch.float32).tiny)
-            for reference, wide in self._sums.values()
-            if (target := reference()) is not None
-        ]
-        return max(map(float, off)) if off else None
-
-    def end(self) -> None:
-        self._sums.clear()

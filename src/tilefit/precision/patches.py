@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _ABSENT = object()
@@ -39,6 +39,15 @@ class Patches:
         """Replace attributes."""
         for owner, name, around in table:
             self._wrap(owner, name, around)
+
+    @contextmanager
+    def applied(self, *table: Patch) -> Iterator[None]:
+        """Within the block attributes are replaced."""
+        self.apply(*table)
+        try:
+            yield
+        finally:
+            self.undo()
 
     def _wrap(self, owner: Any, name: str, around: Around) -> None:
         kept = vars(owner).get(name, _ABSENT)

@@ -7,11 +7,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilefit.precision.events import Event
 from tilefit.precision.rules import PrecisionRule
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _log = logging.getLogger("tilefit.precision")
 #: What makes alarms one: code, line, module where it matters, and what to do.
@@ -33,42 +36,38 @@ class Recorder:
         step: The step that is running, counted from 0.
         looking: Whether this step is looked at closely: only then may a tracker wait for the device.
         look_soon: A tracker wants a close look at the next step.
-        names: Names of parameters by ``id``.
+        names: Names of modules and parameters by ``id``.
+        scale: The loss scale in the last step that was looked at closely, None without one.
         facts: What the run has: what a rule needs before there is anything to check.
+        unchecked: What could not be looked at, and the rules that needed it.
     """
 
     def __init__(self, rules: Iterable[PrecisionRule[Any]]) -> None:
         self.rules = tuple(rules)
         self._subscribers: defaultdict[type, list[Callable[[Any], object]]] = defaultdict(list)
         self._alarms: dict[_Place, Alarm] = {}
-        self._unchecked: dict[str, tuple[str, ...]] = {}
+        self.unchecked: dict[str, tuple[str, ...]] = {}
         self._known: dict[object, list[_Place]] = {}
         self._suspicions = 0
         self._process = os.getpid()
         self.step = 0
         self.looking = True
         self.look_soon = False
+        self.scale: float | None = None
         self.names: dict[int, str] = {}
         self.facts: set[str] = set()
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
         """The alarms so far: the most severe first, then the earliest."""
+        alarms = self._alarms.values()
         return tuple(
-            sorted(
-                self._alarms.values(),
-                key=lambda a: (-_ORDER.index(a.severity), a.first_step, a.code, a.source),
-            )
+            sorted(alarms, key=lambda a: (-_ORDER.index(a.severity), a.first_step, a.code, a.source))
         )
-
-    @property
-    def unchecked(self) -> dict[str, tuple[str, ...]]:
-        """What could not be looked at, and the rules that needed it."""
-        return self._unchecked
 
     def cannot_check(self, what: str, *codes: str) -> None:
         """Say once what could not be looked at, and why; and which rules needed it."""
-        self._unchecked[what] = codes
+        self.unchecked[what] = codes
 
     def on(self, kind: type[_E], listener: Callable[[_E], object]) -> None:
         """Have a listener called with every event of a type."""
@@ -79,6 +78,11 @@ class Recorder:
         for listener in self._subscribers[type(event)]:
             listener(event)
 
+    def name(self, model: nn.Module) -> None:
+        """Learn the names of a model's modules and parameters, where they have none yet."""
+        for name, inner in (*model.named_modules(), *model.named_parameters()):
+            self.names.setdefault(id(inner), name or type(model).__name__)
+
     def suspect(self) -> None:
         """Something looks wrong that only a close look can confirm."""
         self._suspicions += 1
@@ -88,13 +92,13 @@ class Recorder:
         """Whether a mistake was judged before."""
         return key in self._known
 
-    def emit_once(self, key: object, make: Callable[[], Event]) -> None:
-        """Judge the event ``make()`` the first time; afterwards only count.
+    def once(self, key: object, make: Callable[[], Event], *, again: bool = False) -> None:
+        """Judge the event ``make()`` the first time; afterwards only count, unless it may have become worse.
 
         Making an event may wait for the device, to read a scale. A mistake that is repeated in each step must
         not do that again and again.
         """
-        if key not in self._known:
+        if again or key not in self._known:
             self._known[key] = self.emit(make())
             return
         for place in self._known[key]:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilefit.precision import graph
-from tilefit.precision.events import (
-    BackwardDtype,
-    EvaluationDtype,
-    HalfWeights,
-    ScalerUsed,
-    StaleCache,
-    UnscaledHalf,
-)
-from tilefit.precision.ledger import Begins, Ledger, Running, Stepped
+from tilefit.precision import events, graph
+from tilefit.precision.ledger import Begins, Running, Stepped, Tracker, Unscaled
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patches, of_all
-from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import HALF, name_of
+from tilefit.precision.patches import Patch, of_all
+from tilefit.precision.tensors import HALF, name_of, parameters_of
 
 
 @dataclass(slots=True)
@@ -57,54 +47,41 @@ class Cycle:
 
 
 class _Here(threading.local):
-    """What is open on a thread: regions, the outermost of them, and calls of ``Module.train``."""
+    """What is open on a thread: regions, the outermost of them, and calls of ``Module.train``; and how many
+    regions it has entered."""
 
     def __init__(self) -> None:
         self.open: list[Any] = []
         self.region: Region | None = None
         self.cycle = Cycle()
-        self.in_train = 0
-        self.entered = 0
+        self.in_train = self.entered = 0
 
 
-class Regions:
+class Regions(Tracker):
     """Follows autocast regions.
-
-    Args:
-        recorder: Where events go.
-        ledger: Knows the backward passes and the steps.
-        fp16_values: Gives what was measured of fp16 gradients in this step: values, and shares of them that
-            are subnormal and zero.
 
     Attributes:
         trained: Element types of the regions forward passes with gradients ran in.
     """
 
-    def __init__(
-        self, recorder: Recorder, ledger: Ledger, fp16_values: Callable[[], tuple[int, float, float]]
-    ) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
-        self._fp16_values = fp16_values
+    def set_up(self) -> None:
         self._here = _Here()
         self._numbers = 0
         self.trained: set[torch.dtype] = set()
         self._evaluated: dict[nn.Module, list[Any]] = {}
-        ledger.region = self.cached_region
-        recorder.on(Begins, self._on_backward)
-        recorder.on(Stepped, self._on_stepped)
+        self._ledger.region = self.cached_region
 
-    def start(self, patches: Patches) -> None:
-        """Begin."""
+    def patches(self) -> list[Patch]:
+        """What opens and closes regions, and begins an evaluation."""
         autocast = torch.amp.autocast_mode.autocast
-        patches.apply(
+        return [
             *of_all(autocast, __enter__=self._enter, __exit__=self._exit),
             (torch, "clear_autocast_cache", self._clear),
             (nn.Module, "train", self._train),
-        )
+        ]
 
-    def stop(self) -> None:
-        """End."""
+    def finish(self) -> None:
+        """The models are looked at no more."""
         for model in list(self._evaluated):
             self._unhook(model)
 
@@ -112,18 +89,20 @@ class Regions:
 
     def _enter(self, autocast: Any) -> Running:
         here = self._here
-        dtype = autocast.fast_dtype
-        source = ""
         if here.region is None:
-            source = user_line()
             self._numbers += 1
-            here.region = Region(self._numbers, source, bool(autocast._cache_enabled))
+            here.region = Region(self._numbers, user_line(), bool(autocast._cache_enabled))
         if autocast._enabled:
             here.entered += 1
             self._recorder.facts.update(("autocast", "half precision"))
-            cycle = here.cycle
+            cycle, dtype = here.cycle, autocast.fast_dtype
             if self._ledger.here.depth:
-                self._entered_going_back(cycle, dtype, source or user_line())
+                if cycle.dtypes and dtype not in cycle.dtypes:
+                    forward, backward = _names(cycle.dtypes), name_of(dtype)
+                    event = events.BackwardDtype(
+                        user_line(), kind="region", name="", forward=forward, backward=backward
+                    )
+                    self._recorder.emit(event)
             elif torch.is_grad_enabled():
                 cycle.dtypes.add(dtype)
                 cycle.source = here.region.source
@@ -139,13 +118,6 @@ class Regions:
             here.region = None
         yield
 
-    def _entered_going_back(self, cycle: Cycle, dtype: torch.dtype, source: str) -> None:
-        if cycle.dtypes and dtype not in cycle.dtypes:
-            event = BackwardDtype(
-                source=source, kind="region", name="", forward=_names(cycle.dtypes), backward=name_of(dtype)
-            )
-            self._recorder.emit_once(("region", source), lambda: event)
-
     def _clear(self) -> Running:
         yield
         if self._here.region is not None:
@@ -159,62 +131,42 @@ class Regions:
 
     # ---- backward passes and steps ---------------------------------------------------------
 
-    def _on_backward(self, begins: Begins) -> None:
-        region = self._here.region
+    def on_begins(self, begins: Begins) -> None:
+        """A backward pass begins: through weights that were stepped in this region?"""
+        region, here = self._here.region, begins.here
         if region is not None and region.cache:
-            stale = [
-                gradient
-                for gradient in self._ledger.gradients
-                if gradient.stepped_in == region.number and _is_cached(gradient.parameter())
-            ]
+            stepped = [g.parameter() for g in self._ledger.gradients if g.stepped_in == region.number]
+            stale = sum(map(_is_cached, stepped))
             if stale and graph.scan(begins.roots).dtypes & set(HALF):
-                self._recorder.emit_once(
-                    ("stale", region.source), lambda: StaleCache(source=region.source, parameters=len(stale))
-                )
-        if not self._recorder.looking:
-            return
-        cycle, here = self._here.cycle, begins.here
-        cycle.backward_at = user_line()
-        fp16 = torch.float16 in here.scan.dtypes
-        if fp16:
-            self._recorder.facts.add("fp16")
-        cycle.fp16 |= fp16
-        factor = here.chain.factor
-        cycle.hand_scaled |= here.unknown or factor is None or factor > 1
+                self._recorder.emit(events.StaleCache(region.source, parameters=stale))
+        if self._recorder.looking:
+            cycle, factor = self._here.cycle, here.chain.factor
+            cycle.backward_at = user_line()
+            if torch.float16 in here.scan.dtypes:
+                self._recorder.facts.add("fp16")
+                cycle.fp16 = True
+            cycle.hand_scaled |= here.unknown or factor is None or factor > 1
 
-    def _on_stepped(self, stepped: Stepped) -> None:
-        cycle, optimizer = self._here.cycle, stepped.optimizer
+    def on_stepped(self, stepped: Stepped) -> None:
+        """A cycle has ended."""
+        cycle, emit = self._here.cycle, self._recorder.emit
         self._here.cycle = Cycle()
         if stepped.plain and cycle.fp16 and not cycle.hand_scaled:
-            values, subnormal, zero = self._fp16_values()
-            self._recorder.emit(
-                UnscaledHalf(source=cycle.backward_at, values=values, subnormal=subnormal, zero=zero)
-            )
+            self._recorder.tell(Unscaled(cycle.backward_at))
         if not self._recorder.looking:
             return
         if stepped.scaler is not None and cycle.dtypes:
             source = self._ledger.scaler(stepped.scaler).scaled_at
-            dtypes = frozenset(map(name_of, cycle.dtypes))
-            self._recorder.emit_once(
-                ("scaler", source, dtypes), lambda: ScalerUsed(source=source, dtypes=dtypes)
-            )
-        self._judge_weights(optimizer, cycle)
-
-    def _judge_weights(self, optimizer: torch.optim.Optimizer, cycle: Cycle) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            emit(events.ScalerUsed(source, dtypes=frozenset(map(name_of, cycle.dtypes))))
+        parameters = parameters_of(stepped.optimizer)
         if any(parameter.dtype in HALF for parameter in parameters):
             self._recorder.facts.update(("half-precision weights", "half precision"))
         weights = [parameter for parameter in parameters if parameter.ndim >= 2 and parameter.requires_grad]
-        half = [parameter for parameter in weights if parameter.dtype in HALF]
+        half = [parameter.dtype for parameter in weights if parameter.dtype in HALF]
         if cycle.dtypes and 2 * len(half) > len(weights):
-            event = HalfWeights(
-                source=cycle.source,
-                module=type(optimizer).__name__,
-                dtype=name_of(half[0].dtype),
-                half=len(half),
-                weights=len(weights),
-            )
-            self._recorder.emit_once(("half weights", cycle.source), lambda: event)
+            name, dtype = type(stepped.optimizer).__name__, name_of(half[0])
+            count, of = len(half), len(weights)
+            emit(events.HalfWeights(cycle.source, name, dtype=dtype, half=count, weights=of))
 
     # ---- evaluation ------------------------------------------------------------------------
 
@@ -226,10 +178,7 @@ class Regions:
         finally:
             here.in_train -= 1
         if not here.in_train and not torch.compiler.is_compiling():
-            if mode:
-                self._unhook(model)
-            else:
-                self._hook(model)
+            (self._unhook if mode else self._hook)(model)
 
     def _hook(self, model: nn.Module) -> None:
         """Look at the autocast state of a model's forward passes until it trains again."""
@@ -245,9 +194,9 @@ class Regions:
             before.append(self._here.entered)
 
         def left(module: nn.Module, args: Any, output: Any) -> None:
-            active = [a for a in self._here.open if a._enabled]
-            inside = self._here.entered != before.pop() if before else False
-            self._judge_evaluation(model, active, inside)
+            # A model that enters regions of its own does so in training too.
+            if not before or self._here.entered == before.pop():
+                self._judge_evaluation(model)
 
         self._evaluated[model] = [
             model.register_forward_pre_hook(entered),
@@ -258,20 +207,19 @@ class Regions:
         for handle in self._evaluated.pop(model, ()):
             handle.remove()
 
-    def _judge_evaluation(self, model: nn.Module, active: list[Any], inside: bool) -> None:
-        # A model that enters regions of its own does so in training too.
-        if inside or not self.trained or self._ledger.here.depth or torch.compiler.is_compiling():
+    def _judge_evaluation(self, model: nn.Module) -> None:
+        if not self.trained or self._ledger.here.depth or torch.compiler.is_compiling():
             return
         if not self._ledger.followed(model.parameters()):
             return
-        training = _names(self.trained)
-        evaluation = name_of(active[-1].fast_dtype if active else _weight_dtype(model))
-        source = user_line()
+        active = [autocast.fast_dtype for autocast in self._here.open if autocast._enabled]
+        weights = (p.dtype for p in model.parameters() if p.is_floating_point())
+        dtype = active[-1] if active else next(weights, torch.float32)
+        training, evaluation = _names(self.trained), name_of(dtype)
         if evaluation not in training:
-            event = EvaluationDtype(
-                source=source, module=type(model).__name__, training=training, evaluation=evaluation
-            )
-            self._recorder.emit_once(("evaluation", source, evaluation), lambda: event)
+            place = user_line(), type(model).__name__
+            event = events.EvaluationDtype(*place, training=training, evaluation=evaluation)
+            self._recorder.emit(event)
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
@@ -280,21 +228,12 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 def _is_cached(parameter: Tensor | None) -> bool:
     """Whether autocast would keep a copy of this parameter."""
-    return (
-        parameter is not None
-        and parameter.dtype == torch.float32
-        and parameter.requires_grad
-        and parameter.ndim >= 2
-    )
-
-
-def _weight_dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    fp32 = parameter is not None and parameter.dtype == torch.float32
+    return parameter is not None and fp32 and parameter.requires_grad and parameter.ndim >= 2
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile made this module, or compiled it in place."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return model._compiled_call_impl is not None or (
-        dynamo is not None and isinstance(model, dynamo.OptimizedModule)
-    )
+    in_place = model._compiled_call_impl is not None
+    return in_place or (dynamo is not None and isinstance(model, dynamo.OptimizedModule))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.errors import UsageError
-from tilefit.precision.events import Accumulated, Event, ResumeDiffers
+from tilefit.precision import events
+from tilefit.precision.ledger import Running
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules import all_rules
+from tilefit.precision.tensors import tensors_in
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.registry import pages
 from tilefit.version import __version__
@@ -26,19 +29,44 @@ STEPS_BEFORE = 3
 STEPS_AFTER = 4
 
 
-class Random:
-    """The state of PyTorch's random number generators, of the CPU and of every CUDA device in use."""
+def random_state() -> Callable[[], None]:
+    """What puts PyTorch's random number generators back, of the CPU and of every CUDA device in use."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else []
 
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if in_use else []
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
 
-    def restore(self) -> None:
-        """Put it back."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+    return restore
+
+
+@contextmanager
+def hooked(
+    modules: Iterable[nn.Module], left: Callable[..., None], entered: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Within the block modules that are entered and left are noticed, with all that they are called with."""
+    handles: list[Any] = []
+    for module in modules:
+        handles.append(module.register_forward_hook(left, with_kwargs=True))
+        if entered is not None:
+            handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules of a model and their names."""
+    return {module: name or type(module).__name__ for name, module in model.named_modules()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients there are, by the parameter's name."""
+    return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @contextmanager
@@ -49,13 +77,13 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     Yields:
         A function that puts buffers and random numbers back for another run, and clears the gradients.
     """
-    random = Random()
+    random = random_state()
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
 
     def again() -> None:
-        random.restore()
+        random()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -73,10 +101,12 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
             module.training = training
 
 
-def judged(title: str, events: list[Event], *tables: Table, unchecked: tuple[str, ...] = ()) -> Watched:
+def judged(
+    title: str, found: Iterable[events.Event], *tables: Table, unchecked: tuple[str, ...] = ()
+) -> Watched:
     """The report of a replay."""
     recorder = Recorder(all_rules())
-    for event in events:
+    for event in found:
         recorder.emit(event)
     return Watched(
         title=title,
@@ -111,21 +141,17 @@ def check_accumulation(
     """
     sources: list[str] = []
 
-    def counted(*args: Any, **kw: Any) -> Generator[None, Any, None]:
+    def counted(*args: Any, **kw: Any) -> Running:
         sources.append(user_line())
         yield
 
     with restored(model) as again:
-        patches = Patches()
-        patches.apply((torch.autograd, "_engine_run_backward", counted))
-        try:
+        with Patches().applied((torch.autograd, "_engine_run_backward", counted)):
             accumulate()
-        finally:
-            patches.undo()
-        accumulated = {p: p.grad.detach().double() for p in model.parameters() if p.grad is not None}
+        accumulated = {name: gradient.double() for name, gradient in gradients_of(model).items()}
         again()
         joined().backward()  # type: ignore[no-untyped-call]
-        whole = {p: p.grad.detach().double() for p in model.parameters() if p.grad is not None}
+        whole = {name: gradient.double() for name, gradient in gradients_of(model).items()}
     both = [p for p in whole if p in accumulated]
     if not sources or not both:
         raise UsageError(
@@ -137,13 +163,8 @@ def check_accumulation(
     if not square or not other:
         raise UsageError("the gradients are all zero", hint="Use a batch the model can learn from.")
     projection, cosine = product / square, product / (square * other) ** 0.5
-    event = Accumulated(
-        source=sources[0],
-        module=type(model).__name__,
-        passes=len(sources),
-        factor=1.0,
-        confirmed=projection,
-    )
+    place = sources[0], type(model).__name__
+    event = events.Accumulated(*place, passes=len(sources), factor=1.0, confirmed=projection)
     table = Table(
         "Accumulated gradient against the joined batch's",
         ("backward passes", "projection", "cosine"),
@@ -169,30 +190,74 @@ def check_resume(
     Returns:
         A report with AMP020 where the resumed run differs in a bit of a loss.
     """
-    random = Random()
+    random = random_state()
     try:
         first = build()
         for _ in range(STEPS_BEFORE):
             step(first)
         file = io.BytesIO()
         torch.save(copy.deepcopy(save(first)), file)
-        at_save = Random()
+        at_save = random_state()
         expected = [step(first).detach().clone() for _ in range(STEPS_AFTER)]
         file.seek(0)
         second = build()
         load(second, torch.load(file, weights_only=False))
-        at_save.restore()
+        at_save()
         got = [step(second).detach().clone() for _ in range(STEPS_AFTER)]
     finally:
-        random.restore()
-    rows = tuple(
-        (str(index + 1), f"{float(before):.9g}", f"{float(after):.9g}")
-        for index, (before, after) in enumerate(zip(expected, got, strict=True))
-    )
-    events: list[Event] = [
-        ResumeDiffers(step=index + 1, expected=float(before), got=float(after))
-        for index, (before, after) in enumerate(zip(expected, got, strict=True))
+        random()
+    steps = tuple(zip(range(1, STEPS_AFTER + 1), expected, got, strict=True))
+    rows = tuple((str(step), f"{float(before):.9g}", f"{float(after):.9g}") for step, before, after in steps)
+    found = [
+        events.ResumeDiffers(step=step, expected=float(before), got=float(after))
+        for step, before, after in steps
         if not torch.equal(before, after)
     ]
     table = Table("Losses after the checkpoint", ("step", "uninterrupted", "resumed"), rows)
-    return judged("resume", events[:1], table)
+    return judged("resume", found[:1], table)
+
+
+def first_divergence(model: nn.Module, step: Callable[[], Tensor]) -> Watched:
+    """Run a step twice from the same state and name the first module that does not give the same bits.
+
+    Weights, buffers, gradients and random numbers are put back before, between and after the runs.
+
+    Args:
+        model: The model.
+        step: Runs the forward pass, with its own autocast, and returns the loss.
+
+    Returns:
+        A report with AMP028 where the runs differ.
+    """
+    with restored(model) as again:
+        first = _trace(model, step)
+        again()
+        second = _trace(model, step)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found = [
+        events.Diverged(source, name, calls=index, deterministic=deterministic)
+        for index, (before, (name, source, digest)) in enumerate(zip(first, second, strict=False))
+        if before != (name, source, digest)
+    ]
+    return judged(type(model).__name__, found[:1])
+
+
+def _trace(model: nn.Module, step: Callable[[], Tensor]) -> list[tuple[str, str, bytes]]:
+    """Of each module call and each gradient, its name, the line that made it, and a hash of its bits."""
+    trace: list[tuple[str, str, bytes]] = []
+    names = names_of(model)
+
+    def left(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        trace.append((names[module], user_line(), b"".join(map(_digest, tensors_in([output])))))
+
+    with hooked(names, left):
+        step().backward()  # type: ignore[no-untyped-call]
+    # Gradients come about from the last to the first: so are they compared.
+    for name, gradient in reversed(gradients_of(model).items()):
+        trace.append((f"the gradient of {name}", "", _digest(gradient)))
+    return trace
+
+
+def _digest(tensor: Tensor) -> bytes:
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()

@@ -1,41 +1,38 @@
-"""The gradient scalers' methods: what they scale, divide, skip and update."""
+"""The gradient scalers: what they scale, divide, skip and update; whether they are saved and loaded; and
+schedules that go on where they skip."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from tilefit.precision import graph
-from tilefit.precision.events import ScaleHistory, ScalerRefused
-from tilefit.precision.ledger import Ledger, Running, Scaler, Stepped, enabled, scale_of
+from tilefit.precision import events, graph
+from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patches, of_all
-from tilefit.precision.recorder import Recorder
+from tilefit.precision.patches import Patch, of_all
+from tilefit.precision.tensors import parameters_of
 
 #: From so many skipped steps in a row on, the losses are looked at.
 MANY_SKIPS = 3
+#: How deep a checkpoint is searched.
+_DEPTH = 4
 
 
-class Scalers:
-    """Tells the ledger what gradient scalers do, and judges what becomes of their scale.
+class Scalers(Tracker):
+    """Tells the ledger what gradient scalers do, and judges what becomes of their scale."""
 
-    Args:
-        recorder: Where events go.
-        ledger: Holds the gradients' states.
-    """
-
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
-
-    def start(self, patches: Patches) -> None:
-        """Begin."""
-        table = of_all(
+    def patches(self) -> list[Patch]:
+        """The scalers' methods."""
+        return of_all(
             torch.amp.GradScaler,
             scale=self._scale,
             unscale_=self._unscale,
@@ -43,7 +40,6 @@ class Scalers:
             update=self._update,
             load_state_dict=self._load,
         )
-        patches.apply(*table)
 
     def _scale(self, scaler: Any, outputs: Any) -> Running:
         if not enabled(scaler):
@@ -74,7 +70,7 @@ class Scalers:
         ledger.divide(here, scaler, optimizer)
         with here.at_work(), self._explained("unscale_", optimizer):
             yield
-        ledger.written(here, ledger.of(optimizer))
+        ledger.written(ledger.present(optimizer), alike=True)
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         if not enabled(scaler):
@@ -101,8 +97,7 @@ class Scalers:
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        mark = known.mark
-        left = any(mark in gradient.state.marks for gradient in self._ledger.gradients)
+        left = any(known.mark in gradient.state.marks for gradient in self._ledger.gradients)
         known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
         with self._explained("update", None):
             yield
@@ -115,21 +110,22 @@ class Scalers:
         yield
         self._ledger.scaler(scaler).loaded = True
 
-    def judge_scale(self, scaler: Any, scale: float) -> None:
-        """Judge a scale where steps are skipped on the device, as fused optimizers do."""
-        known = self._ledger.scaler(scaler)
-        if known.skipped < MANY_SKIPS and scale < 1:
-            self._judge_history(scaler, known)
+    def on_stepped(self, stepped: Stepped) -> None:
+        """Judge the scale, as fused optimizers skip steps on the device."""
+        if self._recorder.looking and stepped.scaler is not None:
+            self._recorder.scale = scale = scale_of(stepped.scaler)
+            known = self._ledger.scaler(stepped.scaler)
+            if known.skipped < MANY_SKIPS and scale < 1:
+                self._judge_history(stepped.scaler, known)
 
     def _judge_history(self, scaler: Any, known: Scaler) -> None:
-        scale = scale_of(scaler)
-        bad = known.bad_losses >= MANY_SKIPS - 1
+        scale, bad = scale_of(scaler), known.bad_losses >= MANY_SKIPS - 1
         if bad or scale < 1:
             self._recorder.look_soon = True
-            finite = False if bad else None
-            self._recorder.emit(
-                ScaleHistory(source=known.scaled_at, scale=scale, skipped=known.skipped, loss_finite=finite)
-            )
+            finite, skipped = False if bad else None, known.skipped
+            source = known.scaled_at
+            event = events.ScaleHistory(source, scale=scale, skipped=skipped, loss_finite=finite)
+            self._recorder.emit(event)
 
     @contextmanager
     def _explained(self, method: str, optimizer: Optimizer | None) -> Iterator[None]:
@@ -137,17 +133,111 @@ class Scalers:
         try:
             yield
         except (RuntimeError, ValueError, AssertionError) as error:
-            weights = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-            self._recorder.emit(
-                ScalerRefused(
-                    source=user_line(),
-                    method=method,
-                    error=str(error),
-                    half_weights=sum(weight.dtype == torch.float16 for weight in weights),
-                    weights=len(weights),
-                )
+            weights = parameters_of(optimizer) if optimizer else []
+            half = sum(weight.dtype == torch.float16 for weight in weights)
+            what = events.ScalerRefused(
+                user_line(), method=method, error=str(error), half_weights=half, weights=len(weights)
             )
+            self._recorder.emit(what)
             raise
+
+
+class Checkpoints(Tracker):
+    """Looks whether the scaler is saved and loaded with the optimizer.
+
+    A checkpoint may be several files, so a missing scaler is judged at the next step, or at the end.
+    """
+
+    _saved_at = _loaded_at = ""
+    _scaler_saved = False
+
+    def patches(self) -> list[Patch]:
+        """What saves and loads."""
+        distributed = sys.modules.get("torch.distributed.checkpoint")
+        savers = [torch] if distributed is None else [torch, distributed]
+        return [
+            *((saver, "save", self._save) for saver in savers),
+            (Optimizer, "load_state_dict", self._load),
+        ]
+
+    def _save(self, obj: Any, *args: Any, **kw: Any) -> Running:
+        if _holds(obj, _is_scaler):
+            self._scaler_saved = True
+        elif _holds(obj, _is_optimizer):
+            self._saved_at = user_line()
+        yield
+
+    def _load(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
+        yield
+        if optimizer.state:  # else it only changed places, before the first step
+            self._loaded_at = user_line()
+
+    def on_stepped(self, stepped: Stepped) -> None:
+        """What was saved and loaded is complete now."""
+        self.finish()
+
+    def finish(self) -> None:
+        """What was saved and loaded since the last step is complete now."""
+        used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.scaled_at]
+        if self._saved_at and not self._scaler_saved and used:
+            self._recorder.emit(events.ScalerNotSaved(source=self._saved_at))
+        if self._loaded_at and used and not any(known.loaded for known in used):
+            self._recorder.emit(events.ScalerNotLoaded(source=self._loaded_at))
+        self._saved_at, self._scaler_saved, self._loaded_at = "", False, ""
+
+
+class Schedules(Tracker):
+    """Looks whether schedulers step after steps that the scaler skipped."""
+
+    def set_up(self) -> None:
+        #: Of each optimizer: its steps, also ``since`` its scheduler stepped; whether the last was skipped;
+        #: and how often its scheduler stepped all the same.
+        self._steps: weakref.WeakKeyDictionary[Optimizer, Counter[str]] = weakref.WeakKeyDictionary()
+
+    def patches(self) -> list[Patch]:
+        """The schedulers' steps."""
+        return of_all(LRScheduler, step=self._step)
+
+    def on_stepped(self, stepped: Stepped) -> None:
+        """A step was asked for."""
+        steps = self._steps.setdefault(stepped.optimizer, Counter())
+        steps.update(all=1, since=1)
+        steps["last"] = bool(stepped.skipped)
+        if stepped.scaler is not None and stepped.skipped is None:
+            self._recorder.cannot_check(
+                "steps skipped by a fused optimizer, which only the device knows", "AMP021", "AMP029"
+            )
+
+    def _step(self, scheduler: Any, *args: Any, **kw: Any) -> Running:
+        yield
+        self._recorder.facts.add("schedule")
+        optimizer = getattr(scheduler, "optimizer", None)
+        steps = self._steps.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        if steps is None:
+            return
+        since, steps["since"] = steps["since"], 0
+        # A scheduler that steps once in many steps counts epochs, not steps.
+        if since == 1 and steps["last"]:
+            steps["skipped"] += 1
+            place = user_line(), type(optimizer).__name__
+            event = events.SchedulerStepped(*place, skipped=steps["skipped"], steps=steps["all"])
+            self._recorder.emit(event)
+
+
+def _holds(obj: Any, is_it: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
+    if is_it(obj):
+        return True
+    inner = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, list | tuple) else ()
+    return depth > 0 and any(_holds(value, is_it, depth - 1) for value in inner)
+
+
+def _is_optimizer(obj: Any) -> bool:
+    return isinstance(obj, Mapping) and "state" in obj and "param_groups" in obj
+
+
+def _is_scaler(obj: Any) -> bool:
+    state = isinstance(obj, Mapping) and "_growth_tracker" in obj and "growth_factor" in obj
+    return state or isinstance(obj, torch.amp.GradScaler)
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

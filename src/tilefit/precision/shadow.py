@@ -5,19 +5,18 @@ Nothing waits for the device while the step runs: what was measured stays there,
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tilefit.precision.events import IntegersMerged, MaskOverflowed, OperationChecked
+from tilefit.precision import events
+from tilefit.precision.ledger import Tracker
 from tilefit.precision.look import FORWARD, OPEN, RECOMPUTED, Call, Observer
-from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
-from tilefit.precision.tensors import HALF, has_values, is_plain, name_of, sampled, tensors_in
+from tilefit.precision.tensors import HALF, Notes, has_values, is_plain, name_of, sampled, tensors_in
 
 #: Elements looked at of an operation's input, and of a table of integers.
 SAMPLE = 65536
@@ -31,12 +30,12 @@ _EPS = {dtype: torch.finfo(dtype).eps for dtype in HALF}
 _SMALLEST = {dtype: torch.finfo(dtype).smallest_normal for dtype in HALF}
 
 _POINTWISE: dict[str, Callable[..., Tensor]] = {
-    "pow": lambda call, x: torch.pow(x, call.args[1]),
-    "square": lambda call, x: torch.square(x),
-    "exp": lambda call, x: torch.exp(x),
-    "log": lambda call, x: torch.log(x),
-    "rsqrt": lambda call, x: torch.rsqrt(x),
-    "reciprocal": lambda call, x: torch.reciprocal(x),
+    "pow": torch.pow,
+    "square": torch.square,
+    "exp": torch.exp,
+    "log": torch.log,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
 }
 #: Operations through which a mask stays one, and a table a table.
 _PASSING = frozenset(
@@ -51,54 +50,32 @@ _TABLES = frozenset("index index_select embedding gather take".split())
 _SCALED = frozenset("mul div mul_ div_ cat stack _to_copy".split())
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A measurement on the device, and what becomes of it."""
-
-    numbers: Tensor
-    judge: Callable[[list[float]], None]
-
-
 class _Mask(NamedTuple):
     """A sum that may be a mask.
 
     Attributes:
-        tensor: The sum, or what it was passed on to.
         overflowed: Whether finite terms gave -inf, on the device.
         source, dtype: Of the sum.
     """
 
-    tensor: weakref.ref[Tensor]
     overflowed: Tensor
     source: str
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
-class _Table:
-    """Values that were cast to half precision, and the operations that they have gone into."""
-
-    into: set[str] = field(default_factory=set)
-
-
-class Shadows(Observer):
-    """Repeats risky operations in fp32, looks for merged integers and for masks that overflow.
-
-    Args:
-        recorder: Where events go.
-        is_parameter: Whether a tensor is a parameter, whose casts are autocast's.
-    """
+class Shadows(Tracker, Observer):
+    """Repeats risky operations in fp32, looks for merged integers and for masks that overflow."""
 
     phases = (FORWARD, OPEN, RECOMPUTED)
 
-    def __init__(self, recorder: Recorder, is_parameter: Callable[[Tensor], bool]) -> None:
-        self._recorder = recorder
-        self._is_parameter = is_parameter
-        self._pending: list[_Pending] = []
-        self._calls: dict[tuple[str, str], int] = {}
-        self._underflowed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self._masks: dict[int, _Mask] = {}
-        self._tables: dict[int, tuple[weakref.ref[Tensor], _Table]] = {}
+    def set_up(self) -> None:
+        #: Measurements on the device, and what each shows.
+        self._pending: list[tuple[Tensor, Callable[[list[float]], events.Event | None]]] = []
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._underflowed: Notes[Tensor] = Notes()
+        self._masks: Notes[_Mask] = Notes()
+        #: Values that were cast to half precision, and the operations that they have gone into.
+        self._tables: Notes[set[str]] = Notes()
 
     def wants(self, func: Any, name: str) -> bool:
         return any(name in names for names in (_POINTWISE, _REDUCTIONS, _HANDLERS, _ANGLES, _TABLES, _SCALED))
@@ -127,18 +104,43 @@ class Shadows(Observer):
             self._reduction(call, first, out)
 
     def end(self) -> None:
-        pending, self._pending = self._pending, []
-        for kept in (self._calls, self._underflowed, self._masks, self._tables):
+        by_device = defaultdict(list)
+        for numbers, shows in self._pending:
+            by_device[numbers.device].append((numbers, shows))
+        for kept in (self._pending, self._calls, self._underflowed, self._masks, self._tables):
             kept.clear()
-        by_device: dict[torch.device, list[_Pending]] = {}
-        for one in pending:
-            by_device.setdefault(one.numbers.device, []).append(one)
         for same in by_device.values():
-            read = torch.cat([one.numbers for one in same]).tolist()
-            for one in same:
-                size = one.numbers.numel()
-                one.judge(read[:size])
-                read = read[size:]
+            read = torch.cat([numbers for numbers, _ in same]).tolist()
+            for numbers, shows in same:
+                event = shows(read[: numbers.numel()])
+                read = read[numbers.numel() :]
+                if event is not None:
+                    self._recorder.emit(event)
+
+    def met(self, model: nn.Module) -> None:
+        """Look for tables of whole numbers among a model's half-precision buffers that have merged already.
+
+        ``model.bfloat16()`` casts buffers too. Waits for the device.
+        """
+        for name, buffer in model.named_buffers():
+            if buffer.dtype not in HALF or not is_plain(buffer):
+                continue
+            exact = 2 ** SIGNIFICAND_BITS[name_of(buffer.dtype)]
+            values = buffer.detach().reshape(-1)[:SAMPLE].float()
+            if values.numel() <= exact or values.abs().max() <= exact:
+                continue
+            steps = values.diff()
+            if bool((values == values.floor()).all() & (steps >= 0).all() & (steps == 0).any()):
+                before, after = values.numel(), int((steps > 0).sum()) + 1
+                event = events.IntegersMerged(
+                    module=name,
+                    dtype=name_of(buffer.dtype),
+                    integral=True,
+                    largest=float(values.abs().max()),
+                    before=before,
+                    after=after,
+                )
+                self._recorder.emit(event)
 
     # ---- shadow operations -----------------------------------------------------------------
 
@@ -150,7 +152,8 @@ class Shadows(Observer):
         if x.stride() != out.stride():
             x, out = x.contiguous(), out.contiguous()
         sample, got = sampled(x, SAMPLE), sampled(out, SAMPLE)
-        self._compare(call, _POINTWISE[call.name](call, sample.float()), got.float(), out.dtype)
+        wide = _POINTWISE[call.name](sample.float(), *call.args[1:])
+        self._compare(call, wide, got.float(), out.dtype)
         if call.name == "log":
             self._after_underflow(call, x, out)
 
@@ -160,14 +163,12 @@ class Shadows(Observer):
         part, kept = _rows(call, x, out)
         if part is None or kept is None:
             return
-        args = [part.float(), *call.args[1:]]
         kwargs = {k: v for k, v in call.kwargs.items() if k != "dtype"}
-        wide = call.func(*args, **kwargs)
+        wide = call.func(part.float(), *call.args[1:], **kwargs)
         self._compare(call, wide, kept.float(), out.dtype)
         if call.name == "_softmax":
             # Small probabilities may become zero, which matters where a logarithm follows.
-            lost = ((kept == 0) & (wide > 0)).any()
-            self._underflowed[id(out)] = weakref.ref(out), lost
+            self._underflowed.note(out, ((kept == 0) & (wide > 0)).any())
 
     def _compare(self, call: Call, wide: Tensor, got: Tensor, dtype: torch.dtype) -> None:
         good = torch.isfinite(wide)
@@ -176,51 +177,35 @@ class Shadows(Observer):
         spacing = wide.abs().clamp_min(_SMALLEST[dtype]) * _EPS[dtype]
         error = torch.where(good & torch.isfinite(got), (wide - got).abs() / spacing, 0.0).max()
         largest = torch.where(good, wide.abs(), 0.0).max()
-        # A value below the smallest normal number is allowed to vanish in a sum or a softmax.
-        may_vanish = call.name not in _POINTWISE
-        self._checked(
-            call,
-            call.name,
-            dtype,
-            torch.stack([overflowed, vanished, error, largest]),
-            lambda n: (n[0], 0.0 if may_vanish else n[1], n[2], n[3]),
-        )
+        if call.name not in _POINTWISE:
+            # A value below the smallest normal number is allowed to vanish in a sum or a softmax.
+            vanished = torch.zeros_like(vanished)
+        self._checked(call, call.name, dtype, overflowed, vanished, error, largest)
 
-    def _checked(
-        self,
-        call: Call,
-        operation: str,
-        dtype: torch.dtype,
-        numbers: Tensor,
-        figures: Callable[[list[float]], tuple[float, float, float, float]],
-    ) -> None:
-        source, module = call.source, call.module
+    def _checked(self, call: Call, operation: str, dtype: torch.dtype, *numbers: Tensor) -> None:
+        place, dtype_name = (call.source, call.module), name_of(dtype)
 
-        def judge(numbers: list[float]) -> None:
-            overflowed, vanished, error, largest = figures(numbers)
-            self._recorder.emit(
-                OperationChecked(
-                    source=source,
-                    module=module,
-                    operation=operation,
-                    dtype=name_of(dtype),
-                    overflowed=overflowed,
-                    vanished=vanished,
-                    error_ulp=error,
-                    largest=largest,
-                )
+        def shows(read: list[float]) -> events.OperationChecked:
+            overflowed, vanished, error, largest = read
+            return events.OperationChecked(
+                *place,
+                operation=operation,
+                dtype=dtype_name,
+                overflowed=overflowed,
+                vanished=vanished,
+                error_ulp=error,
+                largest=largest,
             )
 
-        self._pending.append(_Pending(numbers, judge))
+        self._pending.append((torch.stack(numbers), shows))
 
     def _after_underflow(self, call: Call, x: Tensor, out: Tensor) -> None:
         """A logarithm of probabilities some of which became zero in half precision."""
-        known = self._underflowed.get(id(x))
-        if known is not None and known[0]() is x:
-            numbers = torch.stack([known[1].float(), torch.isneginf(out).float().mean()])
-            self._checked(
-                call, "log(softmax)", out.dtype, numbers, lambda n: (n[1] if n[0] else 0.0, 0.0, 0.0, 0.0)
-            )
+        lost = self._underflowed.of(x)
+        if lost is not None:
+            zero = torch.zeros((), device=x.device)
+            infinite = torch.isneginf(out).float().mean() * lost
+            self._checked(call, "log(softmax)", out.dtype, infinite, zero, zero, zero)
 
     # ---- masks -----------------------------------------------------------------------------
 
@@ -232,35 +217,29 @@ class Shadows(Observer):
         terms = [t for t in call.tensors() if has_values(t) and t.device == out.device]
         finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
         flag = finite & torch.isneginf(out.amin())
-        before = self._mask_of(first) or next(filter(None, map(self._mask_of, terms)), None)
-        source = call.source
+        before, source = next(filter(None, map(self._masks.of, (first, *terms))), None), call.source
         if before is not None:
             # What overflowed earlier stays overflowed; the earlier line is to blame.
             flag, source = flag | before.overflowed, before.source
-        self._masks[id(out)] = _Mask(weakref.ref(out), flag, source, out.dtype)
+        self._masks.note(out, _Mask(flag, source, out.dtype))
 
     def _pass_on(self, call: Call, first: Tensor) -> None:
         """A view or a copy of a mask is one, and so is what a mask is updated to."""
-        known = next(filter(None, map(self._mask_of, call.tensors())), None)
+        known = next(filter(None, map(self._masks.of, call.tensors())), None)
         if known is not None and isinstance(call.out, Tensor):
-            self._masks[id(call.out)] = known._replace(tensor=weakref.ref(call.out))
-
-    def _mask_of(self, tensor: Tensor) -> _Mask | None:
-        known = self._masks.get(id(tensor))
-        return known if known is not None and known.tensor() is tensor else None
+            self._masks.note(call.out, known)
 
     def _through_mask(self, call: Call, scores: Tensor) -> None:
-        known = self._mask_of(scores)
+        known = self._masks.of(scores)
         if known is None or not self._counts(call, "mask"):
             return
         rows = torch.isneginf(scores).all(call.args[1]).sum()
         source, dtype = known.source, name_of(known.dtype)
 
-        def judge(numbers: list[float]) -> None:
-            if numbers[0]:
-                self._recorder.emit(MaskOverflowed(source=source, dtype=dtype, rows=int(numbers[1])))
+        def shows(read: list[float]) -> events.MaskOverflowed | None:
+            return events.MaskOverflowed(source, dtype=dtype, rows=int(read[1])) if read[0] else None
 
-        self._pending.append(_Pending(torch.stack([known.overflowed.float(), rows.float()]), judge))
+        self._pending.append((torch.stack([known.overflowed.float(), rows.float()]), shows))
 
     # ---- integers --------------------------------------------------------------------------
 
@@ -269,11 +248,13 @@ class Shadows(Observer):
         if self._masks:
             self._pass_on(call, x)
         made = x is out  # an arange in half precision
-        if out.dtype not in HALF or x.dtype == torch.bool or self._is_parameter(x):
+        if out.dtype not in HALF or x.dtype == torch.bool or self._ledger.is_parameter(x):
             return
         if (x.dtype in HALF and not made) or not is_plain(out) or not self._counts(call):
             return
-        values = (_progression(call) if made else _ends(x)).double()
+        # What an arange counts, exactly.
+        counted = {"dtype": torch.float64, "device": out.device}
+        values = torch.arange(*call.args, **counted) if made else _ends(x).double()
         exact = 2 ** SIGNIFICAND_BITS[name_of(out.dtype)]
         ordered = values.sort().values
         cast = ordered.to(out.dtype).double()
@@ -289,78 +270,49 @@ class Shadows(Observer):
                 (cast != ordered).sum().double(),
             ]
         )
-        source, module, dtype = call.source, call.module, name_of(out.dtype)
-        table = _Table()
-        self._tables[id(out)] = weakref.ref(out), table
+        place, dtype = (call.source, call.module), name_of(out.dtype)
+        into = self._tables.note(out, set())
+        # A batch of features holds whole numbers by accident; positions lie along an axis.
+        many, line = axes > 1, row.numel() >= LINE
 
-        def judge(numbers: list[float]) -> None:
-            integral, monotone, largest, before, after, rounded = numbers
+        def shows(read: list[float]) -> events.IntegersMerged | None:
+            (integral, monotone, largest), counts = read[:3], map(int, read[3:])
+            before, after, rounded = counts
             beyond = integral and largest > exact and rounded
             merged = after < before and monotone
             # What only divides, or is an image, may be rounded.
-            if not (beyond or merged) or not table.into & (_ANGLES if integral else _TABLES):
-                return
-            in_order = bool(monotone) and row.numel() >= LINE
-            self._recorder.emit(
-                IntegersMerged(
-                    source=source,
-                    module=module,
-                    dtype=dtype,
-                    integral=bool(integral),
-                    largest=largest,
-                    before=int(before),
-                    after=int(after),
-                    rounded=int(rounded),
-                    # A batch of features holds whole numbers by accident; positions lie along an axis.
-                    likely_data=axes > 1 and not in_order,
-                )
+            if not (beyond or merged) or not into & (_ANGLES if integral else _TABLES):
+                return None
+            return events.IntegersMerged(
+                *place,
+                dtype=dtype,
+                integral=bool(integral),
+                largest=largest,
+                before=before,
+                after=after,
+                rounded=rounded,
+                likely_data=many and not (monotone and line),
             )
 
-        self._pending.append(_Pending(numbers.float(), judge))
+        self._pending.append((numbers.float(), shows))
 
     def _use(self, call: Call) -> None:
         """Note what tables go into; what is made of one by scaling or reshaping it still is one."""
         for tensor in call.tensors():
-            known = self._tables.get(id(tensor))
-            if known is None or known[0]() is not tensor:
+            into = self._tables.of(tensor)
+            if into is None:
                 continue
-            known[1].into.add(call.name)
-            if call.name in _PASSING or call.name in _SCALED:
-                for out in tensors_in([call.out]):
-                    # Only what is divided is still one; the divisor's rounding is one of many.
-                    if call.name not in ("div", "div_") or tensor is call.args[0]:
-                        self._tables[id(out)] = weakref.ref(out), known[1]
+            into.add(call.name)
+            # Only what is divided is still one; the divisor's rounding is one of many.
+            divisor = call.name in ("div", "div_") and tensor is not call.args[0]
+            for out in tensors_in([call.out]) if call.name in _PASSING | _SCALED and not divisor else ():
+                self._tables.note(out, into)
 
     def _counts(self, call: Call, kind: str = "") -> bool:
         """Whether this call is among the first few of its kind (its name) on its line."""
         key = kind or call.name, call.source
-        self._calls[key] = self._calls.get(key, 0) + 1
+        self._calls[key] += 1
         return self._calls[key] <= CALLS
-
-
-def judge_buffers(recorder: Recorder, model: nn.Module) -> None:
-    """Look for tables of whole numbers among a model's half-precision buffers that have merged already.
-
-    ``model.bfloat16()`` casts buffers too. Waits for the device.
-    """
-    for name, buffer in model.named_buffers():
-        if buffer.dtype not in HALF or not is_plain(buffer):
-            continue
-        exact = 2 ** SIGNIFICAND_BITS[name_of(buffer.dtype)]
-        values = buffer.detach().reshape(-1)[:SAMPLE].float()
-        if values.numel() <= exact or values.abs().max() <= exact:
-            continue
-        steps = values.diff()
-        if bool((values == values.floor()).all()) and bool((steps >= 0).all()) and bool((steps == 0).any()):
-            event = IntegersMerged(
-                module=name,
-                dtype=name_of(buffer.dtype),
-                integral=True,
-                largest=float(values.abs().max()),
-                before=values.numel(),
-                after=int((steps > 0).sum()) + 1,
-            )
-            recorder.emit_once(("buffer", id(buffer)), lambda event=event: event)  # type: ignore[misc]
 
 
 _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
@@ -369,11 +321,6 @@ _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
     **dict.fromkeys(("add", "sub"), Shadows._sum),
     **dict.fromkeys(_PASSING, Shadows._pass_on),
 }
-
-
-def _progression(call: Call) -> Tensor:
-    """What an arange counts, exactly."""
-    return torch.arange(*call.args, dtype=torch.float64, device=call.out.device)
 
 
 def _along(x: Tensor) -> tuple[Tensor, int]:

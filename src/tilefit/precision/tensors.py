@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.optim import Optimizer
 
 HALF = (torch.float16, torch.bfloat16)
+#: Values followed of each tensor.
+VALUES = 1024
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_T = TypeVar("_T")
+
+
+class Notes(dict[int, tuple["weakref.ref[Tensor]", _T]]):
+    """What is noted of tensors, each of which is known by being itself."""
+
+    def note(self, tensor: Tensor, what: _T) -> _T:
+        """Note something of a tensor."""
+        self[id(tensor)] = weakref.ref(tensor), what
+        return what
+
+    def of(self, tensor: Tensor) -> _T | None:
+        """What was noted of a tensor; None for nothing."""
+        known = self.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
 
 @cache
 def name_of(dtype: torch.dtype) -> str:
     """``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -76,3 +100,10 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     )
     # One operation, of which there is one for every gradient.
     return tensor.as_strided((-(-number // step),), (step,)) if dense else tensor.reshape(-1)[::step]
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """Up to about :data:`VALUES` elements, in the order of the indices; a copy."""
+    # A gradient may lie in memory in another order than its parameter.
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // VALUES)].clone()

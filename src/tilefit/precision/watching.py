@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,25 +16,22 @@ from torch.optim import Optimizer
 from tilefit.errors import UsageError
 from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
-from tilefit.precision.checkpoints import Checkpoints, Schedules
-from tilefit.precision.coverage import checks
 from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents
-from tilefit.precision.ledger import Begins, Ended, Ledger, Stepped
-from tilefit.precision.look import Look, Observer, Observers
-from tilefit.precision.movement import Accumulators, GradientSums, Weights
+from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
+from tilefit.precision.look import Look, Observers, Statistics
+from tilefit.precision.movement import Accumulators, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
-from tilefit.precision.scalers import Scalers
-from tilefit.precision.shadow import Shadows, judge_buffers
-from tilefit.precision.statistics import Statistics
+from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
+from tilefit.precision.shadow import Shadows
 from tilefit.precision.tensors import name_of, stands_for_another
 from tilefit.precision.window import Window
-from tilefit.report.watched import Table, Watched
+from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
 from tilefit.rules.finding import Alarm
 from tilefit.rules.registry import choose, pages
 from tilefit.version import __version__
@@ -46,6 +44,9 @@ FIRST_STEPS = 4
 EVERY = 100
 #: The rules that a close look is for.
 CLOSELY = tuple(rule.code for rule in all_rules() if rule.closely)
+#: What stands in the way of close looks, for the report.
+NUMERICS_OFF = "close looks are switched off"
+TOO_SHORT = "no step was looked at closely: the run was too short"
 
 _active: Watch | None = None
 
@@ -86,10 +87,9 @@ class Watch:
         select: Sequence[str] = (),
         ignore: Sequence[str] = (),
     ) -> None:
-        if every < 1:
-            raise UsageError(f"every={every} is not a number of steps", hint="Use 1 or more.")
-        if steps is not None and steps < 1:
-            raise UsageError(f"steps={steps} is not a number of steps", hint="Use 1 or more.")
+        for name, value in (("every", every), ("steps", steps)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value} is not a number of steps", hint="Use 1 or more.")
         self._models = [model] if isinstance(model, nn.Module) else list(model or ())
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         self._given_scaler = scaler
@@ -97,52 +97,33 @@ class Watch:
         self._numerics = numerics
         self._last = steps
         self._find_non_finite = find_non_finite
-        self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
-        self._make_trackers(recorder)
-        self._module_names: dict[int, str] = {}
         self._look: Look | None = None
         self._looks = 0
-        self._seek_origin = False
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
         self._primary: weakref.ref[Optimizer] | None = None
-        self._running = False
-        self._ended = False
-        self._compiled_seen = False
+        self._seek_origin = self._running = self._ended = self._compiled_seen = False
         self._frames_before = 0
-        self._scale: float | None = None
         self._stepped: dict[str, None] = {}
         #: Called when the steps asked for have ended, and again where the loop goes on all the same.
         self.on_end: Callable[[], None] = lambda: None
+        # Events reach them in this order: what one leaves for another comes first.
+        self._patches = Patches()
+        self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
+        self._ledger = ledger = Ledger(recorder)
+        scalers, checkpoints = Scalers(recorder, ledger), Checkpoints(recorder, ledger)
+        self._regions, schedules = Regions(recorder, ledger), Schedules(recorder, ledger)
+        self._window, losses = Window(recorder, ledger), Losses(recorder, ledger)
+        self._exponents, weights = Exponents(recorder, ledger), Weights(recorder, ledger)
+        self._shadows, self._ranks = Shadows(recorder, ledger), Ranks(recorder, ledger)
+        others = [kind(recorder, ledger) for kind in (Accumulators, Products, LostGradients)]
+        self._numerical = [self._window, self._shadows, *others, losses, self._exponents]
+        self._trackers: list[Tracker] = [scalers, self._regions, checkpoints, schedules, losses, weights]
+        self._statistics = Statistics()
+        self._observers = Observers(self._statistics, self._numerical)
         recorder.on(Begins, self._on_backward)
         recorder.on(Ended, self._on_backward_ended)
         recorder.on(Stepped, self._on_stepped)
-
-    def _make_trackers(self, recorder: Recorder) -> None:
-        # Events reach them in this order: what one leaves for another comes first.
-        self._patches = Patches()
-        self._ledger = ledger = Ledger(recorder)
-        self._scalers = Scalers(recorder, ledger)
-        self._exponents = Exponents()
-        self._statistics = Statistics()
-        self._regions = Regions(recorder, ledger, self._exponents.fp16)
-        self._checkpoints = Checkpoints(recorder, ledger)
-        self._schedules = Schedules(recorder)
-        self._sums = GradientSums()
-        self._window = Window(recorder, ledger)
-        self._losses = Losses(recorder, ledger, self._line_of, self._window.multiplied, self._sums.error)
-        self._weights = Weights(recorder, ledger)
-        self._numerical: tuple[Observer, ...] = (
-            self._window,
-            Shadows(recorder, ledger.is_parameter),
-            Accumulators(recorder, ledger),
-            self._sums,
-            Products(recorder),
-            self._exponents,
-        )
-        self._observers = Observers(self._statistics, self._numerical)
-        self._lost = LostGradients(recorder, ledger, self._regions.cached_region)
-        self._ranks = Ranks(recorder, ledger)
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -169,20 +150,18 @@ class Watch:
     def _start(self) -> None:
         self._frames_before = _frames_compiled()
         for model in self._models:
-            for name, parameter in model.named_parameters():
-                self._recorder.names[id(parameter)] = name
+            self._recorder.name(model)
+            for parameter in model.parameters():
                 if parameter.requires_grad:
                     self._ledger.follow(parameter)
-            for name, module in model.named_modules():
-                self._module_names.setdefault(id(module), name or type(module).__name__)
             if self._numerics:
-                judge_buffers(self._recorder, model)
+                self._shadows.met(model)
         for optimizer in self._optimizers:
             self._ledger.adopt(optimizer)
         if self._given_scaler is not None and not self._given_scaler.is_enabled():
             self._recorder.cannot_check("the gradient scaler: it is switched off")
-        for part in (self._ledger, self._scalers, self._regions, self._checkpoints, self._schedules):
-            part.start(self._patches)
+        tables = [self._ledger.patches(), *(tracker.patches() for tracker in self._trackers)]
+        self._patches.apply(*chain(*tables))
         # Not is_available(), which fixes the visible devices before the script can choose them.
         if torch.version.cuda is not None:
             self._patches.apply((torch.cuda.CUDAGraph, "replay", self._replay))
@@ -200,10 +179,8 @@ class Watch:
         self._finish_look()
         if self._look is not None:
             self._recorder.cannot_check("the last step: a dispatch mode of your own was open at its end")
-        self._checkpoints.judge()
-        self._losses.finish()
-        self._weights.finish()
-        self._regions.stop()
+        for tracker in self._trackers:
+            tracker.finish()
         self._ledger.stop()
         self._patches.undo()
 
@@ -234,30 +211,41 @@ class Watch:
             title: What was watched; by default the model's class.
         """
         names = [type(model).__name__ for model in self._models]
-        unchecked = self._recorder.unchecked.items()
+        trained = sorted(map(name_of, self._regions.trained))
+        setup = (
+            f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
+            "no loss scale" if self._recorder.scale is None else f"loss scale {self._recorder.scale:g}",
+            *self._stepped,
+        )
+        unchecked, operations = self._recorder.unchecked.items(), self._statistics.table()
         return Watched(
             title=title or ", ".join(names) or "training",
-            setup=tuple(self._setup()),
+            setup=setup,
             steps=self.steps,
             findings=self.alarms,
-            tables=tuple(self._tables()),
+            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
             unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
-            checks=tuple(checks(self._recorder, self._looks, self._numerics)),
+            checks=tuple(self._checks()),
             version=__version__,
             rules=pages((alarm.code for alarm in self.alarms), all_rules()),
         )
 
-    def _setup(self) -> list[str]:
-        trained = sorted(map(name_of, self._regions.trained))
-        return [
-            f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
-            "no loss scale" if self._scale is None else f"loss scale {self._scale:g}",
-            *self._stepped,
-        ]
-
-    def _tables(self) -> list[Table]:
-        operations = self._statistics.table()
-        return [*self._exponents.tables(), *([operations] if operations.rows else [])]
+    def _checks(self) -> Iterator[Check]:
+        """What each rule could look at, and what not and why."""
+        for rule in self._recorder.rules:
+            missing = [need for need in rule.needs if need not in self._recorder.facts]
+            unchecked = self._recorder.unchecked.items()
+            blocked = [what for what, codes in unchecked if rule.code.startswith(codes or "-")]
+            status, why = CHECKED, f"not: {rule.limit}" if rule.limit else ""
+            if rule.replay:
+                status, why = INAPPLICABLE, f"tilefit.precision.{rule.replay} checks it"
+            elif missing:
+                status, why = INAPPLICABLE, f"the run had no {missing[0]}"
+            elif blocked:
+                status, why = CANNOT, blocked[0]
+            elif rule.closely and not self._looks:
+                status, why = CANNOT, TOO_SHORT if self._numerics else NUMERICS_OFF
+            yield Check(rule.code, status, why)
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -281,9 +269,8 @@ class Watch:
         scan = begins.here.scan
         self._compiled_seen |= scan.compiled
         if scan.nodes.total() >= graph.MOST:
-            self._recorder.cannot_check(
-                f"operations of a backward pass beyond the first {graph.MOST} nodes of its graph"
-            )
+            what = f"operations of a backward pass beyond the first {graph.MOST} nodes of its graph"
+            self._recorder.cannot_check(what)
         self._losses_finite += [
             torch.isfinite(root.detach()).all()
             for root in begins.roots
@@ -306,10 +293,6 @@ class Watch:
     def _end_step(self, stepped: Stepped) -> None:
         recorder = self._recorder
         scaled = stepped.scaler is not None
-        if recorder.looking and scaled:
-            self._scale = float(stepped.scaler.get_scale())
-            self._exponents.scale = self._scale
-            self._scalers.judge_scale(stepped.scaler, self._scale)
         self._judge_finiteness(stepped, scaled)
         self._finish_look()
         recorder.step += 1
@@ -344,12 +327,10 @@ class Watch:
     def _begin_look(self, scaled: bool) -> None:
         if self._look is not None:
             return
-        what = "numerics and writes to gradients: "
-        if self._compiled():
-            self._recorder.cannot_check(f"{what}a compiled graph shows none of its operations", *CLOSELY)
-            return
-        if not Look.possible():
-            self._recorder.cannot_check(f"{what}a dispatch mode of your own is active", *CLOSELY)
+        compiled = "a compiled graph shows none of its operations"
+        if self._compiled() or not Look.possible():
+            why = compiled if self._compiled() else "a dispatch mode of your own is active"
+            self._recorder.cannot_check(f"numerics and writes to gradients: {why}", *CLOSELY)
             return
         observers = self._observers
         self._origin = None
@@ -357,18 +338,10 @@ class Watch:
             weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=self._seek_origin)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        self._look = look = Look(
-            self._ledger,
-            observers,
-            self._module_names,
-            self._recorder.names,
-            thorough=self._origin is not None,
-            hook_of=self._window.hook_of,
-        )
-        look.on_new_model.append(lambda model: judge_buffers(self._recorder, model))
-        self._lost.follow(look)
+        thorough, hook_of = self._origin is not None, self._window.hook_of
+        self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)
         self._seek_origin = False
-        look.begin()
+        self._look.begin()
         self._looks += 1
 
     def _finish_look(self) -> None:
@@ -381,10 +354,7 @@ class Watch:
             return True
         return self._compiled_seen or _frames_compiled() != self._frames_before
 
-    def _line_of(self, sequence: int) -> str:
-        return self._look.line_of(sequence) if self._look is not None else ""
-
-    def _replay(self, captured: Any, *args: Any, **kw: Any) -> Generator[None, Any, None]:
+    def _replay(self, captured: Any, *args: Any, **kw: Any) -> Running:
         self._recorder.cannot_check("what runs inside CUDA graphs")
         yield
         self._ledger.replay_ran()

@@ -7,9 +7,7 @@ gradients.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
+from tilefit.precision import events
 from tilefit.precision.degrees import base_name, result_degree
-from tilefit.precision.events import Event, GradientsClipped, GradientsWritten, WrongDivision
 from tilefit.precision.gradients import Gradient
-from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Ledger, Marks
+from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
-from tilefit.precision.marks import HAND, Cause, State
-from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import has_values, is_plain, targets, tensors_in
+from tilefit.precision.marks import HAND, Cause, Kind, State
+from tilefit.precision.tensors import Notes, has_values, is_plain, targets, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
 _SCALINGS = frozenset("mul div true_divide".split())
@@ -45,14 +42,12 @@ class _Derived:
     """A tensor made out of scaled gradients.
 
     Attributes:
-        reference: The tensor.
         degree: The power of the scale it grows with; NaN for none.
         marks: The gradients' marks.
         factor: What a tensor of degree 1 was multiplied by since.
         operation, source: What made it lose its degree.
     """
 
-    reference: weakref.ref[Tensor]
     degree: float
     marks: Marks
     factor: float = 1.0
@@ -60,64 +55,52 @@ class _Derived:
     source: str = ""
 
 
-class Window(Observer):
-    """Follows what happens to gradients.
-
-    Args:
-        recorder: Where events go.
-        ledger: Holds the gradients' states.
-    """
+class Window(Tracker, Observer):
+    """Follows what happens to gradients."""
 
     phases = (OPEN,)
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        self._recorder = recorder
-        self._ledger = ledger
-        self._derived: dict[int, _Derived] = {}
+    def set_up(self) -> None:
+        self._derived: Notes[_Derived] = Notes()
+        #: The gradients by where they begin in memory, and that in order.
+        self._held: dict[int, Gradient] = {}
         self._starts: list[int] = []
-        self._held: list[Gradient] = []
         #: Numbers read from gradients in this step; and by line, a factor and its products with such numbers.
         self._read: list[float] = []
         self._factors: dict[str, tuple[float, list[float]]] = {}
         #: Gradients, by ``id``, whose loss was multiplied by a constant that was divided out.
         self._undone: set[int] = set()
-        #: What each gradient, by ``id``, was multiplied by since the last step.
-        self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
-        ledger.before_observing = self._replaced
-        recorder.on(Begins, lambda _: self._forget())
-        recorder.on(Ended, lambda _: self._begin())
-        recorder.on(Gave, self._on_gave)
+        self._ledger.before_observing = self._replaced
 
-    def _forget(self) -> None:
-        # Inside a backward pass only hooks are looked at; afterwards there may be new gradients.
+    def on_begins(self, begins: Begins) -> None:
+        """Inside a backward pass only hooks are looked at; afterwards there may be new gradients."""
         if self._ledger.closely:
-            self._starts, self._held = [], []
+            self._held = {}
 
     def end(self) -> None:
-        self._derived.clear()
-        self._undone.clear()
-        self._read.clear()
+        for kept in (self._derived, self._undone, self._read):
+            kept.clear()
 
-    def _begin(self) -> None:
+    def on_ended(self, ended: Ended | None) -> None:
+        """Find where the gradients are."""
         if not self._ledger.closely:
             return  # another thread's
         values = ((g.value, g) for g in self._ledger.gradients)
-        found = [(v.data_ptr(), g) for v, g in values if v is not None and is_plain(v) and v.numel()]
-        found.sort(key=lambda pair: pair[0])
-        self._starts = [start for start, _ in found]
-        self._held = [gradient for _, gradient in found]
+        self._held = {v.data_ptr(): g for v, g in values if v is not None and is_plain(v) and v.numel()}
+        self._starts = sorted(self._held)
 
-    def _on_gave(self, gave: Gave) -> None:
+    def on_gave(self, gave: Gave) -> None:
+        """Gradients that a backward pass returned are gradients too."""
         marks = frozenset(mark for mark in gave.marks if mark.scaler != HAND)
         for gradient in gave.gradients if marks and self._ledger.closely else ():
             if isinstance(gradient, Tensor):
-                self._derived[id(gradient)] = _Derived(weakref.ref(gradient), 1.0, marks)
+                self._derived.note(gradient, _Derived(1.0, marks))
 
     def wants(self, func: Any, name: str) -> bool:
         return name not in _SCALERS_OWN
 
     def after(self, call: Call) -> None:
-        if not (self._starts or self._derived) or self._ledger.here.in_use:
+        if not (self._held or self._derived) or self._ledger.here.in_use:
             return
         written = targets(call.func, call.args, call.kwargs)
         gradients = [g for tensor in written if (g := self._gradient(tensor)) is not None]
@@ -128,31 +111,28 @@ class Window(Observer):
         if call.name not in _READS:
             if found:
                 self._follow(call, found, written)
-        elif isinstance(call.out, float) and self._starts:
+        elif isinstance(call.out, float) and self._held:
             self._read += (call.out, abs(call.out) ** 0.5)
 
     # ---- what a tensor is ------------------------------------------------------------------
 
     def _find(self, tensor: Tensor) -> State | _Derived | None:
         """The scaled gradient a tensor is, or lies in; or what it was made of."""
-        derived = self._derived.get(id(tensor))
-        if derived is not None and derived.reference() is tensor:
+        derived = self._derived.of(tensor)
+        if derived is not None:
             return derived
         gradient = self._gradient(tensor)
         return gradient.state if gradient is not None and gradient.state.scaled else None
 
     def _gradient(self, tensor: Tensor) -> Gradient | None:
         """The gradient that a tensor is, or whose memory it lies in."""
-        if not self._starts or not is_plain(tensor) or not tensor.numel():
+        if not self._held or not is_plain(tensor) or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        index = bisect_right(self._starts, address) - 1
-        gradient = self._held[index]
+        gradient = self._held[self._starts[bisect_right(self._starts, address) - 1]]
         value = gradient.value
-        if index < 0 or value is None:
-            return None
-        start = value.data_ptr()
-        return gradient if start <= address < start + value.numel() * value.element_size() else None
+        within = value is not None and 0 <= address - value.data_ptr() < value.numel() * value.element_size()
+        return gradient if within else None
 
     def _degree_of(self, tensor: Tensor) -> float | None:
         found = self._find(tensor)
@@ -180,110 +160,78 @@ class Window(Observer):
             operation, source = (lost.operation, lost.source) if lost else (call.name, "")
             if not source and (degree != 1 or factor != 1):
                 source = call.source
-            self._derived[id(out)] = _Derived(weakref.ref(out), degree, marks, factor, operation, source)
+            self._derived.note(out, _Derived(degree, marks, factor, operation, source))
 
     # ---- writing to gradients --------------------------------------------------------------
 
     def _written(self, call: Call, gradients: list[Gradient]) -> None:
         name, args = base_name(call.name), call.args
-        if call.name in _CLEARS or (name == "fill" and args[1] == 0):
+        by = _by(call, args[1], zero=0.0) if name in _SCALINGS and len(args) > 1 else 1.0
+        if call.name in _CLEARS or (name == "fill" and args[1] == 0) or by == 0:
             self._accept(gradients, Cause.CLEARED)
             return
-        if name in _SCALINGS and len(args) > 1 and _by(call, args[1], zero=0.0) == 0:
-            self._accept(gradients, Cause.CLEARED)
-            return
-        scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if name == "copy":
             args = args[1:]
-            known = [one for source in tensors_in(args) if (one := self._find(source)) is not None]
-            if not known:
+            if not any(self._find(source) is not None for source in tensors_in(args)):
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
                 return
+        scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if not scaled:
-            self._written_plain(call, gradients, args)
+            self._written_plain(call, gradients, by)
             return
+        marks, source = scaled[0].state.marks, call.source
         degree = result_degree(call.name, args, self._degree_of)
-        if name in _SCALINGS:
-            self._multiplied(call, scaled, degree)
+        if name not in _SCALINGS:
+            self._judge(marks, degree, 1.0, source, call.name, len(scaled))
+        elif degree != 1:
+            self._clipped(source, self._ledger.scale_of(marks), certain=True)
         else:
-            if degree != 1:
-                self._changed(call.source, call.name, scaled)
-            self._accept(gradients, Cause.KEPT)
+            self._note_product(scaled, by)
+            number = isinstance(args[1], int | float)
+            if self._judge(marks, degree, by, source if number else "", call.name) is Cause.UNSCALED:
+                self._divided(scaled, self._ledger.scale_of(marks))
+                return
+        self._accept(gradients, Cause.KEPT)
 
-    def _written_plain(self, call: Call, gradients: list[Gradient], args: tuple[Any, ...]) -> None:
+    def _written_plain(self, call: Call, gradients: list[Gradient], by: float) -> None:
         """Gradients without a scale may be changed as one likes, except by what carries one."""
+        constant = gradients[0].state.by_hand
         if any(self._find(tensor) is not None for tensor in call.tensors()):
             self._accept(gradients, Cause.WRITTEN)
-            return
-        if base_name(call.name) not in _SCALINGS:
-            constant = gradients[0].state.by_hand
-            source, name, number = call.source, call.name, len(gradients)
-            self._ledger.wait(
-                constant,
-                ("written", source),
-                lambda: GradientsWritten(source=source, operation=name, scale=constant, parameters=number),
-            )
+        elif base_name(call.name) not in _SCALINGS:
+            number, name = len(gradients), call.name
+            written = events.GradientsWritten(call.source, operation=name, scale=constant, parameters=number)
+            self._ledger.wait(constant, lambda: written)
             self._accept(gradients, Cause.KEPT)
-            return
-        by = _by(call, args[1])
-        self._note_product(gradients, by)
-        self._ledger.settle(by)
-        constant = gradients[0].state.by_hand
-        scale = constant if constant and abs(by * constant - 1) < NEAR else self._scale_undone(by)
-        if scale and (not constant or id(gradients[0]) in self._undone):
-            self._divided(call, gradients, scale)
-            return
-        if scale:
-            self._undone.update(map(id, gradients))
-        raised = any(abs(by / s - 1) < NEAR for s in self._scales())
-        self._accept(gradients, Cause.WRITTEN if raised else Cause.KEPT)
+        else:
+            self._note_product(gradients, by)
+            self._ledger.settle(by)
+            scales = [scale_of(scaler) for scaler, _ in self._ledger.scalers]
+            undone = [scale for scale in scales if scale > 1 and abs(by * scale - 1) < NEAR]
+            if constant and abs(by * constant - 1) < NEAR:
+                undone = [constant]
+            if undone and (not constant or id(gradients[0]) in self._undone):
+                self._divided(gradients, undone[0])
+                return
+            if undone:
+                self._undone.update(map(id, gradients))
+            raised = any(abs(by / scale - 1) < NEAR for scale in scales)
+            self._accept(gradients, Cause.WRITTEN if raised else Cause.KEPT)
 
     def _note_product(self, gradients: list[Gradient], by: float) -> None:
         for gradient in gradients:
-            self.multiplied[id(gradient)] *= by
+            self._ledger.multiplied[id(gradient)] *= by
 
-    def _divided(self, call: Call, gradients: list[Gradient], scale: float) -> None:
+    def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
-        source = call.source
 
-        def make(kind: str, those: list[Gradient], seen: bool) -> Any:
-            return ("divided", kind, source), lambda: WrongDivision(
-                source=source,
-                module="these parameters",
-                seen=seen,
-                kind=kind,
-                scale=scale,
-                parameters=len(those),
-                by_hand=True,
-            )
+        def make(kind: str, those: list[Gradient], marks: Marks) -> events.WrongDivision:
+            return events.WrongDivision(kind=kind, scale=scale, parameters=len(those), by_hand=True)
 
-        here = self._ledger.here
         for gradient in gradients:
             gradient.sure = True  # it is seen right now
-        self._ledger.judge(here, gradients, lambda state: Cause.UNSCALED, make)
-        for gradient in gradients:
-            gradient.accept(ending=True)
-
-    def _scales(self) -> list[float]:
-        return [float(scaler.get_scale()) for scaler, _ in self._ledger.scalers]
-
-    def _scale_undone(self, by: float) -> float:
-        return next((s for s in self._scales() if s > 1 and abs(by * s - 1) < NEAR), 0.0)
-
-    def _multiplied(self, call: Call, gradients: list[Gradient], degree: float) -> None:
-        scale = self._ledger.scale_of(gradients[0].state.marks)
-        if degree != 1:
-            self._clipped(call.source, scale, certain=True)
-            self._accept(gradients, Cause.KEPT)
-            return
-        by = _by(call, call.args[1])
-        self._note_product(gradients, by)
-        if abs(by * scale - 1) < NEAR:
-            self._divided(call, gradients, scale)
-            return
-        if isinstance(call.args[1], int | float) and self._is_coefficient(call.source, by):
-            self._clipped(call.source, scale, certain=False)
-        self._accept(gradients, Cause.KEPT)
+        self._ledger.judge(self._ledger.here, gradients, Cause.UNSCALED, make, "these parameters")
+        self._ledger.written(gradients, ending=True)
 
     def _is_coefficient(self, source: str, by: float) -> bool:
         """Whether a factor is a number over one read from the gradients, as it was in another step."""
@@ -292,59 +240,54 @@ class Window(Observer):
         products = [by * value for value in self._read]
         before, earlier = self._factors.setdefault(source, (by, products))
         self._factors[source] = by, products
-        return before != by and any(
-            abs(one - other) <= _CONSTANT * abs(other) for one in products for other in earlier
-        )
+        pairs = ((one, other) for one in products for other in earlier)
+        return before != by and any(abs(one - other) <= _CONSTANT * abs(other) for one, other in pairs)
 
     def _clipped(self, source: str, scale: float, *, certain: bool) -> None:
-        event = GradientsClipped(source=source, limit=None, scale=scale, certain=certain)
-        self._say(("clipped", source), event)
+        self._recorder.emit(events.GradientsClipped(source, limit=None, scale=scale, certain=certain))
 
-    def _changed(self, source: str, operation: str, gradients: list[Gradient]) -> None:
-        scale = self._ledger.scale_of(gradients[0].state.marks)
-        event = GradientsWritten(source=source, operation=operation, scale=scale, parameters=len(gradients))
-        self._say(("written", source, operation), event)
-
-    def _say(self, key: object, event: Event) -> None:
-        self._recorder.emit_once(key, lambda: event)
+    def _judge(
+        self, marks: Marks, degree: float, by: float, source: str, operation: str, parameters: int = 1
+    ) -> Cause:
+        """Judge what becomes of gradients with marks; what that is to them. A factor that is not read from a
+        number on a line has no source."""
+        scale = self._ledger.scale_of(marks)
+        if degree != 1:
+            event = events.GradientsWritten(source, operation=operation, scale=scale, parameters=parameters)
+            self._recorder.emit(event)
+        elif abs(by * scale - 1) < NEAR:
+            return Cause.UNSCALED
+        elif source and by != 1 and self._is_coefficient(source, by):
+            self._clipped(source, scale, certain=False)
+        return Cause.KEPT
 
     def _replaced(self) -> None:
         """Judge gradients that were replaced by a new tensor, before they are used."""
-        if not self._derived:
-            return
-        for gradient in self._ledger.gradients:
-            value = gradient.current()
-            derived = self._derived.get(id(value)) if value is not None else None
-            if derived is None or derived.reference() is not value or gradient.value is value:
+        for gradient in self._ledger.gradients if self._derived else ():
+            parameter = gradient.parameter()
+            value = None if parameter is None else parameter.grad
+            derived = self._derived.of(value) if value is not None else None
+            if value is None or derived is None or gradient.value is value:
                 continue
             cause = self._judge_derived(derived)
             del self._derived[id(value)]
             gradient.change()
-            gradient.state = State(State().after(Cause.ADD_SAME)[0].kind, derived.marks).after(cause)[0]
-            self._ledger.written(self._ledger.here, [gradient])
+            gradient.state = State(Kind.SCALED, derived.marks).after(cause)[0]
+            self._ledger.written([gradient])
 
     def _judge_derived(self, derived: _Derived) -> Cause:
         """Judge what becomes a gradient; what that is to one with its marks."""
-        scale = self._ledger.scale_of(derived.marks)
-        if derived.degree == 1:
-            source = derived.source or user_line()
-            if abs(derived.factor * scale - 1) < NEAR:
-                return Cause.UNSCALED
-            if derived.factor != 1:
-                self.multiplied[id(derived)] *= derived.factor
-                if self._is_coefficient(source, derived.factor):
-                    self._clipped(derived.source or source, scale, certain=False)
-            return Cause.KEPT
-        event = GradientsWritten(
-            source=derived.source, operation=derived.operation, scale=scale, parameters=1
-        )
-        self._say(("written", event.source, event.operation), event)
-        return Cause.KEPT
+        degree, by, source = derived.degree, derived.factor, derived.source
+        source = source if degree != 1 else source or user_line()
+        cause = self._judge(derived.marks, degree, by, source, derived.operation)
+        if by != 1 and degree == 1 and cause is Cause.KEPT:
+            self._ledger.multiplied[id(derived)] *= by
+        return cause
 
     def _accept(self, gradients: list[Gradient], cause: Cause) -> None:
         for gradient in gradients:
             gradient.state = gradient.state.after(cause)[0]
-            gradient.accept(ending=True)
+        self._ledger.written(gradients, ending=True)
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -355,28 +298,26 @@ class Window(Observer):
         Yields:
             What is to be called with the result.
         """
-        ledger = self._ledger
-        here = ledger.here
+        here = self._ledger.here
         marks = frozenset(mark for mark in here.reached if mark.scaler != HAND)
-        known = ledger.follow(parameter)
+        known = self._ledger.follow(parameter)
         if gradient is parameter.grad:
             if known.change() is not None:
                 known.state = known.state.after(known.state.adding(marks), marks)[0]
-            self._begin()
+            self.on_ended(None)
         elif marks:
-            self._derived[id(gradient)] = _Derived(weakref.ref(gradient), 1.0, marks)
+            self._derived.note(gradient, _Derived(1.0, marks))
 
         def gave(result: Any) -> None:
-            derived = self._derived.get(id(gradient if result is None else result))
-            if derived is None:
-                return
-            if self._judge_derived(derived) is Cause.UNSCALED:
+            derived = self._derived.of(gradient if result is None else result)
+            if derived is not None and self._judge_derived(derived) is Cause.UNSCALED:
                 here.unscaled.add(id(parameter))
 
         try:
             yield gave
         finally:
-            self._forget()
+            if self._ledger.closely:
+                self._held = {}
 
 
 def _by(call: Call, other: Any, zero: float = 1.0) -> float:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from tilefit.precision.events import (
-    BackwardDtype,
-    EvaluationDtype,
-    GradientLost,
-    LossInHalf,
-    StaleCache,
-    UnscaledHalf,
-)
+from tilefit.precision import events
 from tilefit.precision.rules.base import LARGEST, PrecisionRule, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.units import count, share
 
 
-class UnscaledFp16(PrecisionRule[UnscaledHalf]):
+class UnscaledFp16(PrecisionRule[events.UnscaledHalf]):
     """Gradients go through fp16, and no scale keeps small ones from becoming zero.
 
     What it sees: The forward pass ran in fp16 autocast, the gradients of the loss flow through fp16
@@ -46,23 +39,19 @@ class UnscaledFp16(PrecisionRule[UnscaledHalf]):
 
     code = "AMP007"
     title = "fp16 gradients without a loss scale"
+    fix = "Use torch.amp.GradScaler, or bf16, which has fp32's range."
     needs = ("fp16",)
 
-    def check(self, event: UnscaledHalf) -> Alarm | None:
+    def check(self, event: events.UnscaledHalf) -> Alarm | None:
         measured = (
             f"of {count(event.values)} fp16 gradient values {share(event.zero)} are zero and "
             f"{share(event.subnormal)} below 6.1e-5, where fp16 loses bits"
         )
-        return self.alarm(
-            event,
-            WARNING,
-            "gradients go through fp16 without a loss scale",
-            "Use torch.amp.GradScaler, or bf16, which has fp32's range.",
-            *([measured] if event.values else []),
-        )
+        message = "gradients go through fp16 without a loss scale"
+        return self.alarm(event, message, *([measured] if event.values else []))
 
 
-class StaleWeightCache(PrecisionRule[StaleCache]):
+class StaleWeightCache(PrecisionRule[events.StaleCache]):
     """One autocast region surrounds the whole loop, so every forward pass uses the first weights.
 
     What it sees: Weights are stepped inside an outermost autocast region with its cache on, and a later
@@ -94,20 +83,16 @@ class StaleWeightCache(PrecisionRule[StaleCache]):
 
     code = "AMP009"
     title = "autocast keeps using old weights"
+    severity = ERROR
+    fix = "Enter the region in each iteration, around the forward pass and the loss alone."
     needs = ("autocast",)
 
-    def check(self, event: StaleCache) -> Alarm | None:
-        return self.alarm(
-            event,
-            ERROR,
-            f"this autocast region goes on with the half-precision copies of {event.parameters} weights from "
-            "before they were stepped",
-            "Enter the region in each iteration, around the forward pass and the loss alone.",
-            "stepped inside the region",
-        )
+    def check(self, event: events.StaleCache) -> Alarm | None:
+        copies = f"the half-precision copies of {event.parameters} weights from before they were stepped"
+        return self.alarm(event, f"this autocast region goes on with {copies}", "stepped inside the region")
 
 
-class CacheDropsGradients(PrecisionRule[GradientLost]):
+class CacheDropsGradients(PrecisionRule[events.GradientLost]):
     """A forward pass without gradients makes a later one in the same autocast region lose them.
 
     What it sees: A weight took part in a forward pass with gradients, the module's output received a
@@ -136,21 +121,18 @@ class CacheDropsGradients(PrecisionRule[GradientLost]):
 
     code = "AMP010"
     title = "weights lose their gradient to autocast's cache"
+    severity = ERROR
+    fix = "Give the forward pass without gradients a region of its own, or pass cache_enabled=False."
     by_module = True
     needs = ("autocast",)
     closely = True
 
-    def check(self, event: GradientLost) -> Alarm | None:
-        return self.alarm(
-            event,
-            ERROR,
-            f"{event.module} gets no gradient although its output does: a forward pass without gradients "
-            "came first in this autocast region",
-            "Give the forward pass without gradients a region of its own, or pass cache_enabled=False.",
-        )
+    def check(self, event: events.GradientLost) -> Alarm | None:
+        why = "a forward pass without gradients came first in this autocast region"
+        return self.alarm(event, f"{event.module} gets no gradient although its output does: {why}")
 
 
-class LossInHalfPrecision(PrecisionRule[LossInHalf]):
+class LossInHalfPrecision(PrecisionRule[events.LossInHalf]):
     """The loss is computed in fp16 or bf16, and rounded to it.
 
     What it sees: The number that ``backward()`` starts from, or one that it was computed from, is fp16 or
@@ -178,28 +160,24 @@ class LossInHalfPrecision(PrecisionRule[LossInHalf]):
 
     code = "AMP011"
     title = "the loss is computed in half precision"
+    fix = (
+        "Compute the loss in float32: cast the model's output before it, out.float(); or call a loss of "
+        "torch.nn.functional inside the autocast block, which casts by itself."
+    )
 
-    def check(self, event: LossInHalf) -> Alarm | None:
-        limit = LARGEST[event.dtype]
-        severity = ERROR if event.dtype == "float16" else WARNING if event.autocast else NOTE
-        bits, rounding = ("8", "0.4 %") if event.dtype == "bfloat16" else ("11", "0.05 %")
-        arithmetic = [f"{event.dtype} keeps {bits} bits: the loss is rounded by up to {rounding}"]
+    def check(self, event: events.LossInHalf) -> Alarm | None:
+        dtype, limit = event.dtype, LARGEST[event.dtype]
+        severity = ERROR if dtype == "float16" else WARNING if event.autocast else NOTE
+        bits, rounding = ("8", "0.4 %") if dtype == "bfloat16" else ("11", "0.05 %")
+        arithmetic = [f"{dtype} keeps {bits} bits: the loss is rounded by up to {rounding}"]
         if event.scale is not None and event.scale > limit:
-            arithmetic.append(
-                f"backward() starts from the loss scale, {figure(event.scale)}, which is inf in "
-                f"{event.dtype}: the largest number is {limit:g}"
-            )
-        return self.alarm(
-            event,
-            severity,
-            f"the loss is computed in {event.dtype}, not in float32 (by {event.operation})",
-            "Compute the loss in float32: cast the model's output before it, out.float(); or call a loss of "
-            "torch.nn.functional inside the autocast block, which casts by itself.",
-            *arithmetic,
-        )
+            start = f"backward() starts from the loss scale, {figure(event.scale)}"
+            arithmetic.append(f"{start}, which is inf in {dtype}: the largest number is {limit:g}")
+        message = f"the loss is computed in {dtype}, not in float32 (by {event.operation})"
+        return self.alarm(event, message, *arithmetic, severity=severity)
 
 
-class BackwardInOtherDtype(PrecisionRule[BackwardDtype]):
+class BackwardInOtherDtype(PrecisionRule[events.BackwardDtype]):
     """The backward pass computes in another precision than the forward pass.
 
     What it sees: A custom autograd Function whose matrix products have different element types forward and
@@ -232,30 +210,24 @@ class BackwardInOtherDtype(PrecisionRule[BackwardDtype]):
 
     code = "AMP017"
     title = "the backward pass runs in another precision"
+    fix = (
+        "Recompute under the forward pass's own autocast: torch.utils.checkpoint does so; by hand, pass "
+        "device and dtype."
+    )
     needs = ("half precision",)
     closely = True
 
-    def check(self, event: BackwardDtype) -> Alarm | None:
+    def check(self, event: events.BackwardDtype) -> Alarm | None:
         types = f"{event.forward} forward and {event.backward} backward"
         if event.kind == "function":
-            return self.alarm(
-                event,
-                WARNING,
-                f"{event.name} multiplies in {types}",
-                "Decorate forward with torch.amp.custom_fwd(device_type=...) and backward with custom_bwd.",
-                "autocast is off inside backward unless it is decorated",
-            )
+            fix = "Decorate forward with torch.amp.custom_fwd(device_type=...) and backward with custom_bwd."
+            why = "autocast is off inside backward unless it is decorated"
+            return self.alarm(event, f"{event.name} multiplies in {types}", why, fix=fix)
         what = event.name if event.kind == "recompute" else "what this region recomputes"
-        return self.alarm(
-            event,
-            ERROR,
-            f"{what} runs in {types}",
-            "Recompute under the forward pass's own autocast: torch.utils.checkpoint does so; by hand, pass "
-            "device and dtype.",
-        )
+        return self.alarm(event, f"{what} runs in {types}", severity=ERROR)
 
 
-class EvalTrainMismatch(PrecisionRule[EvaluationDtype]):
+class EvalTrainMismatch(PrecisionRule[events.EvaluationDtype]):
     """The model is evaluated in another precision than it is trained in.
 
     What it sees: The autocast state of the forward passes after `model.eval()`, and of those with gradients.
@@ -281,13 +253,10 @@ class EvalTrainMismatch(PrecisionRule[EvaluationDtype]):
 
     code = "AMP025"
     title = "evaluation runs in another precision"
+    fix = "Evaluate under the autocast of training, or compare metrics once and mute this rule."
     by_module = True
     needs = ("autocast", "evaluation")
 
-    def check(self, event: EvaluationDtype) -> Alarm | None:
-        return self.alarm(
-            event,
-            WARNING,
-            f"{event.module} is trained in {event.training} and evaluated in {event.evaluation}",
-            "Evaluate under the autocast of training, or compare metrics once and mute this rule.",
-        )
+    def check(self, event: events.EvaluationDtype) -> Alarm | None:
+        types = f"trained in {event.training} and evaluated in {event.evaluation}"
+        return self.alarm(event, f"{event.module} is {types}")

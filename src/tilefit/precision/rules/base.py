@@ -21,14 +21,17 @@ class PrecisionRule(ABC, Generic[E]):
     """A rule judges events of one type, or of several: ``PrecisionRule[Clipped | Written]``.
 
     A subclass's docstring is its page: what it sees, why nobody notices, the wrong loop, the right loop, the
-    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``by_module`` says that modules that share a
-    line are told apart. ``needs`` are the facts of a run without all of which there is nothing to check, as
-    the report says it; ``closely`` says that it takes close looks; ``replay`` names the function that checks
-    it, where that is not done while training; ``limit`` is what it never sees.
+    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``severity`` and ``fix`` are an alarm's,
+    unless its check says otherwise; ``by_module`` says that modules that share a line are told apart.
+    ``needs`` are the facts of a run without all of which there is nothing to check, as the report says it;
+    ``closely`` says that it takes close looks; ``replay`` names the function that checks it, where that is
+    not done while training; ``limit`` is what it never sees.
     """
 
     code: ClassVar[str]
     title: ClassVar[str]
+    severity: ClassVar[str] = WARNING
+    fix: ClassVar[str] = ""
     sees: ClassVar[tuple[type[Event], ...]]
     by_module: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ()
@@ -50,15 +53,17 @@ class PrecisionRule(ABC, Generic[E]):
         if isinstance(event, self.sees) and (alarm := self.check(event)) is not None:  # type: ignore[arg-type]
             yield alarm
 
-    def alarm(self, event: Event, severity: str, message: str, fix: str, *arithmetic: str) -> Alarm:
-        """An alarm at the event's place: an error only if all that it follows from was seen."""
+    def alarm(self, event: Event, message: str, *arithmetic: str, severity: str = "", fix: str = "") -> Alarm:
+        """An alarm at the event's place, of the rule's own severity and with its advice where nothing else is
+        said: an error only if all that it follows from was seen."""
+        severity = severity or self.severity
         return Alarm(
             code=self.code,
             severity=WARNING if severity == ERROR and not event.seen else severity,
             source=event.source,
             module=event.module,
             message=message,
-            fix=fix,
+            fix=fix or self.fix,
             arithmetic=arithmetic,
         )
 
@@ -66,3 +71,13 @@ class PrecisionRule(ABC, Generic[E]):
 def figure(value: float) -> str:
     """A number of any size, short: ``65536``, ``0.125``, ``1.5e-05``."""
     return f"{value:g}" if value == 0 or 1e-3 <= abs(value) < 1e7 else f"{value:.2g}"
+
+
+def inverse(scale: float) -> str:
+    """``1/65536 = 1.5e-05``."""
+    return f"1/{figure(scale)} = {figure(1 / scale)}"
+
+
+def ends(dtype: str) -> str:
+    """``float16 ends at 65504``."""
+    return f"{dtype} ends at {figure(LARGEST[dtype])}"

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from tilefit.precision.events import (
-    Diverged,
-    IntegersMerged,
-    LayerError,
-    MaskOverflowed,
-    NonFinite,
-    OperationChecked,
-)
-from tilefit.precision.rules.base import LARGEST, SIGNIFICAND_BITS, PrecisionRule, figure
+from tilefit.precision import events
+from tilefit.precision.rules.base import LARGEST, SIGNIFICAND_BITS, PrecisionRule, ends, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.units import share
 
 #: Error in units of the last place above which an operation counts as wrong: kernels that compute in fp32
-#: inside
-#: and round once stay within 0.5.
+#: inside and round once stay within 0.5.
 LARGEST_ERROR_ULP = 8.0
 #: Share of results that are zero, and should not be, from which on it counts.
 VANISHED = 0.5
 
 
-class ReductionInHalf(PrecisionRule[OperationChecked]):
+class ReductionInHalf(PrecisionRule[events.OperationChecked]):
     """A power, sum, exponential, logarithm or normalisation in half precision is wrong on the data seen.
 
     What it sees: On watched steps such operations of the forward pass are repeated in fp32 on samples of
@@ -46,32 +38,25 @@ class ReductionInHalf(PrecisionRule[OperationChecked]):
 
     code = "AMP012"
     title = "a half-precision operation is wrong on this data"
+    fix = "Compute it in fp32: x.float(), or a fused function such as F.rms_norm, F.log_softmax, F.mse_loss."
     needs = ("half precision",)
     closely = True
 
-    def check(self, event: OperationChecked) -> Alarm | None:
+    def check(self, event: events.OperationChecked) -> Alarm | None:
         what = f"{event.operation} in {event.dtype}"
-        arithmetic: tuple[str, ...] = ()
         if is_norm(event.operation):
             return None
         if event.overflowed:
-            message = (
-                f"{what} gives inf or NaN for {share(event.overflowed)} of its results; in fp32 they are "
-                "finite"
-            )
-            limit = f"{event.dtype} ends at {figure(LARGEST[event.dtype])}"
-            arithmetic = (f"largest true result {figure(event.largest)}; {limit}",)
-        elif event.vanished > VANISHED:
-            message = f"{what} gives 0 for {share(event.vanished)} of its results; in fp32 they are not 0"
-        elif event.error_ulp > LARGEST_ERROR_ULP:
-            message = f"{what} is off by up to {figure(event.error_ulp)} units in the last place"
-        else:
-            return None
-        fix = (
-            "Compute it in fp32: x.float(), or a fused function such as F.rms_norm, F.log_softmax, "
-            "F.mse_loss."
-        )
-        return self.alarm(event, WARNING, message, fix, *arithmetic)
+            message = f"{what} gives inf or NaN for {share(event.overflowed)} of its results"
+            limit = f"largest true result {figure(event.largest)}; {ends(event.dtype)}"
+            return self.alarm(event, f"{message}; in fp32 they are finite", limit)
+        if event.vanished > VANISHED:
+            message = f"gives 0 for {share(event.vanished)} of its results; in fp32 they are not 0"
+            return self.alarm(event, f"{what} {message}")
+        if event.error_ulp > LARGEST_ERROR_ULP:
+            message = f"is off by up to {figure(event.error_ulp)} units in the last place"
+            return self.alarm(event, f"{what} {message}")
+        return None
 
 
 def is_norm(operation: str) -> bool:
@@ -79,7 +64,7 @@ def is_norm(operation: str) -> bool:
     return operation in ("linalg_vector_norm", "norm", "_foreach_norm")
 
 
-class IntegerCollapse(PrecisionRule[IntegersMerged]):
+class IntegerCollapse(PrecisionRule[events.IntegersMerged]):
     """Positions, time steps or other whole numbers are cast to half precision, where neighbours merge.
 
     What it sees: A cast to half precision of values that are all whole numbers, some beyond 256 (bf16) or
@@ -105,27 +90,25 @@ class IntegerCollapse(PrecisionRule[IntegersMerged]):
 
     code = "AMP016"
     title = "whole numbers merge in half precision"
+    fix = "Compute with them in fp32, inside torch.autocast(..., enabled=False); keep such buffers fp32."
     needs = ("half precision",)
     closely = True
 
-    def check(self, event: IntegersMerged) -> Alarm | None:
+    def check(self, event: events.IntegersMerged) -> Alarm | None:
+        dtype, before, after = event.dtype, event.before, event.after
         what = "whole numbers" if event.integral else "entries of a sorted table"
-        exact = 2 ** SIGNIFICAND_BITS[event.dtype]
-        merges = (
-            f"a cast to {event.dtype} merges {what}: of {event.before} distinct ones {event.after} are left"
-            if event.after < event.before
-            else f"a cast to {event.dtype} rounds {what}: {event.rounded} of {event.before}"
-        )
+        merged = f"merges {what}: of {before} distinct ones {after} are left"
+        message = merged if after < before else f"rounds {what}: {event.rounded} of {before}"
+        whole = f"{dtype} holds every whole number up to {2 ** SIGNIFICAND_BITS[dtype]}"
         return self.alarm(
             event,
-            NOTE if event.likely_data else WARNING,
-            merges,
-            "Compute with them in fp32, inside torch.autocast(..., enabled=False); keep such buffers fp32.",
-            f"values up to {figure(event.largest)}; {event.dtype} holds every whole number up to {exact}",
+            f"a cast to {dtype} {message}",
+            f"values up to {figure(event.largest)}; {whole}",
+            severity=NOTE if event.likely_data else WARNING,
         )
 
 
-class NonFiniteOrigin(PrecisionRule[NonFinite]):
+class NonFiniteOrigin(PrecisionRule[events.NonFinite]):
     """The first operation that makes inf or NaN out of finite numbers.
 
     What it sees: After a loss that is not finite, or after three steps in a row that the scaler skipped with
@@ -151,31 +134,25 @@ class NonFiniteOrigin(PrecisionRule[NonFinite]):
 
     code = "AMP026"
     title = "where inf or NaN comes from"
+    severity = ERROR
+    fix = "Compute this operation in fp32, or bound its input."
     closely = True
 
-    def check(self, event: NonFinite) -> Alarm | None:
+    def check(self, event: events.NonFinite) -> Alarm | None:
         if event.operation == "weights":
-            return self.alarm(
-                event,
-                ERROR,
-                "the weights hold inf or NaN already: an earlier step brought them there",
-                "Start again with watch(..., find_non_finite=True), or --find-non-finite.",
-            )
-        limit = LARGEST.get(event.dtype)
-        return self.alarm(
-            event,
-            ERROR,
-            f"{event.operation} makes inf or NaN out of finite inputs, {event.phase}, in {event.dtype}",
-            "Compute this operation in fp32, or bound its input.",
-            *((f"{event.dtype} ends at {figure(limit)}",) if limit else ()),
-        )
+            message = "the weights hold inf or NaN already: an earlier step brought them there"
+            fix = "Start again with watch(..., find_non_finite=True), or --find-non-finite."
+            return self.alarm(event, message, fix=fix)
+        what = f"{event.operation} makes inf or NaN out of finite inputs"
+        limit = [ends(event.dtype)] if event.dtype in LARGEST else []
+        return self.alarm(event, f"{what}, {event.phase}, in {event.dtype}", *limit)
 
 
 #: A layer's own error counts from this multiple of the tolerance on.
 FLAGGED = 4.0
 
 
-class LayerLosesPrecision(PrecisionRule[LayerError]):
+class LayerLosesPrecision(PrecisionRule[events.LayerError]):
     """One layer loses far more precision than its element type explains.
 
     What it sees: `tilefit.precision.compare` runs a batch once as the training does and once in fp32, with
@@ -199,23 +176,22 @@ class LayerLosesPrecision(PrecisionRule[LayerError]):
 
     code = "AMP027"
     title = "a layer loses more precision than its type explains"
+    fix = "Compute this module in fp32, or look for a cancellation or a sum by hand inside it."
     by_module = True
     replay = "compare"
 
-    def check(self, event: LayerError) -> Alarm | None:
+    def check(self, event: events.LayerError) -> Alarm | None:
         if event.local <= FLAGGED * event.tolerance:
             return None
         return self.alarm(
             event,
-            WARNING,
             f"the {event.what} of {event.module} is off by {share(event.local)} on its own",
-            "Compute this module in fp32, or look for a cancellation or a sum by hand inside it.",
             f"perturbing its input by the type's epsilon explains {share(event.tolerance)}",
             f"with what came before it: {share(event.end_to_end)}",
         )
 
 
-class FirstDivergence(PrecisionRule[Diverged]):
+class FirstDivergence(PrecisionRule[events.Diverged]):
     """Two replays of the same step, with the same random numbers, differ.
 
     What it sees: `tilefit.precision.first_divergence` runs a step twice from the same state and compares a
@@ -238,19 +214,16 @@ class FirstDivergence(PrecisionRule[Diverged]):
 
     code = "AMP028"
     title = "two equal runs part here"
+    fix = "torch.use_deterministic_algorithms(True), and no state outside of torch's generators."
     replay = "first_divergence"
 
-    def check(self, event: Diverged) -> Alarm | None:
-        return self.alarm(
-            event,
-            WARNING if event.deterministic else NOTE,
-            f"two replays of the same step differ, first in {event.module}",
-            "torch.use_deterministic_algorithms(True), and no state outside of torch's generators.",
-            f"{event.calls} module calls before it agree bit for bit",
-        )
+    def check(self, event: events.Diverged) -> Alarm | None:
+        message = f"two replays of the same step differ, first in {event.module}"
+        agree = f"{event.calls} module calls before it agree bit for bit"
+        return self.alarm(event, message, agree, severity=WARNING if event.deterministic else NOTE)
 
 
-class MaskOverflow(PrecisionRule[MaskOverflowed]):
+class MaskOverflow(PrecisionRule[events.MaskOverflowed]):
     """Finite attention masks add up to -inf.
 
     What it sees: On watched steps, a half-precision sum of finite values that is -inf and goes into a
@@ -271,23 +244,21 @@ class MaskOverflow(PrecisionRule[MaskOverflowed]):
 
     code = "AMP030"
     title = "attention masks add up to -inf"
+    fix = (
+        "Combine boolean masks with | and fill once, or use F.scaled_dot_product_attention with a "
+        "boolean mask."
+    )
     needs = ("half precision",)
     closely = True
 
-    def check(self, event: MaskOverflowed) -> Alarm | None:
-        rows = f"{event.rows} rows are -inf throughout: their softmax is NaN"
-        return self.alarm(
-            event,
-            WARNING,
-            f"finite values add up to -inf in {event.dtype} and go into a softmax",
-            "Combine boolean masks with | and fill once, or use F.scaled_dot_product_attention with a "
-            "boolean mask.",
-            f"{event.dtype} ends at -{figure(LARGEST[event.dtype])}; "
-            + (rows if event.rows else "no row is full yet"),
-        )
+    def check(self, event: events.MaskOverflowed) -> Alarm | None:
+        full = f"{event.rows} rows are -inf throughout: their softmax is NaN"
+        limit = f"{event.dtype} ends at -{figure(LARGEST[event.dtype])}"
+        message = f"finite values add up to -inf in {event.dtype} and go into a softmax"
+        return self.alarm(event, message, f"{limit}; {full if event.rows else 'no row is full yet'}")
 
 
-class NormOverflow(PrecisionRule[OperationChecked]):
+class NormOverflow(PrecisionRule[events.OperationChecked]):
     """The norm of finite gradients is inf, because it is computed in fp16.
 
     What it sees: On watched steps, a vector norm in half precision whose result is not finite and whose
@@ -310,16 +281,12 @@ class NormOverflow(PrecisionRule[OperationChecked]):
 
     code = "AMP031"
     title = "a norm overflows in half precision"
+    fix = "Compute norms in fp32: torch.linalg.vector_norm(x, dtype=torch.float32)."
     needs = ("half precision",)
     closely = True
 
-    def check(self, event: OperationChecked) -> Alarm | None:
+    def check(self, event: events.OperationChecked) -> Alarm | None:
         if not is_norm(event.operation) or not event.overflowed:
             return None
-        return self.alarm(
-            event,
-            WARNING,
-            f"a norm in {event.dtype} is inf although its inputs are finite",
-            "Compute norms in fp32: torch.linalg.vector_norm(x, dtype=torch.float32).",
-            f"true norm {figure(event.largest)}; {event.dtype} ends at {figure(LARGEST[event.dtype])}",
-        )
+        message = f"a norm in {event.dtype} is inf although its inputs are finite"
+        return self.alarm(event, message, f"true norm {figure(event.largest)}; {ends(event.dtype)}")

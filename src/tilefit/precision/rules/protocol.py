@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from math import isinf
+from typing import Any
 
-from tilefit.precision.events import (
-    GradientsClipped,
-    GradientsWritten,
-    MixedLoss,
-    RepeatedStep,
-    ScaledStep,
-    ScalerRefused,
-    WrongDivision,
-)
-from tilefit.precision.rules.base import PrecisionRule, figure
+from tilefit.precision import events
+from tilefit.precision.rules.base import PrecisionRule, figure, inverse
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 
 
-class ClipOnScaled(PrecisionRule[GradientsClipped]):
+class ClipOnScaled(PrecisionRule[events.GradientsClipped]):
     """Gradients are clipped while they still carry the loss scale.
 
     What it sees: `clip_grad_norm_`, `clip_grad_value_` or clipping by hand between the scaled backward pass
@@ -49,30 +42,25 @@ class ClipOnScaled(PrecisionRule[GradientsClipped]):
 
     code = "AMP001"
     title = "gradients are clipped before they are unscaled"
+    severity = ERROR
+    fix = "Call scaler.unscale_(optimizer) after backward() and before clipping."
     needs = ("loss scale",)
 
-    def check(self, event: GradientsClipped) -> Alarm | None:
-        fix = "Call scaler.unscale_(optimizer) after backward() and before clipping."
+    def check(self, event: events.GradientsClipped) -> Alarm | None:
         scale, limit = figure(event.scale), event.limit
         if limit is None:
+            made = f"a factor made from their own norm while they carry the loss scale of {scale}"
             severity = ERROR if event.certain else WARNING
-            message = (
-                "gradients are scaled by a factor made from their own norm while they carry the loss "
-                f"scale of {scale}"
-            )
-            return self.alarm(event, severity, message, fix)
+            return self.alarm(event, f"gradients are scaled by {made}", severity=severity)
         if isinf(limit):
-            message = (
-                f"the norm that is computed here is {scale} times the gradients' own: they still carry the "
-                "loss scale"
-            )
-            return self.alarm(event, NOTE, message, fix)
+            times = f"is {scale} times the gradients' own: they still carry the loss scale"
+            return self.alarm(event, f"the norm that is computed here {times}", severity=NOTE)
         message = f"clipped at {figure(limit)} while the gradients carry a loss scale of {scale}"
         effect = f"effective limit {figure(limit)} / {scale} = {figure(limit / event.scale)}"
-        return self.alarm(event, ERROR, message, fix, effect)
+        return self.alarm(event, message, effect)
 
 
-class PenaltyOnScaled(PrecisionRule[GradientsWritten]):
+class PenaltyOnScaled(PrecisionRule[events.GradientsWritten]):
     """Something is added to, clamped in or put in place of gradients that still carry the loss scale.
 
     What it sees: Between the scaled backward pass and `unscale_`, an operation that writes to a gradient and
@@ -103,23 +91,23 @@ class PenaltyOnScaled(PrecisionRule[GradientsWritten]):
 
     code = "AMP002"
     title = "scaled gradients are changed"
+    severity = ERROR
+    fix = "Call scaler.unscale_(optimizer) first, or put the term into the loss."
     needs = ("loss scale",)
     closely = True
 
-    def check(self, event: GradientsWritten) -> Alarm | None:
+    def check(self, event: events.GradientsWritten) -> Alarm | None:
         by = f"by {event.operation}" if event.operation else "by hand"
         scale = figure(event.scale)
         return self.alarm(
             event,
-            ERROR,
             f"{event.parameters} gradients are changed {by} while they carry a loss scale of {scale}",
-            "Call scaler.unscale_(optimizer) first, or put the term into the loss.",
-            f"what is added here acts as 1/{scale} = {figure(1 / event.scale)} of itself; an inf or NaN "
-            "removed here is hidden from the scaler",
+            f"what is added here acts as {inverse(event.scale)} of itself; an inf or NaN removed here is "
+            "hidden from the scaler",
         )
 
 
-class StepWithoutUnscale(PrecisionRule[ScaledStep]):
+class StepWithoutUnscale(PrecisionRule[events.ScaledStep]):
     """The optimizer steps on gradients that still carry the loss scale.
 
     What it sees: `optimizer.step()` itself is called while the gradients' scale has not been divided out.
@@ -145,9 +133,11 @@ class StepWithoutUnscale(PrecisionRule[ScaledStep]):
 
     code = "AMP003"
     title = "the optimizer steps on scaled gradients"
+    severity = ERROR
+    fix = "Call scaler.step(optimizer) instead of optimizer.step()."
     needs = ("loss scale",)
 
-    def check(self, event: ScaledStep) -> Alarm | None:
+    def check(self, event: events.ScaledStep) -> Alarm | None:
         scale, eps, lr, decay = event.scale, event.eps, event.lr, event.weight_decay
         s = figure(scale)
         effects = []
@@ -156,21 +146,13 @@ class StepWithoutUnscale(PrecisionRule[ScaledStep]):
         if not event.adaptive and lr is not None:
             effects.append(f"the learning rate acts as lr * S = {figure(lr)} * {s}")
         if decay:
-            effects.append(
-                f"a weight decay through the gradient acts as {figure(decay)} / {s} = "
-                f"{figure(decay / scale)} of what it is beside"
-            )
-        return self.alarm(
-            event,
-            ERROR,
-            f"{event.module} steps on gradients that carry a loss scale of {s}",
-            "Call scaler.step(optimizer) instead of optimizer.step().",
-            *effects,
-            "the check for inf and NaN is left out",
-        )
+            acts = f"{figure(decay)} / {s} = {figure(decay / scale)} of what it is beside"
+            effects.append(f"a weight decay through the gradient acts as {acts}")
+        message = f"{event.module} steps on gradients that carry a loss scale of {s}"
+        return self.alarm(event, message, *effects, "the check for inf and NaN is left out")
 
 
-class DoubleStep(PrecisionRule[RepeatedStep]):
+class DoubleStep(PrecisionRule[events.RepeatedStep]):
     """The optimizer steps again on gradients that it has used already.
 
     What it sees: An optimizer step although no backward pass, and nothing else, has written to any gradient
@@ -195,22 +177,15 @@ class DoubleStep(PrecisionRule[RepeatedStep]):
 
     code = "AMP004"
     title = "the optimizer steps twice on the same gradients"
+    severity = ERROR
+    fix = "Remove one of the two steps: scaler.step(optimizer) calls optimizer.step() itself."
 
-    def check(self, event: RepeatedStep) -> Alarm | None:
-        effect = (
-            "the scaler had skipped the step because of inf or NaN in them"
-            if event.skipped
-            else "no gradient has changed since its last step"
-        )
-        divided = ("they are divided by the loss scale a second time",) if event.scaler else ()
-        return self.alarm(
-            event,
-            ERROR,
-            f"{event.module} steps again on gradients it has used already",
-            "Remove one of the two steps: scaler.step(optimizer) calls optimizer.step() itself.",
-            effect,
-            *divided,
-        )
+    def check(self, event: events.RepeatedStep) -> Alarm | None:
+        skipped = "the scaler had skipped the step because of inf or NaN in them"
+        effects = [skipped if event.skipped else "no gradient has changed since its last step"]
+        if event.scaler:
+            effects.append("they are divided by the loss scale a second time")
+        return self.alarm(event, f"{event.module} steps again on gradients it has used already", *effects)
 
 
 _REASONS = {
@@ -221,7 +196,7 @@ _REASONS = {
 }
 
 
-class UpdateMisplaced(PrecisionRule[ScalerRefused | WrongDivision]):
+class UpdateMisplaced(PrecisionRule[events.ScalerRefused | events.WrongDivision]):
     """`scaler.update()` comes too early, too often or not at all.
 
     What it sees: Gradients that are divided by the scale a second time because an `update()` between
@@ -248,44 +223,36 @@ class UpdateMisplaced(PrecisionRule[ScalerRefused | WrongDivision]):
 
     code = "AMP005"
     title = "scaler.update() is in the wrong place"
+    severity = ERROR
+    fix = "Call scaler.update() once per step, after the last scaler.step()."
     needs = ("loss scale",)
 
-    def check(self, event: ScalerRefused | WrongDivision) -> Alarm | None:
-        fix = "Call scaler.update() once per step, after the last scaler.step()."
-        if isinstance(event, ScalerRefused):
+    def check(self, event: events.ScalerRefused | events.WrongDivision) -> Alarm | None:
+        if isinstance(event, events.ScalerRefused):
             reason = next((why for words, why in _REASONS.items() if words in event.error), "")
             message = f"scaler.{event.method} raised: {reason}"
-            return self.alarm(event, ERROR, message, fix, event.error) if reason else None
+            return self.alarm(event, message, event.error) if reason else None
         if event.kind == "older" and not event.other:
-            return self.alarm(event, *older(event), fix)
+            return _older(self, event)
         if event.kind != "again":
             return None
-        scale = figure(event.scale)
-        return self.alarm(
-            event,
-            ERROR,
-            f"the gradients of {event.module} are divided by the loss scale a second time",
-            fix,
-            f"they become 1/{scale} = {figure(1 / event.scale)} of their size: "
-            + (
-                "unscale_ had divided them already"
-                if event.by_hand
-                else "an update() between unscale_ and step made the scaler forget the first division"
-            ),
-        )
+        forgot = "an update() between unscale_ and step made the scaler forget the first division"
+        reason = "unscale_ had divided them already" if event.by_hand else forgot
+        message = f"the gradients of {event.module} are divided by the loss scale a second time"
+        return self.alarm(event, message, f"they become {inverse(event.scale)} of their size: {reason}")
 
 
-def older(event: WrongDivision) -> tuple[str, str]:
-    """Severity and message where gradients of an earlier scale are divided by a later one."""
+def _older(rule: PrecisionRule[Any], event: events.WrongDivision, *arithmetic: str) -> Alarm:
+    """Gradients of an earlier scale are divided by a later one."""
     carried = "an earlier one" if event.carried is None else figure(event.carried)
-    return (
-        WARNING if event.carried == event.scale else ERROR,
-        f"the gradients of {event.module} carry the loss scale from before the last update ({carried}) and "
-        f"are divided by the present one ({figure(event.scale)})",
-    )
+    before = f"carry the loss scale from before the last update ({carried})"
+    now = f"are divided by the present one ({figure(event.scale)})"
+    severity = WARNING if event.carried == event.scale else ERROR
+    message = f"the gradients of {event.module} {before} and {now}"
+    return rule.alarm(event, message, *arithmetic, severity=severity)
 
 
-class MixedAccumulation(PrecisionRule[MixedLoss | WrongDivision]):
+class MixedAccumulation(PrecisionRule[events.MixedLoss | events.WrongDivision]):
     """A gradient is the sum of parts that carry different scales.
 
     What it sees: The gradients that one `unscale_` or step consumes come from backward passes with and
@@ -319,20 +286,21 @@ class MixedAccumulation(PrecisionRule[MixedLoss | WrongDivision]):
 
     code = "AMP006"
     title = "scaled and unscaled gradients are mixed"
+    severity = ERROR
+    fix = "Add the losses first and scale the sum: scaler.scale(loss1 + loss2)."
     needs = ("loss scale",)
     limit = "a penalty that is differentiated from a scaled loss and not divided by the scale"
 
-    def check(self, event: MixedLoss | WrongDivision) -> Alarm | None:
-        smaller = f"part counts 1/{figure(event.scale)} = {figure(1 / event.scale)} of itself"
-        if isinstance(event, MixedLoss):
+    def check(self, event: events.MixedLoss | events.WrongDivision) -> Alarm | None:
+        smaller = f"part counts {inverse(event.scale)} of itself"
+        if isinstance(event, events.MixedLoss):
             message = "the loss is a sum of which only a part is scaled"
-            fix = "Add the losses first and scale the sum: scaler.scale(loss1 + loss2)."
-            return self.alarm(event, ERROR, message, fix, f"the other {smaller}")
+            return self.alarm(event, message, f"the other {smaller}")
         if event.kind not in _MIXTURES:
             return None
         what, fix, small = _MIXTURES[event.kind]
         message = f"{event.parameters} gradients of {event.module} are {what}"
-        return self.alarm(event, ERROR, message, fix, *([f"that {smaller}"] if small else []))
+        return self.alarm(event, message, *([f"that {smaller}"] if small else []), fix=fix)
 
 
 #: What is wrong with gradients of several parts, what to do, and whether a part is too small.
@@ -355,7 +323,7 @@ _MIXTURES = {
 }
 
 
-class OneScalerManyOptimizers(PrecisionRule[WrongDivision]):
+class OneScalerManyOptimizers(PrecisionRule[events.WrongDivision]):
     """The scaler is updated between the steps of two optimizers that learn from the same backward pass.
 
     What it sees: The gradients of an optimizer carry the scale from before an update, and another optimizer
@@ -381,14 +349,10 @@ class OneScalerManyOptimizers(PrecisionRule[WrongDivision]):
 
     code = "AMP019"
     title = "one scaler is updated between two optimizers"
+    fix = "Call scaler.update() once, after the last optimizer's step."
     needs = ("loss scale",)
 
-    def check(self, event: WrongDivision) -> Alarm | None:
+    def check(self, event: events.WrongDivision) -> Alarm | None:
         if event.kind != "older" or not event.other:
             return None
-        return self.alarm(
-            event,
-            *older(event),
-            "Call scaler.update() once, after the last optimizer's step.",
-            f"{event.other} stepped, and the scaler was updated, in between",
-        )
+        return _older(self, event, f"{event.other} stepped, and the scaler was updated, in between")

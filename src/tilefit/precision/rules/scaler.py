@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from tilefit.precision.events import (
-    HalfWeights,
-    ResumeDiffers,
-    ScaleHistory,
-    ScalerNotLoaded,
-    ScalerNotSaved,
-    ScalerRefused,
-    ScalerUsed,
-    SchedulerStepped,
-)
+from tilefit.precision import events
 from tilefit.precision.rules.base import PrecisionRule, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 
 
-class ScalerWithBf16(PrecisionRule[ScalerUsed]):
+class ScalerWithBf16(PrecisionRule[events.ScalerUsed]):
     """A gradient scaler is enabled although all autocast is bf16.
 
     What it sees: The scaler steps an optimizer, and every autocast region with gradients since the last step
@@ -42,22 +33,21 @@ class ScalerWithBf16(PrecisionRule[ScalerUsed]):
 
     code = "AMP008"
     title = "a gradient scaler with bf16"
+    fix = "Switch it off: GradScaler(enabled=dtype == torch.float16), or remove it."
     needs = ("loss scale",)
 
-    def check(self, event: ScalerUsed) -> Alarm | None:
+    def check(self, event: events.ScalerUsed) -> Alarm | None:
         if event.dtypes != {"bfloat16"}:
             return None
         return self.alarm(
             event,
-            WARNING,
             "the loss is scaled although autocast uses bf16, which needs no scale",
-            "Switch it off: GradScaler(enabled=dtype == torch.float16), or remove it.",
             "bf16 reaches as far as fp32, 3.4e38; the scaler costs a pass over the gradients and a wait for "
             "the device in each step",
         )
 
 
-class ScalerNotRestored(PrecisionRule[ScalerNotSaved | ScalerNotLoaded | ResumeDiffers]):
+class ScalerNotRestored(PrecisionRule[events.ScalerNotSaved | events.ScalerNotLoaded | events.ResumeDiffers]):
     """A checkpoint holds the optimizer's state and not the scaler's.
 
     What it sees: `torch.save` or `torch.distributed.checkpoint.save` of something that holds an optimizer's
@@ -82,39 +72,34 @@ class ScalerNotRestored(PrecisionRule[ScalerNotSaved | ScalerNotLoaded | ResumeD
 
     code = "AMP020"
     title = "the scaler is missing from a checkpoint"
+    fix = "Save and load everything a step changes: model, optimizer, scaler, scheduler, averages."
     needs = ("loss scale",)
     limit = "what a resumed run does otherwise: tilefit.precision.check_resume replays it"
 
-    def check(self, event: ScalerNotSaved | ScalerNotLoaded | ResumeDiffers) -> Alarm | None:
-        if isinstance(event, ScalerNotSaved):
-            return self.alarm(
-                event,
-                WARNING,
-                "the optimizer's state is saved here, the gradient scaler's is not",
-                'Save scaler.state_dict() too: {"scaler": scaler.state_dict(), ...}.',
-                "after a resume the scale starts at its initial value, with skipped steps or lost gradients",
+    def check(
+        self, event: events.ScalerNotSaved | events.ScalerNotLoaded | events.ResumeDiffers
+    ) -> Alarm | None:
+        if isinstance(event, events.ScalerNotSaved):
+            message = "the optimizer's state is saved here, the gradient scaler's is not"
+            effect = "the scale starts at its initial value, with skipped steps or lost gradients"
+            fix = 'Save scaler.state_dict() too: {"scaler": scaler.state_dict(), ...}.'
+            return self.alarm(event, message, f"after a resume {effect}", fix=fix)
+        if isinstance(event, events.ScalerNotLoaded):
+            message = (
+                "the optimizer's state was loaded here, the gradient scaler's was not before it was used"
             )
-        if isinstance(event, ScalerNotLoaded):
-            return self.alarm(
-                event,
-                WARNING,
-                "the optimizer's state was loaded here, the gradient scaler's was not before it was used",
-                'Call scaler.load_state_dict(checkpoint["scaler"]) before the first step.',
-            )
-        return self.alarm(
-            event,
-            ERROR,
-            f"the resumed run differs from the saved one, {event.step} steps after the checkpoint",
-            "Save and load everything a step changes: model, optimizer, scaler, scheduler, averages.",
-            f"loss {event.expected:.9g} uninterrupted, {event.got:.9g} resumed",
-        )
+            fix = 'Call scaler.load_state_dict(checkpoint["scaler"]) before the first step.'
+            return self.alarm(event, message, fix=fix)
+        message = f"the resumed run differs from the saved one, {event.step} steps after the checkpoint"
+        losses = f"loss {event.expected:.9g} uninterrupted, {event.got:.9g} resumed"
+        return self.alarm(event, message, losses, severity=ERROR)
 
 
 #: So many skipped steps at the start are the scale finding its level.
 SETTLING = 3
 
 
-class ScheduleAdvancesOnSkip(PrecisionRule[SchedulerStepped]):
+class ScheduleAdvancesOnSkip(PrecisionRule[events.SchedulerStepped]):
     """The learning-rate schedule advances on steps that the scaler skipped.
 
     What it sees: A scheduler that steps once per optimizer step stepped after a step that the scaler had
@@ -142,19 +127,16 @@ class ScheduleAdvancesOnSkip(PrecisionRule[SchedulerStepped]):
 
     code = "AMP021"
     title = "the schedule advances on skipped steps"
+    fix = "Step the scheduler only if the scale did not shrink: scaler.get_scale() >= the scale before."
     needs = ("loss scale", "schedule")
 
-    def check(self, event: SchedulerStepped) -> Alarm | None:
-        return self.alarm(
-            event,
-            NOTE if event.skipped <= SETTLING else WARNING,
-            "the schedule advances although the scaler skipped the optimizer's step",
-            "Step the scheduler only if the scale did not shrink: scaler.get_scale() >= the scale before.",
-            f"{event.skipped} of {event.steps} steps so far",
-        )
+    def check(self, event: events.SchedulerStepped) -> Alarm | None:
+        message = "the schedule advances although the scaler skipped the optimizer's step"
+        severity = NOTE if event.skipped <= SETTLING else WARNING
+        return self.alarm(event, message, f"{event.skipped} of {event.steps} steps so far", severity=severity)
 
 
-class HalfWeightsUnderAutocast(PrecisionRule[HalfWeights | ScalerRefused]):
+class HalfWeightsUnderAutocast(PrecisionRule[events.HalfWeights | events.ScalerRefused]):
     """The weights that are trained are in half precision, and autocast is used on top.
 
     What it sees: More than half of the weights of two and more dimensions that an optimizer holds are fp16 or
@@ -181,32 +163,24 @@ class HalfWeightsUnderAutocast(PrecisionRule[HalfWeights | ScalerRefused]):
 
     code = "AMP022"
     title = "half-precision weights under autocast"
+    severity = NOTE
+    fix = "Leave the weights in fp32: autocast casts them where that is safe."
     needs = ("half-precision weights",)
 
-    def check(self, event: HalfWeights | ScalerRefused) -> Alarm | None:
-        fix = "Leave the weights in fp32: autocast casts them where that is safe."
-        if isinstance(event, HalfWeights):
-            return self.alarm(
-                event,
-                NOTE,
-                f"{event.half} of {event.weights} weights that {event.module} trains are {event.dtype} under "
-                "autocast",
-                fix,
-                "updates below the spacing of the type are rounded away; nothing keeps fp32 master weights",
-            )
+    def check(self, event: events.HalfWeights | events.ScalerRefused) -> Alarm | None:
+        if isinstance(event, events.HalfWeights):
+            share = f"{event.half} of {event.weights} weights that {event.module} trains"
+            effect = "updates below the spacing of the type are rounded away"
+            why = f"{effect}; nothing keeps fp32 master weights"
+            return self.alarm(event, f"{share} are {event.dtype} under autocast", why)
         if "FP16 gradients" not in event.error:
             return None
-        return self.alarm(
-            event,
-            NOTE,
-            f"scaler.{event.method} raised because {event.half_weights} of {event.weights} weights are fp16, "
-            "and so are their gradients",
-            f"{fix} Switching the scaler off removes the message, not the cause.",
-            event.error,
-        )
+        fp16 = f"{event.half_weights} of {event.weights} weights are fp16, and so are their gradients"
+        fix = f"{self.fix} Switching the scaler off removes the message, not the cause."
+        return self.alarm(event, f"scaler.{event.method} raised because {fp16}", event.error, fix=fix)
 
 
-class ScaleCollapse(PrecisionRule[ScaleHistory]):
+class ScaleCollapse(PrecisionRule[events.ScaleHistory]):
     """Every step is skipped, because the loss itself is not finite at any scale.
 
     What it sees: Steps skipped in a row, and losses that were not finite before they were scaled; or a scale
@@ -231,16 +205,14 @@ class ScaleCollapse(PrecisionRule[ScaleHistory]):
 
     code = "AMP029"
     title = "the loss scale collapses"
+    severity = ERROR
+    fix = "Find where the inf or NaN comes from: the scale is not its cause (see AMP026)."
     needs = ("loss scale",)
 
-    def check(self, event: ScaleHistory) -> Alarm | None:
-        if event.loss_finite is not False and event.scale >= 1:
+    def check(self, event: events.ScaleHistory) -> Alarm | None:
+        scale, bad = figure(event.scale), event.loss_finite is False
+        if not bad and event.scale >= 1:
             return None
-        message = (
-            f"{event.skipped} steps in a row were skipped: the loss is not finite before it is scaled"
-            if event.loss_finite is False
-            else f"the loss scale has fallen to {figure(event.scale)}: step after step was skipped"
-        )
-        fix = "Find where the inf or NaN comes from: the scale is not its cause (see AMP026)."
-        effect = f"scale {figure(event.scale)}; nothing has been learnt in these steps"
-        return self.alarm(event, ERROR, message, fix, effect)
+        loss = f"{event.skipped} steps in a row were skipped: the loss is not finite before it is scaled"
+        message = loss if bad else f"the loss scale has fallen to {scale}: step after step was skipped"
+        return self.alarm(event, message, f"scale {scale}; nothing has been learnt in these steps")

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.precision.events import (
-    Accumulated,
-    HalfState,
-    HalfSum,
-    Movement,
-    RanksDiffer,
-)
+from tilefit.precision import events
 from tilefit.precision.rules.base import SIGNIFICAND_BITS, PrecisionRule, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.units import share
@@ -19,7 +13,7 @@ LOST = 0.5
 ENOUGH = 30
 
 
-class UpdateBelowUlp(PrecisionRule[Movement]):
+class UpdateBelowUlp(PrecisionRule[events.Movement]):
     """Weights in half precision do not move, because each update is too small to change them.
 
     What it sees: Over 32 steps, up to 1024 values of each half-precision parameter are followed by the same
@@ -45,25 +39,27 @@ class UpdateBelowUlp(PrecisionRule[Movement]):
 
     code = "AMP013"
     title = "updates are lost to rounding"
+    fix = (
+        "Keep the weights in fp32 and use autocast, or an optimizer with fp32 master weights, stochastic "
+        "rounding or Kahan summation."
+    )
     needs = ("half-precision weights",)
 
-    def check(self, event: Movement) -> Alarm | None:
+    def check(self, event: events.Movement) -> Alarm | None:
         if not event.parameter or event.projection >= LOST:
             return None
-        bits = SIGNIFICAND_BITS[event.dtype] + 1
+        dtype, bits, made = event.dtype, SIGNIFICAND_BITS[event.dtype] + 1, share(max(0.0, event.projection))
+        projection = f"projection on the same optimizer in fp32: {figure(event.projection)}"
         return self.alarm(
             event,
-            WARNING if event.steps >= ENOUGH else NOTE,
-            f"{event.dtype} weights make {share(max(0.0, event.projection))} of the movement the optimizer "
-            f"intends, over {event.steps} steps",
-            "Keep the weights in fp32 and use autocast, or an optimizer with fp32 master weights, stochastic "
-            "rounding or Kahan summation.",
-            f"an update below |w| / 2^{bits} = |w| / {2**bits} does not change a {event.dtype} weight",
-            f"projection on the same optimizer in fp32: {figure(event.projection)}, on {event.values} values",
+            f"{dtype} weights make {made} of the movement the optimizer intends, over {event.steps} steps",
+            f"an update below |w| / 2^{bits} = |w| / {2**bits} does not change a {dtype} weight",
+            f"{projection}, on {event.values} values",
+            severity=WARNING if event.steps >= ENOUGH else NOTE,
         )
 
 
-class OptimizerStateInHalf(PrecisionRule[HalfState]):
+class OptimizerStateInHalf(PrecisionRule[events.HalfState]):
     """The optimizer's own constants and averages are rounded away in half precision.
 
     What it sees: At the first step, the element types of the state of an optimizer of `torch.optim`, and what
@@ -91,29 +87,23 @@ class OptimizerStateInHalf(PrecisionRule[HalfState]):
 
     code = "AMP014"
     title = "optimizer state in half precision"
+    fix = "Keep the weights in fp32 and use autocast, or an optimizer with fp32 state."
     needs = ("half-precision weights",)
 
-    def check(self, event: HalfState) -> Alarm | None:
-        lost = []
-        eps_lost = bool(event.eps) and event.eps_rounded == 0
-        if event.eps and eps_lost:
-            lost.append(f"eps {figure(event.eps)} is 0 in {event.dtype}: 0/0 where a gradient is 0")
-        if event.beta2 is not None and event.beta2 != 1 and event.beta2_rounded == 1:
-            lost.append(f"beta2 {event.beta2:g} is 1 in {event.dtype}: the second moment never decays")
-        if event.decay is not None and event.decay != 1 and event.decay_rounded == 1:
-            lost.append(f"1 - lr * weight_decay is 1 in {event.dtype}: no weight decays")
-        if not lost:
-            return None
-        return self.alarm(
-            event,
-            ERROR if eps_lost else WARNING,
-            f"{event.module} keeps its state in {event.dtype}, where its constants are rounded away",
-            "Keep the weights in fp32 and use autocast, or an optimizer with fp32 state.",
-            *lost,
-        )
+    def check(self, event: events.HalfState) -> Alarm | None:
+        dtype, lost, severity = event.dtype, [], WARNING
+        if event.eps and event.eps_rounded == 0:
+            lost.append(f"eps {figure(event.eps)} is 0 in {dtype}: 0/0 where a gradient is 0")
+            severity = ERROR
+        if event.beta2 not in (None, 1) and event.beta2_rounded == 1:
+            lost.append(f"beta2 {event.beta2:g} is 1 in {dtype}: the second moment never decays")
+        if event.decay not in (None, 1) and event.decay_rounded == 1:
+            lost.append(f"1 - lr * weight_decay is 1 in {dtype}: no weight decays")
+        message = f"{event.module} keeps its state in {dtype}, where its constants are rounded away"
+        return self.alarm(event, message, *lost, severity=severity) if lost else None
 
 
-class HalfAccumulator(PrecisionRule[Movement]):
+class HalfAccumulator(PrecisionRule[events.Movement]):
     """A running average or sum in half precision no longer changes.
 
     What it sees: A half-precision tensor that is no parameter and that several steps change, in place through
@@ -138,20 +128,18 @@ class HalfAccumulator(PrecisionRule[Movement]):
 
     code = "AMP015"
     title = "a half-precision average stops moving"
+    fix = "Keep running sums and averages in fp32."
     closely = True
     limit = "a sum that stalls only later than the steps watched"
 
-    def check(self, event: Movement) -> Alarm | None:
+    def check(self, event: events.Movement) -> Alarm | None:
         if event.parameter or event.projection >= LOST:
             return None
-        bits = SIGNIFICAND_BITS[event.dtype] + 1
+        dtype, made = event.dtype, share(max(0.0, event.projection))
         return self.alarm(
             event,
-            WARNING,
-            f"a {event.dtype} tensor that is updated in place makes {share(max(0.0, event.projection))} of "
-            "the change intended",
-            "Keep running sums and averages in fp32.",
-            f"a change below 1/{2**bits} of a value is rounded away in {event.dtype}",
+            f"a {dtype} tensor that is updated in place makes {made} of the change intended",
+            f"a change below 1/{2 ** (SIGNIFICAND_BITS[dtype] + 1)} of a value is rounded away in {dtype}",
             f"projection on fp32: {figure(event.projection)}, over {event.steps} updates",
         )
 
@@ -160,7 +148,7 @@ class HalfAccumulator(PrecisionRule[Movement]):
 NEAR = 0.05
 
 
-class AccumulationNotAveraged(PrecisionRule[Accumulated]):
+class AccumulationNotAveraged(PrecisionRule[events.Accumulated]):
     """The losses of several micro-batches are added up without dividing by their number, or divided twice.
 
     What it sees: Several backward passes per step, each from a loss that is a mean, multiplied by 1 (not
@@ -191,67 +179,55 @@ class AccumulationNotAveraged(PrecisionRule[Accumulated]):
     needs = ("accumulation",)
     limit = "whether a last, shorter accumulation is divided by its own length"
 
-    def check(self, event: Accumulated) -> Alarm | None:
+    def check(self, event: events.Accumulated) -> Alarm | None:
         k, ratio, severity = event.passes, event.confirmed, WARNING
-        if ratio is not None:
-            if k == 1 or all(abs(ratio / f - 1) >= NEAR for f in (float(k), 1 / k)):
-                return None
-            proof = f"replayed: the accumulated gradient is {figure(ratio)} times the joined batch's"
-        else:
-            severity, proof = NOTE, f"each loss is a mean, multiplied by {figure(event.factor)}"
-            ratio = event.factor * k
-            if all(abs(ratio / f - 1) >= NEAR for f in (float(k), 1 / k)):
-                return None
+        proof = f"replayed: the accumulated gradient is {figure(ratio or 0)} times the joined batch's"
+        if ratio is None:
+            severity, ratio = NOTE, event.factor * k
+            proof = f"each loss is a mean, multiplied by {figure(event.factor)}"
+        if k == 1 or all(abs(ratio / wrong - 1) >= NEAR for wrong in (k, 1 / k)):
+            return None
         wrong = "not divided by their number" if ratio > 1 else "divided by their number twice"
+        acts = f"acts as {figure(ratio)} times, a clipping threshold as {figure(1 / ratio)} times"
         return self.alarm(
             event,
-            severity,
             f"{k} backward passes feed one step, and their losses are {wrong}",
-            f"Divide each loss by {k}, once.",
             proof,
-            f"the learning rate acts as {figure(ratio)} times, a clipping threshold as {figure(1 / ratio)} "
-            "times",
+            f"the learning rate {acts}",
+            severity=severity,
+            fix=f"Divide each loss by {k}, once.",
         )
 
 
+#: What is wrong, and what to do.
 _TEXTS = {
     "parameters": (
-        ERROR,
         "parameters differ between ranks",
         "Wrap the model in DistributedDataParallel and call the wrapper, or broadcast the parameters at "
         "the start.",
     ),
     "gradients": (
-        ERROR,
         "gradients differ between ranks at the optimizer's step",
         "Call the DistributedDataParallel wrapper, not the model inside; leave no_sync before the last "
-        "backward; "
-        "change gradients on all ranks alike.",
+        "backward; change gradients on all ranks alike.",
     ),
     "scale": (
-        ERROR,
         "the loss scale differs between ranks",
         "Let every rank see the same inf: use one GradScaler after the all-reduce, or ShardedGradScaler.",
     ),
     "found_inf": (
-        ERROR,
         "some ranks skip the step and others do not",
         "All-reduce the gradients before unscaling them, or use ShardedGradScaler.",
     ),
     "steps": (
-        ERROR,
         "ranks have made different numbers of steps",
         "Give every rank the same number of batches: drop_last, or join().",
     ),
-    "data": (
-        WARNING,
-        "every rank reads the same batch",
-        "Use a DistributedSampler, and call its set_epoch.",
-    ),
+    "data": ("every rank reads the same batch", "Use a DistributedSampler, and call its set_epoch."),
 }
 
 
-class RankDrift(PrecisionRule[RanksDiffer]):
+class RankDrift(PrecisionRule[events.RanksDiffer]):
     """Ranks that should hold the same model do not, or all of them read the same data.
 
     What it sees: On watched steps each rank contributes a checksum of its parameters, its gradients, its
@@ -277,16 +253,18 @@ class RankDrift(PrecisionRule[RanksDiffer]):
 
     code = "AMP023"
     title = "ranks do not agree"
+    severity = ERROR
     needs = ("several ranks",)
 
-    def check(self, event: RanksDiffer) -> Alarm | None:
-        severity, message, fix = _TEXTS[event.what]
+    def check(self, event: events.RanksDiffer) -> Alarm | None:
+        message, fix = _TEXTS[event.what]
         figures = [f"{event.ranks} ranks"]
         if event.name:
             figures.append(f"first in {event.name}")
         if event.values:
-            figures.append("by rank: " + ", ".join(figure(value) for value in event.values))
-        return self.alarm(event, severity, message, fix, "; ".join(figures))
+            figures.append("by rank: " + ", ".join(map(figure, event.values)))
+        severity = WARNING if event.what == "data" else ERROR
+        return self.alarm(event, message, "; ".join(figures), severity=severity, fix=fix)
 
 
 #: From so many terms on, the rounding of a half-precision sum is worth a word.
@@ -295,7 +273,7 @@ MANY = 64
 LARGE = 0.01
 
 
-class LowPrecisionGradientSum(PrecisionRule[HalfSum]):
+class LowPrecisionGradientSum(PrecisionRule[events.HalfSum]):
     """Gradients of many ranks or micro-batches are added up in half precision.
 
     What it sees: The element type of the sum, and ranks times micro-batches from 64 on; where the
@@ -319,17 +297,17 @@ class LowPrecisionGradientSum(PrecisionRule[HalfSum]):
 
     code = "AMP024"
     title = "many gradients are summed in half precision"
+    fix = "Sum in fp32: reduce_dtype=torch.float32, or fp32 main gradients."
     needs = ("half-precision weights",)
 
-    def check(self, event: HalfSum) -> Alarm | None:
+    def check(self, event: events.HalfSum) -> Alarm | None:
         if event.terms < MANY:
             return None
         error = event.error
         return self.alarm(
             event,
-            WARNING if error is not None and error > LARGE else NOTE,
             f"{event.terms} gradients are summed in {event.dtype}",
-            "Sum in fp32: reduce_dtype=torch.float32, or fp32 main gradients.",
             *([] if error is None else [f"error against fp32: {share(error)}"]),
             f"each addition rounds to 1/{2 ** SIGNIFICAND_BITS[event.dtype]} of the sum",
+            severity=WARNING if error is not None and error > LARGE else NOTE,
         )
