@@ -177,7 +177,7 @@ def test_what_is_the_same_is_proven_in_all_of_them() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 6))
     found = prove(Run(model, torch.randn(8, 6)), [Change(("0", "3"), same), Change(("1",), as_relu)])
     assert found.ok, found
-    assert found.compared > 100
+    assert found.compared >= 90
 
 
 # ---- likenesses --------------------------------------------------------------------------------
