@@ -52,6 +52,7 @@ def test_gradients_of_any_order(function) -> None:
 def test_who_needs_no_gradient_gets_none() -> None:
     x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3)
     first, second = widen([(x, PLACES[0]), (y, {0: ((3, 4),)})], torch.float32)
+    assert (first.requires_grad, second.requires_grad) == (True, False)
     (first.sum() + second.sum()).backward()
     assert y.grad is None
     z = torch.randn(3, requires_grad=True)

@@ -211,7 +211,12 @@ class _Widen(Function):
     ) -> Any:
         ctx.places, ctx.kinds = places, [(t.dtype, t.is_contiguous()) for t in tensors]
         ctx.set_materialize_grads(False)
-        return tuple(_filled(t, each, dtype, nhwc) for t, each in zip(tensors, places, strict=True))
+        made = tuple(_filled(t, each, dtype, nhwc) for t, each in zip(tensors, places, strict=True))
+        # Or products would be differentiated by what needs no gradient.
+        ctx.mark_non_differentiable(
+            *(t for t, asks in zip(made, ctx.needs_input_grad[3:], strict=True) if not asks)
+        )
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
