@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -240,7 +241,7 @@ def _kind(value: Any) -> Any:
 
 
 def _modes() -> Any:
-    """What PyTorch's switches say."""
+    """What PyTorch's switches say, and who asks."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -249,6 +250,9 @@ def _modes() -> Any:
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
+        # Another thread, or stream, would write to the memory of a replay that still runs.
+        threading.get_ident(),
+        torch.cuda.current_stream().cuda_stream,
     )
 
 

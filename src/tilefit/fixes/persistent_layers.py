@@ -13,8 +13,8 @@ from torch import nn
 from tilefit.cost.persistent import persistent_steps
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.modules import require_plain, submodule
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule
 from tilefit.nn import convert
 from tilefit.rnn.persistent import has_bindings
 from tilefit.rules.recurrent.layers import layers_of_torch
