@@ -21,6 +21,8 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 #: Tensors whose norm is below this share of all they are compared with (gradients that are zero but for
 #: rounding) are compared at this scale.
 _NEGLIGIBLE = 1e-3
+#: The least norm that an error is related to.
+_TINY = 1e-300
 #: Largest difference in fp64 between two ways to write one function.
 ROUNDING = 1e-12
 
@@ -203,10 +205,12 @@ def _errors(first: Observed, second: Observed) -> Iterator[tuple[str, float]]:
                 scale = _norm(value for value in first.values() if _is_float(value))
             same = (a == b) | (a.isnan() & b.isnan())
             off = (a.double() - b.double()).where(~same, 0.0)
-            error = (
-                _norm([off]) / max(_norm([a]), _NEGLIGIBLE * scale) if off.isfinite().all() else float("inf")
-            )
-            yield name, error
+            if not off.any():
+                yield name, 0.0
+            elif not off.isfinite().all():
+                yield name, float("inf")
+            else:
+                yield name, _norm([off]) / max(_norm([a]), _NEGLIGIBLE * scale, _TINY)
 
 
 def _finite_errors(first: Observed, second: Observed) -> Iterator[tuple[str, float]]:
