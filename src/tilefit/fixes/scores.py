@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tilefit.fixes.behaviour import OF_MODULES
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.modules import autocast_dtype
 
@@ -89,7 +90,7 @@ class Fusing(TorchFunctionMode):
     def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
         for part in self._module.modules():
             for name, value in vars(part).items():
-                if type(value) in _HOLDERS and name not in _OF_MODULES:
+                if type(value) in _HOLDERS and name not in OF_MODULES:
                     yield part, name, value
 
     def compute_pending(self) -> None:
@@ -188,7 +189,6 @@ def _refuse(gradient: torch.Tensor) -> None:
 
 #: What may hold scores in an attribute of a module; and attributes that do not.
 _HOLDERS = frozenset((Scores, list, tuple, dict))
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _computed(tree: Any) -> Any:
