@@ -184,7 +184,18 @@ class Scores(torch.Tensor):
 
 def _refuse(gradient: torch.Tensor) -> None:
     """What was done by those who do not ask a tensor what it is (a ``Function`` of one's own, say)."""
-    raise RuntimeError("attention scores got a gradient; take the fix fuse-attention back (plan.undo())")
+    raise RuntimeError(
+        "attention scores got a gradient; take the fix fuse-attention back (plan.undo(), tilefit.strip)"
+    )
+
+
+def _refuse_second(gradients: Any) -> None:
+    """What is to be differentiated once more, which no fused kernel can be."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fused attention has no second derivatives; take the fix fuse-attention back "
+            "(plan.undo(), tilefit.strip)"
+        )
 
 
 #: What may hold scores in an attribute of a module; and attributes that do not.
@@ -586,6 +597,8 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
         is_causal=causal,
         scale=scores.factor,
     )
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(_refuse_second)
     scores.fused = True
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
