@@ -15,10 +15,10 @@ from tilefit.fixes.convolution import CONVOLUTIONS, Convolution, Cropped, WideNo
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.interior import Interior
+from tilefit.fixes.modules import require_plain, submodule
 from tilefit.fixes.padding import COMPARED_S, LAYER_S
 from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule
 from tilefit.ops import Conv
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule

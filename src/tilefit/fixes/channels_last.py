@@ -13,9 +13,9 @@ from tilefit.fixes.behaviour import Behaviour, Changed, behaviours, is_replaced
 from tilefit.fixes.convolution import CONVOLUTIONS, ContiguousOutside, Convolution, ImagesInNHWC
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.modules import submodule
 from tilefit.fixes.padding import REGION_S
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import submodule
 from tilefit.rules.layout.channels_last import channels_last
 
 

@@ -16,10 +16,10 @@ from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.interior import Interior
+from tilefit.fixes.modules import require_plain, submodule
 from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, is_transformed, product_dtype, widen
 from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
-from tilefit.fixes.swap import require_plain, submodule
 from tilefit.ops import FORWARD, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment.features import Group, groups
