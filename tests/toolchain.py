@@ -368,7 +368,7 @@ def markdown() -> str:
     lines = ["| tool | works with | `tilefit.strip` first |", "| --- | --- | --- |"]
     for name in TOOLS:
         strip = STRIP_FIRST.get(name, set())
-        works = "every fix" if not strip else ", ".join(kind for kind in KINDS if kind not in strip)
+        works = "every other fix" if strip else "every fix"
         lines.append(f"| {name} | {works} | {', '.join(sorted(strip))} |")
     return "\n".join(lines)
 

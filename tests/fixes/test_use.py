@@ -822,6 +822,24 @@ def test_a_module_that_makes_another_of_its_class() -> None:
     assert not difference(WrittenNorm()(torch.ones(2, 64)), other(torch.ones(2, 64)))
 
 
+def test_replicas_for_other_gpus_run_plain() -> None:
+    model = linear(16, 13, 8)
+    assert planned(model, ROWS, "pad-linear").fixes
+    replica: Any = model[0]._replicate_for_data_parallel()
+    replica.weight, replica.bias = 2 * model[0].weight, 3 * model[0].bias
+    assert torch.equal(replica(X), F.linear(X, replica.weight, replica.bias))
+    tilefit.strip(model)
+    assert "_replicate_for_data_parallel" not in vars(model[0])
+
+
+def test_torchscript_is_told_to_strip() -> None:
+    model = linear(16, 13, 8)
+    planned(model, ROWS, "pad-linear")
+    with pytest.raises(TilefitError, match=r"tilefit\.strip"):
+        torch.jit.script(model)
+    torch.jit.script(tilefit.strip(model))
+
+
 def test_layers_without_a_size_yet() -> None:
     model = nn.Sequential(nn.LazyLinear(13), nn.ReLU(), nn.LazyLinear(8))
     with suppress(TilefitError):  # no other error
