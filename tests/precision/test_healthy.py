@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from precision.loops.parts import BF16, FP16, autocast, lstm, scaler
+from tilefit.capture.script import run_script
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.precision import Watch
-from tilefit.capture.script import run_script
 from tilefit.rules.finding import NOTE
 
 

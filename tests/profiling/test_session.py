@@ -10,9 +10,9 @@ import torch
 
 import tilefit
 from profiled_net import Net, training_step
+from tilefit.capture.script import run_script
 from tilefit.errors import TilefitError, UsageError
 from tilefit.options import TargetOptions
-from tilefit.capture.script import run_script
 from tilefit.profiling import Profile
 from tilefit.profiling.ranges import bare
 from tilefit.profiling.target import profile_target
