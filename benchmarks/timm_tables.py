@@ -6,7 +6,7 @@ another: forward passes, eager and compiled, and training steps with SGD, all un
 ``file, mode, gpu, layout, compiled, model, img_size, batch_size, samples_per_sec``. Models are drawn at
 random, each from another family, and every row of a drawn model in the newest file of its kind is predicted.
 
-    PYTHONPATH=src python benchmarks/timm_tables.py --tables timm_steps.csv.gz --models 36 --out benchmarks/results/timm_tables.json
+    PYTHONPATH=src python benchmarks/timm_tables.py --tables timm_steps.csv.gz --models 36
 
 Captured steps are kept in ``--steps``, so that a changed cost model is tried again in seconds.
 """
