@@ -615,7 +615,7 @@ def test_a_fix_is_made_once(fix: str) -> None:
     plan = planned(model, on_meta(2, 16, rows), fix, verify=False, budget=10)
     assert applied(plan) == {fix}
     assert len(plan.fixes) == 1
-    assert model(torch.ones(3, 16, rows)).shape == (3, 16, rows)
+    assert torch.isfinite(model(torch.ones(3, 16, rows))).all()
 
 
 # ---- tensors as users handle them --------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -36,6 +37,10 @@ def copied(model: nn.Module, device: str) -> nn.Module:
     """A copy of the model on ``device``; on meta, weights are neither copied nor allocated."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
+        if is_lazy(parameter):
+            raise CaptureError(
+                "a layer has no size yet (a lazy module)", hint="Call the model once before it is captured."
+            )
         if parameter.device.type != device:
             data = _materialised(parameter.detach(), device)
             memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)

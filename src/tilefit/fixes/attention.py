@@ -28,7 +28,8 @@ class Fused(Behaviour):
     """Attention within the module, as one call of ``scaled_dot_product_attention``."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_transformed():
+        # A hook on a part's gradients would make scores an argument of a ``Function``.
+        if is_transformed() or any(m._backward_hooks or m._backward_pre_hooks for m in module.modules()):
             return forward(*args, **kwargs)
         with Fusing(module) as mode:
             return mode.finished(forward(*args, **kwargs))

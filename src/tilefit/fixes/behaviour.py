@@ -8,12 +8,20 @@ behaviour along.
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
+
+from tilefit.errors import TilefitError
+
+#: Attributes that a changed module has more than a plain one.
+OF_CHANGED = ("forward", "_replicate_for_data_parallel")
+#: What every module may have for itself.
+OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED))
 
 
 class Behaviour(ABC):
@@ -48,6 +56,7 @@ class Changed:
         changed = vars(module).get("forward")
         if not isinstance(changed, Changed):
             changed = module.forward = cls(module)
+            module._replicate_for_data_parallel = changed.replicate  # type: ignore[method-assign]
         return changed
 
     def add(self, behaviour: Behaviour) -> None:
@@ -60,9 +69,24 @@ class Changed:
     def remove(self, behaviour: Behaviour) -> None:
         """Take a behaviour from the module; without any it is as it was."""
         self.behaviours = tuple(other for other in self.behaviours if other is not behaviour)
+        if not self.behaviours:
+            self.leave()
+
+    def leave(self) -> None:
+        """Take every behaviour from the module."""
+        self.behaviours = ()
         # Somebody may have put something of theirs around this in the meantime.
-        if not self.behaviours and vars(self.__self__).get("forward") is self:
-            del self.__self__.forward
+        if vars(self.__self__).get("forward") is self:
+            for name in OF_CHANGED:
+                delattr(self.__self__, name)
+
+    def replicate(self) -> Any:
+        """What ``nn.DataParallel`` runs on another GPU: the module as it was."""
+        # A replica has all that is in the module's ``vars``, and this would run the module itself.
+        replica = type(self.__self__)._replicate_for_data_parallel(self.__self__)  # type: ignore[no-untyped-call]
+        for name in OF_CHANGED:
+            delattr(replica, name)
+        return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
@@ -80,6 +104,9 @@ class Changed:
     def __getattr__(self, name: str) -> Any:
         if name in ("__self__", "behaviours") or name.startswith("__deepcopy__"):
             raise AttributeError(name)
+        # The compiler of TorchScript reads the source of functions, and resolves its names first.
+        if name == "__globals__" and sys._getframe(1).f_globals["__name__"] == "torch._jit_internal":
+            raise TilefitError("TorchScript cannot compile a changed module: tilefit.strip(model) first")
         return getattr(type(self.__self__).forward, name)
 
 

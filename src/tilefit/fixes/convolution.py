@@ -43,6 +43,14 @@ _FUNCTIONS: dict[tuple[bool, int], Any] = {
     (True, 1): F.conv_transpose1d, (True, 2): F.conv_transpose2d, (True, 3): F.conv_transpose3d,
 }  # fmt: skip
 
+#: In a region's space where an image was handed on padded: others of that size are of a wrong size.
+_WIDE = "padded channels"
+
+
+def _is_handed_on(space: dict[Any, Any] | None, channels: int, wide: Channels | None) -> bool:
+    """Whether an image of so many channels is one that a convolution of the same region has padded."""
+    return space is not None and wide is not None and channels == wide_size(wide) and _WIDE in space
+
 
 @dataclass(frozen=True)
 class Convolution(Behaviour):
@@ -75,8 +83,9 @@ class Convolution(Behaviour):
         if dtype is None or axis not in (0, 1) or is_transformed():
             return forward(input, *args, **kwargs)
         channels, wide_in, wide_out = input.shape[axis], self.wide_in, self.wide_out
-        is_open = self.inside is not None and self.inside.space() is not None
-        is_wide = is_open and wide_in is not None and channels == wide_size(wide_in)
+        space = None if self.inside is None else self.inside.space()
+        is_open = space is not None
+        is_wide = _is_handed_on(space, channels, wide_in)
         if not self._pads(module, channels, is_open, is_wide):
             wide_in = wide_out = None
         is_nhwc = axis == 1 and self._wants_nhwc(dims)
@@ -87,8 +96,11 @@ class Convolution(Behaviour):
         x, weight, bias = _padded(module, input, dtype, is_nhwc=is_nhwc, is_wide=is_wide, places=places)
         groups = x.shape[axis] if module.groups > 1 and wide_in else module.groups
         y = _convolved(module, x, weight, bias, groups, *args, **kwargs)
-        crops = wide_out is not None and (self.crops or not is_open)
-        return crop(y, axis, wide_out) if crops and wide_out else y
+        if wide_out is not None and (self.crops or space is None):
+            return crop(y, axis, wide_out)
+        if wide_out is not None and space is not None:
+            space[_WIDE] = True
+        return y
 
     def _pads(self, module: _ConvNd, channels: int, is_open: bool, is_wide: bool) -> bool:
         if is_wide:
@@ -185,7 +197,7 @@ class WideNorm(Behaviour):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         """[batch, channels, ...] to the same, running statistics updated."""
         assert isinstance(module, _BatchNorm)
-        if self.inside.space() is None or input.dim() < 2 or input.shape[1] != wide_size(self.wide):
+        if input.dim() < 2 or not _is_handed_on(self.inside.space(), input.shape[1], self.wide):
             return forward(input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
         tracked = not module.training or module.track_running_stats
@@ -236,9 +248,8 @@ class Cropped(Behaviour):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         y = forward(*args, **kwargs)
         axis = y.dim() - self.dims - 1
-        if self.inside.space() is None or y.shape[axis] != wide_size(self.channels):
-            return y
-        return crop(y, axis, self.channels)
+        is_wide = _is_handed_on(self.inside.space(), y.shape[axis], self.channels)
+        return crop(y, axis, self.channels) if is_wide else y
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 from tilefit.capture.copies import copied
 from tilefit.capture.run import capture
-from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
+from tilefit.fixes.behaviour import OF_MODULES, Behaviour, behaviours, is_replaced
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import autocast_dtype, submodule
@@ -47,8 +47,6 @@ _TOLERANCES = {torch.float64: ROUNDING, torch.float32: 2e-5, torch.bfloat16: 4e-
 #: The largest number that is tried, by element type (of infinity PyTorch's kernels for the CPU alone make
 #: something else than its operations, but for fp64).
 _LARGEST = {torch.float64: 1e30, torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 6e4}
-#: What every module has for itself.
-_OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 #: Element types of input, weight and autocast.
 _Types = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
@@ -98,7 +96,7 @@ class Elementary(Behaviour):
 
 def _attributes(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
     """A module's attributes, if nobody but the module itself can change what they hold."""
-    own = tuple((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
+    own = tuple((name, value) for name, value in vars(module).items() if name not in OF_MODULES)
     return own if all(isinstance(value, bool | int | float | str | None) for _, value in own) else None
 
 

@@ -22,13 +22,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
-from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
+from tilefit.fixes.behaviour import OF_CHANGED, OF_MODULES, Behaviour, Changed, behaviours
 from tilefit.fixes.padding import is_transformed
 from tilefit.fixes.region import Region
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: What every module has; the rest of its attributes is its own.
-_COMMON = frozenset((*vars(nn.Module()), "forward"))
 _FORWARDS = frozenset((NoneType, Changed))
 _GLOBAL_HOOKS = (
     nn_module._global_forward_hooks,
@@ -143,12 +141,12 @@ class _Attributes:
     @classmethod
     def of(cls, module: nn.Module) -> _Attributes:
         attributes = vars(module)
-        own = [name for name in attributes if name not in _COMMON]
+        own = [name for name in attributes if name not in OF_MODULES]
         get = itemgetter(*own) if own else None
         holding = [(v, c.copy()) for v in map(attributes.get, own) if (c := _contents(v)) is not None]
         return cls(
             module,
-            len(attributes) - ("forward" in attributes),
+            len(attributes.keys() - OF_CHANGED),
             get,
             get(attributes) if get else None,
             tuple(holding),
@@ -159,7 +157,8 @@ class _Attributes:
     def are_same(self) -> bool:
         attributes = vars(self.module)
         forward = attributes.get("forward")
-        if len(attributes) != self.size + (forward is not None) or type(forward) not in _FORWARDS:
+        size = self.size if forward is None else self.size + len(OF_CHANGED)
+        if len(attributes) != size or type(forward) not in _FORWARDS:
             return False
         if tuple(attributes["_modules"].values()) != self.children or _acting(self.module) != self.behaviours:
             return False

@@ -149,14 +149,24 @@ class _Product(Function):
         # Those that the gradient is differentiated by once more; the product needs them no longer.
         ctx.sizes, ctx.weights = sizes, parameters[: len(sizes)]
         ctx.versions = [each._version for each in ctx.weights]
+        ctx.left, ctx.kept = set(range(len(sizes))), None
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        if not needs_x:
+            trained = map(any, zip(needs[: len(sizes)], needs[len(sizes) :], strict=True))
+            ctx.mark_non_differentiable(*(y for y, asks in zip(outputs, trained, strict=True) if not asks))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight, version = ctx.kept or (*ctx.saved_tensors, None)
+        if version not in (None, x._version):
+            raise RuntimeError("the input of a product was changed in place before its gradient was computed")
         needs_x, *needs = ctx.needs_input_grad[1:]
         sizes = ctx.sizes
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        # Each layer by itself could still be differentiated when the graph of another was.
+        ctx.left.difference_update(used)
+        ctx.kept = (x, weight, x._version) if ctx.left else None
         by_input, by_weight, by_bias = None, [None] * len(sizes), [None] * len(sizes)
         rows = x.flatten(0, -2)
         for members, gradient, own in _parts(ctx, used, gradients, weight):

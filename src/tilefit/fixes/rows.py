@@ -73,6 +73,8 @@ class RowPadding(ChangeSet):
     def make(self, run: Run, edits: Edits) -> None:
         if is_replaced(run.model):
             raise RefusedError("the forward method of the model was replaced")
+        if not _gives_rows(run):
+            raise RefusedError("not every tensor that the model returns has a row for each of its input")
         edits.behave(run.model, InWholeMultiples(self.multiple))
 
 
@@ -113,8 +115,6 @@ class PadRows(Fix):
             yield Refusal(
                 ("",), f"the model takes {len(inputs)} tensors, and not all of them need be batched"
             )
-        elif not _gives_rows(context.run):
-            yield Refusal(("",), "not every tensor that the model returns has a row for each of its input")
         else:
             yield RowPadding(("",), max(multiples))
 
@@ -122,9 +122,11 @@ class PadRows(Fix):
 def _gives_rows(run: Run) -> bool:
     """Whether all that a model returns has as many rows as its input, whatever their number."""
     trial = run.on_meta()
+    inputs = next(tensors(trial.inputs), None)
+    if inputs is None:
+        return False
     for rows in (3, 5):
         for mode in (True, False):
-            (inputs,) = tensors(trial.inputs)
             few = inputs[:1].expand(rows, *inputs.shape[1:]).contiguous()
             made = tree_map(
                 lambda leaf, few=few: few if isinstance(leaf, torch.Tensor) else leaf, trial.inputs

@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tilefit.fixes.behaviour import OF_MODULES
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.modules import autocast_dtype
 
@@ -89,7 +90,7 @@ class Fusing(TorchFunctionMode):
     def _attributes(self) -> Iterator[tuple[nn.Module, str, Any]]:
         for part in self._module.modules():
             for name, value in vars(part).items():
-                if type(value) in _HOLDERS and name not in _OF_MODULES:
+                if type(value) in _HOLDERS and name not in OF_MODULES:
                     yield part, name, value
 
     def compute_pending(self) -> None:
@@ -183,12 +184,22 @@ class Scores(torch.Tensor):
 
 def _refuse(gradient: torch.Tensor) -> None:
     """What was done by those who do not ask a tensor what it is (a ``Function`` of one's own, say)."""
-    raise RuntimeError("attention scores got a gradient; take the fix fuse-attention back (plan.undo())")
+    raise RuntimeError(
+        "attention scores got a gradient; take the fix fuse-attention back (plan.undo(), tilefit.strip)"
+    )
+
+
+def _refuse_second(gradients: Any) -> None:
+    """What is to be differentiated once more, which no fused kernel can be."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fused attention has no second derivatives; take the fix fuse-attention back "
+            "(plan.undo(), tilefit.strip)"
+        )
 
 
 #: What may hold scores in an attribute of a module; and attributes that do not.
 _HOLDERS = frozenset((Scores, list, tuple, dict))
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _computed(tree: Any) -> Any:
@@ -586,6 +597,8 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
         is_causal=causal,
         scale=scores.factor,
     )
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(_refuse_second)
     scores.fused = True
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 

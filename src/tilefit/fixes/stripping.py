@@ -31,9 +31,7 @@ def strip(model: _Model) -> _Model:
         forward = vars(module).get("forward")
         while forward is not None:  # somebody may have put something of theirs around ours
             if isinstance(forward, Changed):
-                forward.behaviours = ()
-                if vars(module).get("forward") is forward:
-                    del module.forward
+                forward.leave()
                 break
             forward = getattr(forward, "__wrapped__", None)
         if module._compiled_call_impl is not None:

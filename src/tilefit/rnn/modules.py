@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tilefit import gpus
@@ -67,6 +67,11 @@ class Recurrent(nn.RNNBase):
             TilefitError: the backend asked for cannot run the call.
             UsageError: ``lengths`` or ``reset`` does not fit the input.
         """
+        if isinstance(input, fx.Proxy):
+            raise UsageError(
+                "torch.fx cannot trace layers of tilefit.nn",
+                hint="Make them torch.nn's first: tilefit.strip(model).",
+            )
         if isinstance(input, PackedSequence):
             if lengths is not None or reset is not None:
                 raise UsageError("lengths= and reset= go with a padded input, not with a PackedSequence")
