@@ -308,6 +308,12 @@ def encoder() -> Made:
     return nn.TransformerEncoder(layer, 6), (torch.randn(32, 256, 512),)
 
 
+def odd_encoder() -> Made:
+    """``nn.TransformerEncoder``, 500 wide, 10 heads, 6 layers; 30 sequences of 333: the host is the limit."""
+    layer = nn.TransformerEncoderLayer(500, 10, 2000, batch_first=True)
+    return nn.TransformerEncoder(layer, 6), (torch.randn(30, 333, 500),)
+
+
 class Words(nn.Module):
     """A language model of two LSTM layers with the embedding as its head."""
 

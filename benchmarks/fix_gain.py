@@ -57,6 +57,7 @@ from tilefit.ops import Step
 from tilefit.options import StepOptions, TargetOptions
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
+OTHERS = Path(__file__).resolve().parent / "compiled_models.py"
 LLAMA = {
     "hidden_size": 2048,
     "num_hidden_layers": 16,
@@ -134,6 +135,16 @@ MODELS = {
     "recommender": Model(f"{EXAMPLES}:recommender"),
     "lstm-lm": Model(f"{EXAMPLES}:lstm_lm"),
     "speech": Model(f"{EXAMPLES}:speech"),
+    "odd-encoder": Model(f"{OTHERS}:odd_encoder"),
+    "detector": Model(f"{OTHERS}:detector"),
+    "graph": Model(f"{OTHERS}:graph"),
+    "autoencoder": Model(f"{OTHERS}:autoencoder"),
+    "segmenter": Model(f"{OTHERS}:segmenter"),
+    "deberta": Model(f"{OTHERS}:deberta"),
+    "vit-mae": Model("hf:vit_mae", {"batch": 64}),
+    "electra": Model("hf:electra", {"batch": 32, "seq": 512}),
+    "densenet": Model("torchvision:densenet121", {"batch": 64}),
+    "resnext": Model("torchvision:resnext50_32x4d", {"batch": 64}),
 }
 
 #: Sizes of a dry run.

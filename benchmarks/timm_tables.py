@@ -6,7 +6,7 @@ another: forward passes, eager and compiled, and training steps with SGD, all un
 ``file, mode, gpu, layout, compiled, model, img_size, batch_size, samples_per_sec``. Models are drawn at
 random, each from another family, and every row of a drawn model in the newest file of its kind is predicted.
 
-    PYTHONPATH=src python benchmarks/timm_tables.py --tables timm_steps.csv.gz --models 40 --out rows.json
+    PYTHONPATH=src python benchmarks/timm_tables.py --tables timm_steps.csv.gz --models 36
 
 Captured steps are kept in ``--steps``, so that a changed cost model is tried again in seconds.
 """
@@ -165,7 +165,8 @@ def main() -> None:
         print(f"{number + 1} of {len(models)}: {model}", file=sys.stderr)
     print("\n".join(summary(found)))
     if args.out:
-        args.out.write_text(json.dumps({"seed": args.seed, "rows": found}, indent=1) + "\n")
+        facts = {"seed": args.seed, "models": models, "summary": list(summary(found))}
+        args.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

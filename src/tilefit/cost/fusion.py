@@ -99,6 +99,8 @@ _IMAGE = 2
 
 #: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
 _Value = tuple[int, int]
+#: What must be read to have one, with the bytes.
+_Roots = dict[_Value, int]
 
 
 def fuse(step: Step) -> Step:
@@ -181,11 +183,10 @@ class _Fusion:
         copies: set[tuple[_Value, int]] = set()
         for index, entry in enumerate(self.ops):
             chain = self.chains.get(index)
-            if chain is not None:
-                if index == chain.position:
-                    yield self._kernel(chain)
-            else:
+            if chain is None:
                 yield from _padded(entry, self.sources[index], copies)
+            elif index == chain.position:
+                yield self._kernel(chain)
 
     def memory(self, eager: Memory, stay: Collection[int]) -> Memory:
         """What the step needs where only what is written takes memory, until it is read for the last time:
@@ -283,15 +284,10 @@ class _Fusion:
             self.refs[kept] = TensorRef(kept[1], ref.shape, "fp32")
             self.normalised[writer, ref.id] = kept
 
-    def _compute_again(self, chain: _Chain, value: _Value, roots: Collection[_Value]) -> None:
+    def _compute_again(self, chain: _Chain, value: _Value, roots: _Roots) -> None:
         """Note what a chain computes again to have a value from its roots."""
         writer = value[0]
-        if (
-            value in roots
-            or writer not in self.chains
-            or self.chains[writer] is chain
-            or writer in chain.again
-        ):
+        if value in roots or writer in chain.again or self.chains.get(writer, chain) is chain:
             return
         if self._streaming(writer).role != "normalization":  # which is kept but for its scale and shift
             chain.again.add(writer)
@@ -303,8 +299,8 @@ class _Fusion:
         value: _Value,
         size: int,
         most: int = _MOST_OPERATIONS,
-        known: dict[_Value, dict[_Value, int]] | None = None,
-    ) -> dict[_Value, int]:
+        known: dict[_Value, _Roots] | None = None,
+    ) -> _Roots:
         """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
         known = {} if known is None else known
         if value in known:
@@ -318,7 +314,7 @@ class _Fusion:
         outputs = self.ops[writer].outputs
         if _is_kept(op) or (dropped and value[1] != outputs[0].id):
             return known[value]
-        roots: dict[_Value, int] = {}
+        roots: _Roots = {}
         for ref, source in self.sources[writer]:
             read = (source, ref.id)
             if op.role == "normalization" and read in self.normalised:
@@ -469,13 +465,11 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     read = made if source else made - made // tables
     clear = Streaming("pointwise", prod(table.shape), read, made, table.dtype)
     yield replace(entry, op=clear, name="aten.zeros", inputs=source, outputs=())
-    indices = max((prod(ref.shape) for ref in entry.inputs if ref.dtype.startswith("int")), default=0)
-    row = prod(grad.shape) / indices if indices else 0
-    if entry.phase == FORWARD and not op.function.endswith("_add"):
-        work = 1.0  # most likely stores
-    elif interpolated:
+    rows = max((prod(ref.shape) for ref in entry.inputs if ref.dtype.startswith("int")), default=1)
+    stores = entry.phase == FORWARD and not op.function.endswith("_add")  # most likely
+    if interpolated:
         work = _SCATTERED_WORK if strided else _ADDED_WORK
-    elif row >= _SHORT_ROW:
+    elif stores or elements >= _SHORT_ROW * rows:
         work = 1.0
     elif elements >= _CONTENDED * prod(table.shape):
         work = _CONTENDED_WORK

@@ -51,7 +51,7 @@ OPTIMIZER_S = 24e-6
 #: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
 #: back to it (taken to be the same where CUDA graphs replay). Set by hand to the host-bound steps of
 #: ``benchmarks/results/whole_steps_compiled.json`` whose model is one graph (MobileNet, EfficientNet, U-Net,
-#: Swin) and to BART's, which has the most launches; they differ by -11 to +7 %.
+#: Swin) and to BART's, which has the most launches; they differ by -10 to +3 %.
 COMPILED_KERNEL_S = 15e-6
 COMPILED_CALL_S = 22e-6
 GRAPH_PARAMETER_S = 15e-6

@@ -48,7 +48,7 @@ class WideLoss(Rule):
         "--amp bf16",
         """
         class Head(nn.Module):
-            def __init__(self, features=1024, vocabulary=64000):
+            def __init__(self, features=1024, vocabulary=48000):
                 super().__init__()
                 self.head = nn.Linear(features, vocabulary, bias=False)
 
@@ -56,7 +56,7 @@ class WideLoss(Rule):
                 return F.cross_entropy(self.head(x), targets)
         """,
     )
-    right = wrong.but("64000", "8000")
+    right = wrong.but("48000", "8000")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step
