@@ -395,8 +395,8 @@ class _Planner:
         return gain(after.before.estimate, after.estimate, Change(step=after.step))
 
     def _is_worth(self, proposal: Proposal, after: _State) -> bool:
-        """Above what counts as a change, a gain nine times in ten, and on no host more than the changes before
-        it save there."""
+        """Above what counts as a change, a gain nine times in ten, and on no host more than the changes
+        before it save there."""
         gain_s, low_s, _ = self._gain(after)
         if gain_s < self.min_gain * self.now.estimate.time_s or (low_s <= 0 and self.min_gain >= 0):
             return False
