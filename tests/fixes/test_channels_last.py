@@ -255,7 +255,7 @@ def test_nothing_to_do_in_full_precision_or_in_nhwc_already() -> None:
 
 def test_resnet_gains_what_it_should() -> None:
     plan = planned("resnet50")
-    (fix,) = plan.fixes
+    fix = plan.fixes[-1]
     assert fix.summary == "Run 53 convolutions on images in NHWC."
     assert plan.speedup > 1.6
 

@@ -28,12 +28,12 @@ NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 SMALL = 1 << 23
 
 #: Host time that a padded layer's Python adds to a training step beside launches, on the host of the launch
-#: constants (``cost/launch.py``): 45 frames and 50 calls more than a plain layer's forward pass, ten of them
-#: PyTorch operations without a kernel or with one that is priced, and a ``Function`` each way. Counted with
-#: ``sys.setprofile`` and turned into time at 0.1 us a call and 1 us an operation; not measured on that host.
-LAYER_S = 25e-6
+#: constants (``cost/launch.py``): the twelve of an encoder that then waits for the host (``odd-encoder`` in
+#: ``benchmarks/results/fix_gain_h200.json``) took 0.15 to 0.3 ms each at 1.2 times those.
+LAYER_S = 150e-6
 #: The same for a layer that converts its image and filters to NHWC, or that looks for its region: 20 frames
-#: and 25 calls.
+#: and 25 calls at 0.1 us each. ResNeXt-50's 53, of a step that then waits for the host, were not seen to take
+#: more.
 REGION_S = 5e-6
 #: For each module that is compared when a region is entered: 0.13 ms for 151 of them on a slow and busy CPU.
 COMPARED_S = 0.4e-6

@@ -54,8 +54,9 @@ MIN_GAIN = 0.01
 #: A plan is to be no loss where the host takes so many times as long for launches as the one that their costs
 #: are stated for. Hosts of one kind of machine differed by a factor of two (:mod:`tilefit.cost.launch`).
 HOSTS = (0.7, 3.0)
-#: Share of a step by which two ways to sum up the same times may differ.
-_ROUNDING = 1e-9
+#: What a step on a host that is faster or slower than the one found may be predicted to take longer, as a
+#: share: far less than what launch times are uncertain by.
+_TOLERATED = 0.03
 
 #: Where code reads values, a step on so many samples is run for real, as long as its largest input has not
 #: more elements, times parameters, than this: some 10 s a capture on two CPU cores. A choice.
@@ -402,7 +403,7 @@ class _Planner:
             return False
         for scale, then, first in zip(self.hosts, after.on_hosts, self.first.on_hosts, strict=True):
             loss_s = then.time_s - first.time_s
-            if self.min_gain >= 0 and loss_s > _ROUNDING * first.time_s:
+            if self.min_gain >= 0 and loss_s > _TOLERATED * first.time_s:
                 reason = f"where the host takes {scale:g} times as long for launches, a step would take "
                 self._refuse(proposal.fix, proposal.change.modules, f"{reason}{units.seconds(loss_s)} longer")
                 return False
