@@ -29,7 +29,7 @@ SMALL = 1 << 23
 
 #: Host time that a padded layer's Python adds to a training step beside launches, on the host of the launch
 #: constants (``cost/launch.py``): the twelve of an encoder that then waits for the host (``odd-encoder`` in
-#: ``benchmarks/results/fix_gain_h200.json``) took 0.15 to 0.3 ms each at 1.2 times those.
+#: ``benchmarks/results/fix_gain_slow_hosts_h200.json``) took 0.15 to 0.3 ms each at 1.2 times those.
 LAYER_S = 150e-6
 #: The same for a layer that converts its image and filters to NHWC, or that looks for its region: 20 frames
 #: and 25 calls at 0.1 us each. ResNeXt-50's 53, of a step that then waits for the host, were not seen to take
