@@ -34,8 +34,8 @@ from tilefit.rules.intensity.parallel_projections import groups
 from tilefit.rules.sites import pattern
 
 #: Host time that a group adds to a training step beside its launches: the median of what ViT, OPT, Swin,
-#: BART, T5, DeBERTa, ELECTRA and ViT-MAE gained less than launches and kernels predict, where the host set the
-#: pace: 0.27 to 0.64 ms at 1.2 times the stated launch times
+#: BART, T5, DeBERTa, ELECTRA and ViT-MAE gained less than launches and kernels predict, where the host set
+#: the pace: 0.27 to 0.64 ms at 1.2 times the stated launch times
 #: (``benchmarks/results/fix_gain_slow_hosts_h200.json``).
 HOST_S = 330e-6
 
