@@ -51,7 +51,7 @@ def test_a_misaligned_vocabulary_is_among_the_first_findings(
     padded = int(named[1])
     assert padded % 8 == 0
     assert vocabulary < padded < 1.01 * vocabulary
-    assert finding.gain_fraction > 0.05
+    assert finding.gain_fraction > 0.04
 
 
 def test_a_llama_with_odd_sizes_hears_of_its_features_first_and_of_its_vocabulary(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def test_an_interrupt_while_a_model_is_captured_ends_quietly(tmp_path: Path) -> 
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out) == (130, "")
+    assert all(line.endswith("…") for line in err.splitlines())  # progress, on a slow machine
 
 
 def test_a_bug_says_so_and_how_to_see_more(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:

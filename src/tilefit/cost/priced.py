@@ -145,7 +145,7 @@ def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu
     return [
         device
         if isinstance(device, PricedGpu) and device.name != of_gpu
-        else _with(device, named if device.name == of_gpu else _usual(device.name))
+        else _with(device, named if device.name == of_gpu else _usual(device))
         for device in devices
     ]
 
@@ -183,12 +183,11 @@ def shipped(gpu: str) -> Calibration | None:
 
 
 @lru_cache(maxsize=64)
-def _donated(gpu: str) -> Calibration | None:
+def _donated(capability: tuple[int, int]) -> Calibration | None:
     """The calibration that ships for another GPU, if there can be one of the same compute capability."""
-    wanted = gpus.get(gpu).compute_capability
     folder = resources.files("tilefit.cost") / "data"
     donors = [name for name in gpus.names() if (folder / f"{name}.npz").is_file()]
-    alike = [name for name in donors if gpus.get(name).compute_capability == wanted]
+    alike = [name for name in donors if gpus.get(name).compute_capability == capability]
     return shipped((alike or donors)[0])
 
 
@@ -216,16 +215,16 @@ def _named(path: str | os.PathLike[str] | None) -> Calibration | None:
     return _completed(own, own.networks)
 
 
-def _usual(gpu: str) -> Calibration | None:
+def _usual(gpu: Gpu) -> Calibration | None:
     """The user's own calibration, else the one that ships; None where nobody has measured the GPU."""
-    path = user_path(gpu)
+    path = user_path(gpu.name)
     try:
         changed_ns = os.stat(path).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
-        return shipped(gpu) or _donated(gpu)
+        return shipped(gpu.name) or _donated(gpu.compute_capability)
     except OSError:
         changed_ns = 0  # reading it will say what is wrong
-    return _users(path, changed_ns, gpu)
+    return _users(path, changed_ns, gpu.name)
 
 
 @lru_cache(maxsize=64)
