@@ -47,7 +47,8 @@ def test_a_long_frontier_says_what_is_left_out(tilefit, model: str) -> None:
     command = ("sweep", model, *grid, "--gpu", "l4")
     short, long = tilefit(*command).out, tilefit(*command, "--all").out
     (more,) = re.findall(r"nor in less memory. (\d+) more points: --all", short)
-    listed = [len(re.findall(r" (?:on|off) .* ms ", text.partition("nor in less")[0])) for text in (short, long)]
+    tables = (text.partition("nor in less")[0] for text in (short, long))
+    listed = [len(re.findall(r" (?:on|off) .* ms ", table)) for table in tables]
     assert listed[1] - listed[0] == int(more)
     assert "more points" not in long
 
