@@ -7,6 +7,7 @@ from tilefit.ops.conv import Conv, Conv2d
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.gemm import Gemm
 from tilefit.ops.memory import Memory
+from tilefit.ops.program import Assumption, Habit, HostEvent, Loader, Program
 from tilefit.ops.recurrent import Recurrent
 from tilefit.ops.step import Step
 from tilefit.ops.streaming import Streaming
@@ -21,6 +22,7 @@ __all__ = [
     "OPTIMIZER",
     "PHASES",
     "PRODUCTS",
+    "Assumption",
     "Attention",
     "Collective",
     "Conv",
@@ -28,9 +30,13 @@ __all__ = [
     "Fallback",
     "Gemm",
     "Growth",
+    "Habit",
+    "HostEvent",
+    "Loader",
     "Memory",
     "Op",
     "Parameter",
+    "Program",
     "Recurrent",
     "Settings",
     "Shard",

@@ -9,6 +9,7 @@ from math import prod
 from tilefit.ops import step_json
 from tilefit.ops.entries import Parameter, Settings, Shard, StepOp
 from tilefit.ops.memory import Memory
+from tilefit.ops.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Step:
         model: What was captured, for headings.
         notes: What a reader must know about the capture (assumptions, things not seen).
         shards: Of one tensor-parallel rank's step, how sizes are divided; empty for a whole step.
+        program: The program around it, where a whole program was run.
     """
 
     ops: tuple[StepOp, ...]
@@ -38,6 +40,7 @@ class Step:
     model: str = ""
     notes: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
+    program: Program | None = None
 
     @property
     def flop(self) -> int:

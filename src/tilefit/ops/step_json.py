@@ -12,6 +12,7 @@ from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
+from tilefit.ops.program import Assumption, Habit, HostEvent, Loader, Program
 
 #: Version of the form.
 SCHEMA = 1
@@ -52,6 +53,7 @@ def dump(step: Mapping[str, Any]) -> str:
         },
         "modules": dict(step["modules"]),
         "shards": [asdict(shard) for shard in step["shards"]],
+        "program": asdict(step["program"]) if step["program"] is not None else None,
     }
     return json.dumps(
         {
@@ -104,6 +106,7 @@ def load(text: str) -> dict[str, Any]:
             "model": data["model"],
             "notes": tuple(data["notes"]),
             "shards": tuple(Shard(**shard) for shard in data.get("shards", ())),
+            "program": _program(**data["program"]) if data.get("program") else None,
         }
     except (KeyError, TypeError, ValueError) as error:
         raise TilefitError(f"not a captured step: {error!r}") from error
@@ -118,3 +121,19 @@ def _site(operations: list[Op], module: str, source: str, *call: Any) -> Site:
 
 def _memory(moments: Iterable[Iterable[int]] = (), **held: int) -> Memory:
     return Memory(**held, moments=tuple((stays, grows) for stays, grows in moments))
+
+
+def _program(command: str, step: str, steps: int, fake: list[str], **parts: list[dict[str, Any]]) -> Program:
+    def at(values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "site": Site(**values["site"])}
+
+    return Program(
+        command,
+        step,
+        steps,
+        events=tuple(HostEvent(**at(each)) for each in parts["events"]),
+        assumptions=tuple(Assumption(**each) for each in parts["assumptions"]),
+        loaders=tuple(Loader(**each) for each in parts["loaders"]),
+        habits=tuple(Habit(**at(each)) for each in parts["habits"]),
+        fake=tuple(fake),
+    )

@@ -1,0 +1,128 @@
+"""What only a whole program shows of its step: where the host waits, what was assumed, how data arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilefit.ops.entries import Site
+
+#: Values of :attr:`HostEvent.kind`: the host reads a value of a GPU tensor and so waits for all that it has
+#: launched; a copy from the host to the GPU; one from the GPU to the host.
+WAIT, TO_GPU, TO_HOST = "wait", "to_gpu", "to_host"
+
+
+@dataclass(frozen=True, slots=True)
+class HostEvent:
+    """A point of a step at which host and GPU meet.
+
+    Attributes:
+        index: How many of the step's operations were launched before it.
+        kind: :data:`WAIT`, :data:`TO_GPU` or :data:`TO_HOST`.
+        name: What the program called, such as ``item``, ``nonzero``, ``isnan``, ``to``, ``synchronize``.
+        site: The line of the program.
+        bytes: What a copy moves; 0 for none.
+        pinned: The host's memory is page-locked.
+        non_blocking: The copy was asked for as such; it does not block only from pinned memory.
+    """
+
+    index: int
+    kind: str
+    name: str
+    site: Site
+    bytes: int = 0
+    pinned: bool = False
+    non_blocking: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the host waits here: for all that was launched, or for the copy.
+
+        A copy that is not waited for needs pinned memory. PyTorch's ``.to("cpu", non_blocking=True)`` makes
+        such memory itself, and says so in ``pinned``.
+        """
+        return self.kind == WAIT or not (self.pinned and self.non_blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A value that was asked of a GPU tensor which nobody has computed.
+
+    Attributes:
+        name: What the program called, such as ``item``.
+        what: The tensor, such as ``fp32[]`` or ``bool[64,128]``.
+        value: The answer it was given, as text.
+        source: The line.
+        count: How many times in the program until the end of the step.
+    """
+
+    name: str
+    what: str
+    value: str
+    source: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A data loader of the program's, as timed on this machine.
+
+    Attributes:
+        source: The line that made it.
+        batch: Samples a batch.
+        workers: Processes that load (``num_workers``).
+        pinned: ``pin_memory``.
+        batch_s: Seconds in which one process makes a batch; 0 where it was not timed.
+        timed: How many batches were.
+    """
+
+    source: str
+    batch: int
+    workers: int
+    pinned: bool
+    batch_s: float = 0.0
+    timed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """A way in which the program is written that costs time on a GPU and leaves no mark in its operations.
+
+    Attributes:
+        name: Which: ``detect_anomaly``, ``launch_blocking``, ``deterministic``, ``keeps_gradients``
+            (``zero_grad(set_to_none=False)``), ``parameter_loop``, ``evaluates_with_gradients``,
+            ``synchronizes_micro_batches``.
+        site: Its line.
+        first, last: The operations it made, as indices into the step's (``last`` excluded); equal where none.
+        detail: What a reader needs to know, such as ``161 parameters``.
+    """
+
+    name: str
+    site: Site
+    first: int = 0
+    last: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The program around a step.
+
+    Attributes:
+        command: As it was started, such as ``train.py --batch-size 64``.
+        step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
+        steps: Optimizer steps that were run, the captured one included.
+        events: Where host and GPU meet within the step, in order.
+        assumptions: What was answered without being known, in the order of first use.
+        loaders: The data loaders that fed the step.
+        habits: Ways of writing it that cost time.
+        fake: Data that were made up, such as ``torchvision.datasets.MNIST: 60000 random images``.
+    """
+
+    command: str
+    step: str
+    steps: int = 1
+    events: tuple[HostEvent, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    loaders: tuple[Loader, ...] = ()
+    habits: tuple[Habit, ...] = ()
+    fake: tuple[str, ...] = ()
