@@ -22,12 +22,14 @@ import random
 import re
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from common_spread import RESULTS, own_width_s
 
 from tilefit.capture import capture
 from tilefit.capture.torchvision_import import tolerated
@@ -113,7 +115,8 @@ def step_of(row: dict[str, str], folder: Path) -> Step | None:
 def predicted(row: dict[str, str], step: Step) -> dict[str, Any]:
     """A row with its prediction."""
     gpu = priced("rtx-" + row["gpu"].removeprefix("rtx"))
-    estimate = estimate_step(fuse(step) if row["compiled"] == "True" else step, gpu)
+    step = fuse(step) if row["compiled"] == "True" else step
+    estimate, alone = estimate_step(step, gpu), estimate_step(step, gpu, launch_scale=0.0)
     measured_s = float(row["batch_size"]) / float(row["samples_per_sec"])
     kinds: dict[str, float] = defaultdict(float)
     for entry, each in zip(step.ops, estimate.ops, strict=False):
@@ -128,6 +131,7 @@ def predicted(row: dict[str, str], step: Step) -> dict[str, Any]:
         "low_ms": estimate.low_s * 1e3,
         "high_ms": estimate.high_s * 1e3,
         "ratio": estimate.time_s / measured_s,
+        "own": own_width_s(alone, gpu) / alone.time_s,
         "kinds_ms": {} if row["compiled"] == "True" else dict(kinds),
     }
 
@@ -146,13 +150,33 @@ def summary(found: list[dict[str, Any]]) -> Iterator[str]:
         )
 
 
+def record(facts: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """Keep a draw: its summary and, of each row that the GPU limits, the measured time over the predicted one
+    and the half-width of the interval without what all operations share."""
+    facts["rows"] = {
+        name: [
+            [round(1 / row["ratio"], 3), round(row["own"], 3)]
+            for row in found
+            if row["file"] == name and row["predicted_ms"] <= row["gpu_ms"]
+        ]
+        for name in dict.fromkeys(row["file"] for row in found)
+    }
+    path = RESULTS / "timm_tables.json"
+    kept = json.loads(path.read_text())
+    draws = {draw["seed"]: draw for draw in kept["draws"]}
+    draws[facts["seed"]] = draws.get(facts["seed"], {}) | facts
+    kept |= {"date": time.strftime("%Y-%m-%d"), "draws": [draws[seed] for seed in sorted(draws)]}
+    text = json.dumps(kept, indent=1)
+    path.write_text(re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", type=Path, required=True)
     parser.add_argument("--models", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=Path, default=Path("/tmp/timm_steps"), help="captured steps")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--record", action="store_true", help="take the place of this seed in results/")
     args = parser.parse_args()
     args.steps.mkdir(parents=True, exist_ok=True)
     table = rows(args.tables)
@@ -164,9 +188,8 @@ def main() -> None:
                 found.append(predicted(row, step))
         print(f"{number + 1} of {len(models)}: {model}", file=sys.stderr)
     print("\n".join(summary(found)))
-    if args.out:
-        facts = {"seed": args.seed, "models": models, "summary": list(summary(found))}
-        args.out.write_text(json.dumps(facts, indent=1) + "\n")
+    if args.record:
+        record({"seed": args.seed, "models": len(models), "summary": list(summary(found))}, found)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common_spread import own_width_s
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -254,7 +255,9 @@ def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
     step = fuse(step) if run.compiled else step
     device = replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
     estimate = estimate_step(step, device)
+    alone = estimate_step(step, device, launch_scale=0.0)
     return {
+        "own_gpu_ms": 1e3 * own_width_s(alone, device),
         "predicted_ms": 1e3 * estimate.time_s,
         "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,
         "predicted_host_ms": 1e3 * estimate.host_time_s,
