@@ -75,12 +75,19 @@ def test_without_a_verb_the_help_is_shown(tilefit) -> None:
     assert "error" not in ran.err
 
 
+def test_a_name_of_several_gpus_says_which_it_took(tilefit) -> None:
+    told = tilefit("gpu", "h100").out
+    assert told.startswith("h100 is taken as the NVIDIA H100 SXM 80GB.")
+    assert "--gpu h100-pcie" in told
+    assert "is taken as" not in tilefit("gpu", "h100-pcie").out
+
+
 @pytest.mark.parametrize(
     ("arguments", "suggestion"),
     [
         (["chek"], "Did you mean 'check'?"),
         (["check", "hf:gpt2", "--gpuu", "h200"], "--gpu"),
-        (["gpu", "h20"], "Did you mean h200?"),
+        (["gpu", "h2000"], "Did you mean h200?"),
         (["rule", "ALN0002"], "Did you mean ALN002?"),
         (["check", "hf:gpt2", "--gpu", "h200", "--select", "ALM"], "Did you mean ALN?"),
         (["check", "hf:gpt2", "--gpu", "h200", "--amp", "bf6"], "'bf16'"),

@@ -14,6 +14,7 @@ from tilefit.cost import DATASHEET, ESTIMATED, LATENCY, MATH, MEMORY, estimate
 from tilefit.cost.constants import clock_headroom
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
+from tilefit.errors import UsageError
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import alignment_bytes
 
@@ -43,6 +44,10 @@ ALIGNED = st.builds(
 
 @given(PRODUCTS, st.sampled_from(GPUS))
 def test_never_below_the_physical_floor_and_inside_its_interval(gemm: Gemm, gpu: gpus.Gpu) -> None:
+    if gemm.dtype in ("fp8", "int8") and not gpu.supports(gemm.dtype):
+        with pytest.raises(UsageError, match=f"no units for {gemm.dtype} products"):
+            estimate(gemm, gpu)
+        return
     predicted = estimate(gemm, gpu)
     fastest = clock_headroom(gpu)
     assert least_s(gemm, gpu) / fastest <= predicted.low_s <= predicted.time_s <= predicted.high_s

@@ -43,6 +43,14 @@ from tilefit.gpus import lookup
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L4", "l4"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A800-SXM4-80GB", "a800-sxm-80gb"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("Quadro RTX 6000", "quadro-rtx-6000"),
+        ("NVIDIA GeForce RTX 2080 SUPER", "rtx-2080-super"),
+        ("NVIDIA GeForce RTX 3080", "rtx-3080"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
     ],
 )
 def test_names_and_aliases(name: str, found: str) -> None:
@@ -58,7 +66,7 @@ def test_every_gpu_is_found_by_its_name_and_its_title() -> None:
 
 # Products that exist, are not known, and must not be taken for their neighbours.
 @pytest.mark.parametrize(
-    "name", ["L40", "A10G", "H20", "RTX 4090 D", "RTX 6000", "V100S-PCIE-32GB", "gpu", ""]
+    "name", ["L40", "A10G", "H200 PCIe", "RTX 4090 D", "RTX 6000", "V100S-PCIE-32GB", "gpu", ""]
 )
 def test_an_unknown_name_is_an_error_and_never_a_neighbour(name: str) -> None:
     with pytest.raises(UsageError, match="unknown GPU") as caught:

@@ -27,7 +27,11 @@ def gpu(
     if name is None:
         console.print(_list([gpus.get(known) for known in gpus.names()]))
     else:
-        console.print(_facts(gpus.get(name)))
+        device = gpus.get(name)
+        if others := gpus.variants(name):
+            listed = ", ".join(f"{other.title} (--gpu {other.name})" for other in others)
+            print(f"{name} is taken as the {device.title}. Others: {listed}")
+        console.print(_facts(device))
 
 
 def _list(devices: list[Gpu]) -> RenderableType:

@@ -40,6 +40,13 @@ def get(name: str) -> Gpu:
     raise UsageError(f"unknown GPU {name!r}", hint=hint)
 
 
+def variants(name: str) -> tuple[Gpu, ...]:
+    """What else a name that is no GPU's own may mean: ``"h100"`` is ``h100-sxm``, or ``h100-pcie``."""
+    taken, known = get(name), f"{re.sub('[^a-z0-9]+', '-', name.lower())}-"
+    others = (get(each) for each in names() if each.startswith(known))
+    return () if known == f"{taken.name}-" else tuple(gpu for gpu in others if gpu is not taken)
+
+
 def local() -> Gpu | None:
     """The first GPU CUDA would use in this machine; None where there is none, or no driver or NVML binding.
 
