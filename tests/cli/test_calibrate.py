@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import torch
 
 from small_calibration import made
 from tilefit import gpus
+from tilefit.cost import estimate
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import read, write
 from tilefit.cost.constants import GENERAL
+from tilefit.cost.priced import priced
 from tilefit.measure import calibration, run
 from tilefit.measure.environment import Environment
 from tilefit.measure.timer import HostDevice, Timing
+from tilefit.ops import Gemm
 
 A100 = gpus.get("a100")
 
@@ -118,3 +122,53 @@ def test_a_calibration_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None
         ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--calibration", str(tmp_path / name))
         assert ran.code == 2
         assert f"{name}: the calibration cannot be read" in ran.err
+
+
+@pytest.mark.usefixtures("_a100")
+def test_a_quick_one_is_then_used_by_itself(tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {"gemm": islice(calibration.candidates()["gemm"], 60)}
+    monkeypatch.setattr("tilefit.measure.quick.candidates", lambda seed: several)
+    ran = tilefit("calibrate", "--quick")
+    assert ran.code == 0, ran.err
+    assert "multiprocessors at 0." in ran.out
+    after = " ".join(tilefit("gemm", "4096", "4096", "4096", "--gpu", "a100").out.split())
+    assert "quickly calibrated on 20" in after
+
+
+def test_two_are_compared_and_merged(tilefit, tmp_path: Path) -> None:
+    worse, better, out = (tmp_path / f"{name}.npz" for name in ("worse", "better", "out"))
+    other = replace(GENERAL, math_efficiency=0.7)
+    write(made(A100, 4.0, {"datasheet": 0.2, "calibrated": 0.15}), worse)
+    write(made(A100, 2.0, {"datasheet": 0.2, "calibrated": 0.05}, other), better)
+    table = tilefit("calibrate", "--compare", str(worse), str(better)).out
+    assert "15.0 %" in table
+    assert "5.0 %" in table
+    assert "math efficiency" in table
+    assert tilefit("calibrate", "--merge", str(worse), str(better), "--output", str(out)).code == 0
+    product = Gemm(4096, 4096, 4096)
+    # The better networks correct the constants that they were fitted with, not those of the other file.
+    assert estimate(product, priced(A100, out)) == estimate(product, priced(A100, better))
+    assert estimate(product, priced(A100, out)) != estimate(product, priced(A100, worse))
+    assert estimate(replace(product, dtype="fp16"), priced(A100, out)) == estimate(
+        replace(product, dtype="fp16"), priced(A100, worse)
+    )
+
+
+def test_what_cannot_be_merged_is_refused(tilefit, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.npz", tmp_path / "theirs.npz"
+    write(made(A100), ours)
+    write(made(gpus.get("h200")), theirs)
+    assert "--output" in tilefit("calibrate", "--merge", str(ours), str(ours)).err
+    refused = tilefit("calibrate", "--merge", str(ours), str(theirs), "--output", str(tmp_path / "out.npz"))
+    assert refused.code == 2
+    assert "of the same GPU" in refused.err
+
+
+def test_a_newer_form_is_refused(tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "newer.npz"
+    with monkeypatch.context() as context:
+        context.setattr("tilefit.cost.calibration.FORMAT", 99)
+        write(made(A100), path)
+    ran = tilefit("gemm", "64", "64", "64", "--gpu", "a100", "--calibration", str(path))
+    assert ran.code == 2
+    assert "newer version of tilefit" in ran.err

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,10 +23,26 @@ if TYPE_CHECKING:
 _REPLAYS = 3
 #: Seconds between two lines about progress.
 _EVERY_S = 15.0
+#: After which a quick calibration measures no more.
+_QUICK_S = 45.0
 
 
 def calibrate(
     minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 4.0,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Within a minute: how fast memory, multiprocessors and host are; the rest is what ships.",
+        ),
+    ] = False,
+    merge: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing: of two calibrations of a GPU, the better for each kind."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Measure nothing: show two calibrations side by side.")
+    ] = None,
     output_file: Annotated[
         Path | None,
         typer.Option(
@@ -38,6 +54,9 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this GPU where that tells most, fit the cost model to it, and write a calibration."""
+    if compare or merge:
+        _of_files(compare, merge, output_file)
+        return
     began_s = time.monotonic()
 
     def used_s() -> float:
@@ -49,6 +68,7 @@ def calibrate(
     from tilefit.measure.calibration import ChangeSet, Design
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import launch_scale
+    from tilefit.measure.quick import quick as run_quick
     from tilefit.measure.run import pool_for, time_call
 
     local = local_gpu()
@@ -60,25 +80,24 @@ def calibrate(
     def measure(candidate: ChangeSet) -> float:
         return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
 
-    print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)
     environment = local.environment
-    found = run(
-        gpu,
-        measure,
-        Design(budget_s=max(1.0, 60 * minutes - used_s())),
-        shipped=shipped(gpu.name),
-        launch_scale=launch_scale(local.place),
-        versions={
-            "torch": environment.torch,
-            "cuda": environment.cuda,
-            "cudnn": environment.cudnn,
-            "driver": environment.driver,
-        },
-        device=str(local.place),
-        on_progress=_teller(used_s),
-    )
+    about: dict[str, Any] = {
+        "launch_scale": launch_scale(local.place),
+        "versions": {name: getattr(environment, name) for name in ("torch", "cuda", "cudnn", "driver")},
+        "on_progress": _teller(used_s),
+    }
+    if quick:
+        print(f"Calibrating quickly for {gpu.title}", file=sys.stderr)
+        # What is left of a minute, less what the fit takes.
+        found = run_quick(gpu, measure, budget_s=max(1.0, _QUICK_S - used_s()), **about)
+        output.stdout().print(_factors(gpu, found))
+    else:
+        print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)
+        budget_s = max(1.0, 60 * minutes - used_s())
+        ships = shipped(gpu.name)
+        found = run(gpu, measure, Design(budget_s=budget_s), shipped=ships, device=str(local.place), **about)
+        output.stdout().print(_table(gpu, found))
     write(found, path)
-    output.stdout().print(_table(gpu, found))
     print(f"Calibration written to {path}, after {used_s():.0f} s", file=sys.stderr)
     if aside:
         print(f"The damaged calibration that was there is now {aside}", file=sys.stderr)
@@ -122,3 +141,55 @@ def _table(gpu: Gpu, found: Calibration) -> RenderableType:
         table,
         f"This host takes {found.launch_scale:.2f} times as long to launch a step as the model assumes.",
     )
+
+
+def _factors(gpu: Gpu, found: Calibration) -> str:
+    """What a quick calibration found."""
+    from tilefit.units import share
+
+    assert found.quick is not None
+    before, after = (share(found.about["errors"][name]) for name in ("before", "after"))
+    memory, clock = found.quick
+    return (
+        f"{gpu.title}: memory at {memory:.2f}, multiprocessors at {clock:.2f} of what was assumed\n"
+        f"Mean error on operations that were not fitted to: {before} before, {after} after\n"
+        f"This host takes {found.launch_scale:.2f} times as long to launch a step as the model assumes."
+    )
+
+
+def _of_files(
+    compare: tuple[Path, Path] | None, merge: tuple[Path, Path] | None, output_file: Path | None
+) -> None:
+    """Compare or merge calibrations that were made before."""
+    from tilefit.cost.calibration import merged, read, write
+    from tilefit.errors import UsageError
+
+    if compare:
+        output.stdout().print(_compared(*map(read, compare)))
+    if merge:
+        if output_file is None:
+            raise UsageError("a merged calibration needs a file", hint="Name it: --output FILE.")
+        found = merged(*map(read, merge))
+        write(found, output_file)
+        print(f"Calibration of {', '.join(found.networks)} written to {output_file}", file=sys.stderr)
+
+
+def _compared(first: Calibration, second: Calibration) -> RenderableType:
+    """Two calibrations, fact by fact."""
+    from tilefit.units import share
+
+    table = output.table("", ">first", ">second")
+    both = first, second
+    for name in ("gpu", "date", "launch_scale"):
+        table.add_row(name.replace("_", " "), *(str(each.about.get(name, "–")) for each in both))
+    for kind in dict.fromkeys([*first.networks, *second.networks]):
+        errors = (each.about["networks"].get(kind, {}).get("errors", {}).get("calibrated") for each in both)
+        table.add_row(f"error of {kind}", *("–" if error is None else share(error) for error in errors))
+    for name in first.about.get("constants", {}).keys() & second.about.get("constants", {}).keys():
+        values = [each.about["constants"][name] for each in both]
+        if values[0] != values[1]:
+            table.add_row(
+                name.replace("_", " "),
+                *(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values),
+            )
+    return table

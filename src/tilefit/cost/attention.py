@@ -11,7 +11,7 @@ from tilefit.cost.features import FIXED_S, Row, describes, one_hot, quantization
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.streaming import estimate_streaming
-from tilefit.cost.tiles import ceil_div
+from tilefit.cost.tiles import ceil_div, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, Attention, Gemm, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
@@ -34,9 +34,9 @@ _WITHOUT_WGMMA = 0.5
 #: of 128 (0.45 and 0.70 of the rate), and those of 192 as much faster (1.14), as they were fitted to be. The
 #: special function units make 16.
 _EXPONENTIALS_PER_CLOCK_PER_SM = 12.0
-#: Clocks of a query's row beside its keys: as many as 225 keys take with 128 wide heads on an H100 (fitted
-#: likewise).
-_ROW_CLOCKS = 44.0
+#: Clocks of a query's row beside its keys, of rows that are padded to whole tiles: between what public times
+#: of causal passes on an H100 and an H200 want (4), and the profile of an H200 of those of vision models (8).
+_ROW_CLOCKS = 7.0
 #: Widths of the kernels' heads, to which a head is padded.
 _WIDTHS = (32, 64, 96, 128, 192, 256)
 #: Backward over forward rate: 63 % against 73 % of an A100 (arXiv 2307.08691).
@@ -98,7 +98,8 @@ def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimat
     # Products for one pair of a query and a key, four FLOP for each element of the head in the forward pass.
     passes = op.flop / (4 * op.scores * op.head_dim)
     pair_clocks = 4 * passes * width / per_clock + 1 / _EXPONENTIALS_PER_CLOCK_PER_SM
-    clocks = op.scores * (pair_clocks + _ROW_CLOCKS / min(op.seq_len, op.kv_len))
+    rows = op.batch * op.num_heads * round_up(op.seq_len, _QUERY_TILE)
+    clocks = op.scores * pair_clocks + rows * _ROW_CLOCKS * passes
     # However few the blocks, one of them meets every key, on one SM.
     last_clocks = min(_QUERY_TILE, op.seq_len) * op.kv_len * pair_clocks
     math_s = max(clocks / gpu.sms, last_clocks) / clock_hz

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources.abc import Traversable
 from math import inf
 from pathlib import Path
 from struct import error as StructError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile
 from zlib import crc32
 from zlib import error as ZlibError
@@ -29,7 +29,7 @@ from tilefit.cost.estimate import ESTIMATED, Estimate, bound
 from tilefit.cost.features import domain, example, features
 from tilefit.cost.memory import floor_s
 from tilefit.cost.tiles import count
-from tilefit.errors import TilefitError
+from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op
 
@@ -101,6 +101,13 @@ class Network:
         return x
 
 
+class Quick(NamedTuple):
+    """How fast a GPU is beside its facts: its memory and its multiprocessors' clock."""
+
+    memory: float
+    clock: float
+
+
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """The measured behaviour of one GPU.
@@ -109,6 +116,9 @@ class Calibration:
         networks: By kind of operation.
         about: The GPU, versions, dates, numbers of measurements and errors.
         constants: Of the first stage, fitted to this GPU; None for those of its kind.
+        kind_constants: Of the first stage that a kind's networks correct, where these are others.
+        quick: What a quick calibration found; the networks are then those that ship.
+        donor: The GPU that the networks are of, where a quick calibration took them from it.
         launch_scale: Host time of a step, over what :mod:`tilefit.cost.launch` states.
         title: Where the measurements are from, for reports.
     """
@@ -118,6 +128,9 @@ class Calibration:
     constants: Constants | None = None
     launch_scale: float = 1.0
     title: str = ""
+    kind_constants: dict[str, Constants] = field(default_factory=dict)
+    quick: Quick | None = None
+    donor: str = ""
 
     def covers(self, op: Op) -> bool:
         """Whether operations of this kind, type and role were measured."""
@@ -225,6 +238,8 @@ DAMAGED = (
     EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError,
     StructError, BadZipFile, ZlibError,
 )  # fmt: skip
+#: Version of the form; files without one are of the first.
+FORMAT = 2
 _HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
 
 
@@ -263,17 +278,47 @@ def load(path: Traversable) -> Calibration:
 
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         about = json.loads(str(arrays["about"]))
+        if about.get("format", 1) > FORMAT:
+            raise ValueError("it was made with a newer version of tilefit")
         networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
     gpu = gpus.get(about["gpu"])
     for kind, facts in about["networks"].items():
         if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
             raise ValueError("it was made with another version of tilefit")
+    if "quick" in about:
+        title = f"quickly calibrated on {about['date'][:10]}"
+        return Calibration({}, about, None, about["launch_scale"], title, quick=Quick(**about["quick"]))
     if "constants" not in about:
         return Calibration(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")
     constants = Constants(**about["constants"])
-    return Calibration(
-        networks, about, constants, about["launch_scale"], f"calibrated on {about['date'][:10]}"
-    )
+    facts = about["networks"].items()
+    others = {kind: Constants(**each["constants"]) for kind, each in facts if "constants" in each}
+    title = f"calibrated on {about['date'][:10]}"
+    return Calibration(networks, about, constants, about["launch_scale"], title, others)
+
+
+def merged(first: Calibration, second: Calibration) -> Calibration:
+    """Of two calibrations of a GPU, for each kind the one with the smaller error on what it held out.
+
+    All else is the first's.
+
+    Raises:
+        UsageError: they are of different GPUs, or one holds no errors, as one that ships or a quick one.
+    """
+    if first.about["gpu"] != second.about["gpu"] or not (first.constants and second.constants):
+        raise UsageError(
+            f"a calibration of {first.about['gpu']} cannot be merged with this one of {second.about['gpu']}",
+            hint="Merge two of the same GPU that tilefit calibrate made without --quick.",
+        )
+    networks, own = dict(first.networks), dict(first.kind_constants)
+    facts: dict[str, Any] = {}
+    for each in (second, first):
+        for kind, told in each.about["networks"].items():
+            if kind in facts and facts[kind]["errors"]["calibrated"] < told["errors"]["calibrated"]:
+                continue
+            own[kind] = each.kind_constants.get(kind) or each.constants or first.constants
+            networks[kind], facts[kind] = each.networks[kind], told | {"constants": asdict(own[kind])}
+    return replace(first, networks=networks, about=first.about | {"networks": facts}, kind_constants=own)
 
 
 def write(calibration: Calibration, path: Path) -> None:
@@ -291,11 +336,12 @@ def write(calibration: Calibration, path: Path) -> None:
         for index, (weight, bias) in enumerate(fitted.layers):
             arrays[f"{kind}/weight{index}"] = weight.astype(np.float16)
             arrays[f"{kind}/bias{index}"] = bias.astype(np.float16)
+    about = calibration.about | {"format": FORMAT}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
-            np.savez_compressed(file, about=np.array(json.dumps(calibration.about)), **arrays)
+            np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

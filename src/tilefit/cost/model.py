@@ -52,11 +52,12 @@ def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
         assert calibration is not None
         of = device.donor or device
         described = [traffic(op) for op in together]
-        first = [analytic(op, of, of.constants) for op in described]
+        fitted = calibration.kind_constants.get(described[0].kind, of.constants)
+        first = [analytic(op, of, fitted) for op in described]
         corrected = calibration.correct(described, of, first)
         if of is not device:
             pairs = zip(described, corrected, strict=True)
-            corrected = [transferred(op, theirs, of, device) for op, theirs in pairs]
+            corrected = [transferred(op, theirs, of, device.as_measured) for op, theirs in pairs]
         for op, better in zip(together, corrected, strict=True):
             _KNOWN[op, device] = better
     for op in new:

@@ -54,14 +54,38 @@ class PricedGpu(Gpu):
     @property
     def constants(self) -> Constants:
         """Of the model's first stage: fitted to this GPU, else those of its kind."""
-        return (self.calibration and not self.donor and self.calibration.constants) or constants(self)
+        if self.calibration is None:
+            return constants(self)
+        found = (not self.donor and self.calibration.constants) or constants(self)
+        if (quick := self.calibration.quick) is None:
+            return found
+        return replace(
+            found,
+            memory_efficiency=found.memory_efficiency * quick.memory,
+            math_efficiency=found.math_efficiency * quick.clock,
+            simt_efficiency=found.simt_efficiency * quick.clock,
+        )
+
+    @property
+    def as_measured(self) -> Gpu:
+        """The facts that a donor's times are carried over to: as fast as a quick calibration found it."""
+        if self.calibration is None or (quick := self.calibration.quick) is None:
+            return self
+        return replace(
+            gpus.get(self.name),
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s * quick.memory,
+            boost_clock_hz=self.boost_clock_hz * quick.clock,
+        )
 
     @property
     def donor(self) -> PricedGpu | None:
-        """The GPU that the calibration is of, where it is another one of the same architecture."""
-        if self.calibration is None or self.calibration.about["gpu"] == self.name:
+        """The GPU whose times are carried over: another, or itself where a quick one corrects them."""
+        if self.calibration is None:
             return None
-        return _with(gpus.get(self.calibration.about["gpu"]), self.calibration)
+        of = self.calibration.donor or self.calibration.about["gpu"]
+        if of == self.name and (self.calibration.quick is None or not self.calibration.donor):
+            return None
+        return _with(gpus.get(of), shipped(of) if self.calibration.quick else self.calibration)
 
     def covers(self, op: Op) -> bool:
         """Whether the calibration speaks of an operation: a donor's of all where the libraries choose among
@@ -92,7 +116,9 @@ class PricedGpu(Gpu):
         """Where the measurements are from; empty where there are none."""
         if self.calibration is None:
             return ""
-        return f"the {self.donor.title}'s, {self.calibration.title}" if self.donor else self.calibration.title
+        if self.donor is None or self.calibration.quick:
+            return self.calibration.title
+        return f"the {self.donor.title}'s, {self.calibration.title}"
 
 
 def priced(gpu: Gpu | str, calibration: str | os.PathLike[str] | None = None) -> PricedGpu:
@@ -249,7 +275,9 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
 
 
 def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
-    """A calibration with these kinds, and what else the shipped one knows."""
+    """A calibration with these kinds, and what else the shipped one knows; a quick one with all of that."""
+    if own.quick:
+        return corrected(own)
     mine = {kind: own.networks[kind] for kind in kinds}
     ships = shipped(own.about["gpu"])
     theirs = {kind: net for kind, net in (ships.networks if ships else {}).items() if kind not in mine}
@@ -257,6 +285,16 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
     if ships and theirs:
         title = f"{', '.join(mine)} {own.title}; {', '.join(theirs)} {ships.title}" if mine else ships.title
     return replace(own, networks=mine | theirs, title=title)
+
+
+def corrected(own: Calibration) -> Calibration:
+    """A quick calibration with the networks that it corrects: those of its GPU that ship, else a donor's."""
+    gpu = gpus.get(own.about["gpu"])
+    if (ships := shipped(gpu.name) or _donated(gpu.compute_capability)) is None:
+        return own
+    of = ships.about["gpu"]
+    title = f"{own.title}; the {gpus.get(of).title}'s, {ships.title}"
+    return replace(own, networks=ships.networks, donor=of, title=title)
 
 
 def _set_aside(path: Path) -> Path:

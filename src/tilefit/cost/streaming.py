@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from functools import cache
 from math import gcd, log2
+from pathlib import Path
+from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
@@ -21,30 +25,45 @@ from tilefit.ops.streaming import ROLES
 GENERATED = "generated"
 APPLIED = "batch_norm_elemt"
 
-#: Share of the reachable bandwidth, by role: PyTorch's eager kernels, typical values to be replaced by a
-#: calibration. A sort makes several passes, an embedding gathers rows, a loss reads its logits more
-#: than once, a collective also crosses a slower link that no GPU file describes.
-_SHARES = {
-    "pointwise": 1.0,
-    "copy": 1.0,
-    "reduction": 0.9,
-    "normalization": 0.85,
-    "softmax": 0.85,
-    "loss": 0.7,
-    "embedding": 0.6,
-    "indexing": 0.5,
-    "sort": 0.1,
-    "pooling": 0.6,
-    "optimizer": 0.9,
-    "collective": 0.2,
-    "other": 0.6,
+LIMITS = Path(__file__).parent / "data" / "streaming.csv"
+
+
+class Limits(NamedTuple):
+    """What limits the kernels of a function, whatever the GPU.
+
+    Attributes:
+        share: Of the reachable bandwidth.
+        bytes_per_clock: What a multiprocessor moves of the rows that are reduced together, of which there may
+            be fewer than multiprocessors; 0 where one row is spread over several.
+        clocks_per_row: What a multiprocessor takes for a row at least.
+        kernels: Fixed time of a kernel, over that of a product's.
+    """
+
+    share: float
+    bytes_per_clock: float = 0.0
+    clocks_per_row: float = 0.0
+    kernels: float = 1.0
+
+
+#: Of functions that were not fitted, by role. A sort makes several passes, an embedding gathers rows, a loss
+#: reads its logits more than once, a collective also crosses a slower link that no GPU file describes.
+_BY_ROLE = {
+    "pointwise": Limits(0.9, kernels=0.5),
+    "copy": Limits(0.9, kernels=0.5),
+    "reduction": Limits(0.8, kernels=1.5),
+    "normalization": Limits(0.5, kernels=1.5),
+    "softmax": Limits(0.7, kernels=1.5),
+    "loss": Limits(0.7, kernels=1.5),
+    "embedding": Limits(0.6),
+    "indexing": Limits(0.5),
+    "sort": Limits(0.1, kernels=1.5),
+    "pooling": Limits(0.2),
+    "optimizer": Limits(0.7),
+    "collective": Limits(0.2),
+    "other": Limits(0.6),
 }
-#: An access that is not coalesced on one side.
+#: An access of these that is not coalesced on one side.
 _STRIDED_SHARE = 0.5
-#: Roles whose kernels synchronise a block, or whose grid waits for its slowest row: fixed time over that of
-#: a plain kernel.
-_REDUCING = ("reduction", "normalization", "softmax", "loss", "sort")
-_REDUCING_KERNEL_FACTOR = 1.5
 #: Half-width of the 80 % interval, as a factor minus one. The roles with made-of-several-passes shares are
 #: the least certain.
 _SPREADS = {"sort": 1.5, "indexing": 0.8, "collective": 1.5, "other": 0.8, "embedding": 0.6}
@@ -100,31 +119,50 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     )
 
 
+def busy_s(op: Streaming, gpu: Gpu, constants: Constants, limits: Limits) -> float:
+    """Time that an operation keeps the memory busy, or the multiprocessors that its rows occupy."""
+    moved, clock_hz = op.moved_bytes, gpu.boost_clock_hz
+    time_s = moved / (rate_bytes_per_s(moved, gpu, constants) * limits.share)
+    if not op.inner:
+        return time_s
+    rows = max(1.0, op.elements / op.inner)
+    if limits.bytes_per_clock:
+        time_s = max(time_s, moved / (min(rows, gpu.sms) * clock_hz * limits.bytes_per_clock))
+    return max(time_s, rows * limits.clocks_per_row / (gpu.sms * clock_hz))
+
+
+@cache
+def _limits() -> dict[tuple[str, bool], Limits]:
+    """Those fitted to an H200's profile (``benchmarks/fit_streaming.py``), by function and strided or not."""
+    with LIMITS.open(newline="") as file:
+        _, *rows = csv.reader(file)
+    return {(name, strided == "1"): Limits(*map(float, each)) for name, strided, *each in rows}
+
+
 @estimates(Streaming)
 def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a streaming operation: bytes at the rate they reach, plus the kernels' fixed time."""
-    share = _SHARES[op.role] * (_STRIDED_SHARE if op.strided else 1.0)
-    moved = op.moved_bytes
-    memory_s = moved / (rate_bytes_per_s(moved, gpu, constants) * share)
+    limits = _limits().get((op.function, op.strided)) or _BY_ROLE[op.role]
+    if op.strided and (op.function, True) not in _limits():
+        limits = limits._replace(share=limits.share * _STRIDED_SHARE)
+    memory_s = busy_s(op, gpu, constants, limits)
     # Pointwise arithmetic runs on the fp32 pipelines whatever the element type.
     math_s = op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
-    fixed_s = op.kernels * constants.kernel_s(gpu)
-    if op.role in _REDUCING:
-        fixed_s *= _REDUCING_KERNEL_FACTOR
+    fixed_s = op.kernels * constants.kernel_s(gpu) * limits.kernels
     floor = floor_s(op, gpu)
-    busy_s = max(memory_s, math_s)
-    time_s = max(busy_s + fixed_s, floor)
+    longer_s = max(memory_s, math_s)
+    time_s = max(longer_s + fixed_s, floor)
     spread = 1.0 + _SPREADS.get(op.role, _SPREAD)
     return Estimate(
         time_s=time_s,
         low_s=max(time_s / spread, floor),
         high_s=time_s * spread,
-        bound=LATENCY if busy_s < fixed_s else MATH if math_s > memory_s else MEMORY,
+        bound=LATENCY if longer_s < fixed_s else MATH if math_s > memory_s else MEMORY,
         math_s=math_s,
         memory_s=memory_s,
         kernel_family="streaming",
         provenance=DATASHEET,
-        reason=f"{op.role}: moves {moved} bytes" + (", strided" if op.strided else ""),
+        reason=f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else ""),
     )
 
 

@@ -1,0 +1,114 @@
+"""A quick calibration: how fast this GPU's memory and multiprocessors are beside what is known of its kind.
+
+Nothing is learnt anew: a few dozen real operations of all kinds are measured, and two factors are fitted by
+which the times that ship, of this GPU or of a donor, are carried over to this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from statistics import fmean
+
+from tilefit.cost.calibration import Calibration, Quick
+from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import PricedGpu, corrected
+from tilefit.errors import TilefitError
+from tilefit.gpus import Gpu
+from tilefit.measure.calibration import ChangeSet, Progress, candidates
+from tilefit.ops import Op
+from tilefit.version import __version__
+
+#: Measured at least, so that half of them can tell the two factors; and at most.
+_LEAST, _MOST = 24, 160
+_LONGEST_S = 5e-3
+#: Factors that are tried around the best so far, in ever finer steps.
+_STEPS = (1.25, 1.08, 1.025)
+_WIDTH = 4
+
+
+def quick(
+    gpu: Gpu,
+    measure: Callable[[ChangeSet], float],
+    *,
+    budget_s: float = 40.0,
+    launch_scale: float = 1.0,
+    versions: Mapping[str, str] | None = None,
+    drawn: Mapping[str, Iterator[ChangeSet]] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Calibration:
+    """Measure operations of each kind in turn within a time budget, and fit the two factors.
+
+    Every other operation is fitted to; on the rest the errors are stated (``about["errors"]``: mean absolute
+    relative error before and after). Arguments as of :func:`tilefit.measure.calibration.calibrate`.
+
+    Raises:
+        TilefitError: too few operations could be measured.
+    """
+    began_s = clock()
+    base = _with(gpu, Quick(1.0, 1.0))
+    rows: list[tuple[Op, float]] = []
+    sources = [*(drawn or candidates(seed=1)).values()]
+    while sources and len(rows) < _MOST and (used := clock() - began_s) < budget_s:
+        source = sources.pop(0)
+        if (each := next(source, None)) is None:
+            continue
+        sources.append(source)
+        if _is_feasible(each.op, base):
+            try:
+                rows.append((each.op, measure(each)))
+            except TilefitError:
+                continue  # too large for this card, or not supported by it
+            if on_progress:
+                on_progress(Progress(each.op.kind, len(rows), used / budget_s))
+    if len(rows) < _LEAST:
+        raise TilefitError(
+            f"only {len(rows)} operations could be measured in {budget_s:.0f} s",
+            hint="Look whether other programs use the GPU, or leave --quick out.",
+        )
+    # Kinds take turns, so that pairs keep both halves alike.
+    pairs = [rows[i : i + len(sources)] for i in range(0, len(rows), len(sources))] if sources else [rows]
+    fitted_to = [row for turn in pairs[::2] for row in turn]
+    aside = [row for turn in pairs[1::2] for row in turn] or fitted_to
+    best = _fitted(gpu, fitted_to)
+    about = {
+        "gpu": gpu.name,
+        "tilefit": __version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": dict(versions or {}),
+        "launch_scale": launch_scale,
+        "networks": {},
+        "quick": best._asdict(),
+        "measured": len(rows),
+        "errors": {"before": _error(base, aside), "after": _error(_with(gpu, best), aside)},
+    }
+    return Calibration({}, about, None, launch_scale, quick=best)
+
+
+def _fitted(gpu: Gpu, rows: Sequence[tuple[Op, float]]) -> Quick:
+    best, least = Quick(1.0, 1.0), _error(_with(gpu, Quick(1.0, 1.0)), rows)
+    for step in _STEPS:
+        for name in (*Quick._fields, *Quick._fields):
+            centre = best
+            for power in range(-_WIDTH, _WIDTH + 1):
+                tried = centre._replace(**{name: getattr(centre, name) * step**power})
+                if (error := _error(_with(gpu, tried), rows)) < least:
+                    best, least = tried, error
+    return best
+
+
+def _with(gpu: Gpu, factors: Quick) -> PricedGpu:
+    calibration = corrected(Calibration({}, {"gpu": gpu.name}, quick=factors))
+    facts = {each.name: getattr(gpu, each.name) for each in fields(Gpu)}
+    return PricedGpu(**facts, calibration=calibration)
+
+
+def _is_feasible(op: Op, gpu: PricedGpu) -> bool:
+    return gpu.supports(op.dtype) and estimate_all([op], gpu)[0].time_s < _LONGEST_S
+
+
+def _error(gpu: PricedGpu, rows: Sequence[tuple[Op, float]]) -> float:
+    predicted = estimate_all([op for op, _ in rows], gpu)
+    return round(fmean(abs(p.time_s / time_s - 1) for p, (_, time_s) in zip(predicted, rows, strict=True)), 4)

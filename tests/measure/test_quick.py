@@ -1,0 +1,97 @@
+"""A quick calibration of a made-up H100 whose memory and multiprocessors are slower than its facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilefit import gpus
+from tilefit.cost import estimate, estimate_step
+from tilefit.cost.analytic import analytic
+from tilefit.cost.calibration import Quick, read, write
+from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import priced
+from tilefit.errors import TilefitError
+from tilefit.gpus import Gpu
+from tilefit.measure.calibration import ChangeSet, candidates
+from tilefit.measure.quick import quick
+from tilefit.ops import FORWARD, Attention, Gemm, Op, Site, Step, StepOp, Streaming
+
+H100 = gpus.get("h100")
+SLOW = replace(
+    H100,
+    memory_bandwidth_bytes_per_s=0.8 * H100.memory_bandwidth_bytes_per_s,
+    boost_clock_hz=0.7 * H100.boost_clock_hz,
+)
+
+
+class Bench:
+    """A GPU with other facts; each operation takes half a second of its clock."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.now_s = priced(gpu), 0.0
+
+    def __call__(self, candidate: ChangeSet) -> float:
+        self.now_s += 0.5
+        return estimate_all([candidate.op], self.gpu)[0].time_s
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def test_it_finds_how_fast_the_gpu_is_and_prices_by_it(tmp_path: Path) -> None:
+    bench = Bench(SLOW)
+    found = quick(H100, bench, budget_s=40.0, launch_scale=3.0, clock=bench.clock)
+    assert bench.now_s <= 40.5
+    assert found.quick is not None
+    assert found.quick.memory == pytest.approx(0.8, rel=0.06)
+    assert found.quick.clock == pytest.approx(0.7, rel=0.06)
+    assert found.about["errors"]["after"] < 0.05 < found.about["errors"]["before"]
+
+    write(found, tmp_path / "quick.npz")
+    device = priced(H100, tmp_path / "quick.npz")
+    stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
+    for op in (Gemm(8192, 8192, 8192), stream, Attention(8, 16, 2048, 128)):
+        assert estimate(op, device).time_s == pytest.approx(estimate(op, SLOW).time_s, rel=0.06), op
+        assert estimate(op, device).time_s > 1.1 * estimate(op, H100).time_s
+    step = Step((StepOp(Gemm(16, 16, 16), FORWARD, Site("net", "model.py:1")),) * 50)
+    assert estimate_step(step, device).host_time_s == pytest.approx(3 * estimate_step(step, H100).host_time_s)
+    assert "quickly calibrated on" in device.calibration_title
+    assert "H200" in device.calibration_title
+
+
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_one_that_ships_and_one_of_another_architecture(name: str, tmp_path: Path) -> None:
+    gpu = gpus.get(name)
+    path = tmp_path / "quick.npz"
+    bench = Bench(gpu)
+    write(replace(quick(gpu, bench, budget_s=15.0, clock=bench.clock), quick=None), path)
+    exact = read(path).quick
+    assert exact is not None
+    assert (exact.memory, exact.clock) == pytest.approx((1.0, 1.0), rel=0.03)
+    product, device = Gemm(8192, 8192, 8192), priced(gpu, path)
+    assert estimate(product, device).time_s == pytest.approx(estimate(product, gpu).time_s, rel=0.08)
+
+
+def test_too_few_measurements_are_an_error() -> None:
+    def refuse(candidate: ChangeSet) -> float:
+        raise TilefitError("out of memory")
+
+    drawn = {"gemm": iter([next(candidates()["gemm"])])}
+    with pytest.raises(TilefitError, match="only 0 operations"):
+        quick(H100, refuse, drawn=drawn)
+
+
+def test_a_first_stage_is_as_fast_as_was_found() -> None:
+    """Where no donor chooses among the same kernels."""
+    gpu = gpus.get("a100")
+    device = priced(gpu)
+    assert device.calibration is not None
+    slow = type(device)(
+        **{name: getattr(device, name) for name in gpu.__dataclass_fields__},
+        calibration=replace(device.calibration, quick=Quick(1.0, 0.5), donor="h200"),
+    )
+    product: Op = Gemm(8192, 8192, 8192)
+    assert estimate(product, slow).time_s == pytest.approx(2 * analytic(product, gpu).time_s, rel=0.05)
