@@ -16,13 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
-from random import Random
 
 import numpy as np
 
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
-from tilefit.cost.streaming import LIMITS, Limits, busy_s, traffic
+from tilefit.cost.streaming import FUNCTIONS, LIMITS, Limits, busy_s
 from tilefit.ops import Streaming
 
 SHARES = (
@@ -62,7 +61,7 @@ def operations(folders: Iterable[Path], gpu: PricedGpu) -> dict[Key, list[tuple[
     found = set()
     for path in sorted(path for folder in folders for path in folder.glob("*-False.pickle")):
         found |= {entry.op for entry in pickle.loads(path.read_bytes()).ops}  # which a benchmark wrote
-    ops = [op for op in found if isinstance(op, Streaming) and gpu.covers(op) and traffic(op) is op]
+    ops = [op for op in found if isinstance(op, Streaming) and op.function in FUNCTIONS]
     by_function: dict[Key, list[tuple[Streaming, float]]] = defaultdict(list)
     for op, estimate in zip(ops, estimate_all(ops, gpu), strict=True):
         by_function[op.function, op.strided].append((op, estimate.time_s))
@@ -71,7 +70,7 @@ def operations(folders: Iterable[Path], gpu: PricedGpu) -> dict[Key, list[tuple[
 
 def fitted(rows: list[tuple[Streaming, float]], gpu: PricedGpu) -> Limits:
     """The constants with the least mean and largest error, in logarithms."""
-    rows = Random(0).sample(rows, min(MOST, len(rows)))
+    rows = sorted(rows, key=lambda row: row[1])[:: 1 + len(rows) // MOST]  # evenly over the times
     shares = SHARES if max(time_s for _, time_s in rows) > LATENCY_S else SHARES[-1:]
     times = np.log([time_s for _, time_s in rows])
     kernels = np.array([op.kernels for op, _ in rows]) * gpu.constants.kernel_s(gpu)

@@ -18,9 +18,9 @@ from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import read, write
 from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.explain import explain
-from tilefit.cost.priced import PricedGpu, keep, priced, resolve, shipped, user_path
+from tilefit.cost.priced import PricedGpu, keep, priced, resolve, shipped, user_path, with_libraries
 from tilefit.errors import TilefitError, UsageError
-from tilefit.ops import FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, Attention, Conv2d, Gemm, Site, Step, StepOp, Streaming
 
 A100, H200 = gpus.get("a100"), gpus.get("h200")
 PRODUCT = Gemm(4096, 4096, 4096)
@@ -227,3 +227,28 @@ def test_a_gpu_nobody_measured_takes_what_another_took() -> None:
     slower = H200.memory_bandwidth_bytes_per_s / h100.memory_bandwidth_bytes_per_s
     ratio = estimate(stream, h100).time_s / estimate(stream, H200).time_s
     assert 1.1 < ratio < 1.02 * slower
+
+
+def test_old_libraries_run_misaligned_sizes_without_tensor_cores() -> None:
+    v100 = priced("v100")
+    old = with_libraries(v100, "cublas=10.2,cudnn=7.6.2")
+    odd, even = Gemm(4096, 4095, 4096, "fp16"), Gemm(4096, 4096, 4096, "fp16")
+    assert estimate(even, old) == estimate(even, v100)
+    assert estimate(odd, old).kernel_family == "simt"
+    assert estimate(odd, old).time_s > 2 * estimate(odd, v100).time_s
+    layer = Conv2d(64, 63, 64, 28, 3, padding=1, dtype="fp16", channels_last=True)
+    assert estimate(layer, old).kernel_family == "simt"
+    assert estimate(layer, old).time_s > 2 * estimate(layer, v100).time_s
+    assert estimate(replace(layer, in_channels=64), old) == estimate(replace(layer, in_channels=64), v100)
+    assert with_libraries(v100, "cublas=11.0,cudnn=7.6.3") is v100
+
+
+@pytest.mark.parametrize("wrong", ["cublas", "cublas=ten", "nccl=2.1", "cublas="])
+def test_versions_that_make_no_sense_are_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match="no version of cublas or cudnn"):
+        with_libraries(priced("v100"), wrong)
+
+
+def test_libraries_older_than_the_gpu_are_refused() -> None:
+    with pytest.raises(UsageError, match="cublas 10.2 does not run on the NVIDIA A100"):
+        with_libraries(priced(A100), "cublas=10.2")

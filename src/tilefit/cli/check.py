@@ -10,7 +10,7 @@ import typer
 
 from tilefit.capture.naming import require_readable
 from tilefit.cli import config, output, report_output, step_options
-from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.calibration_option import CalibrationFile, Libraries
 from tilefit.cli.option_groups import grouped
 
 #: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
@@ -29,6 +29,7 @@ def check(
         ),
     ] = None,
     calibration: CalibrationFile = None,
+    libraries: Libraries = "",
     options: step_options.Options,
     split: step_options.SplitOver,
     capture: step_options.Capture,
@@ -40,14 +41,15 @@ def check(
     Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
     require_readable(target)
-    from tilefit.cost.priced import resolve
+    from tilefit.cost.priced import resolve, with_libraries
     from tilefit.rules import select
 
     settled = config.load(Path.cwd())
     selection = settled.selection(selection)
     # Whatever can be wrong without the model is found before the model is loaded.
     select(selection.select, selection.ignore)
-    gpus = resolve(gpu or settled.gpu or None, calibration)
+    found = resolve(gpu or settled.gpu or None, calibration)
+    gpus = tuple(with_libraries(device, libraries) for device in found)
 
     from tilefit.capture.child import capture_in_child
     from tilefit.session import Session

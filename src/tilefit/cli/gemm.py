@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tilefit.cli import output
-from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.calibration_option import CalibrationFile, Libraries
 from tilefit.cli.local_gpu import devices
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def gemm(
     ] = "TN",
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Independent products.")] = 1,
     calibration: CalibrationFile = None,
+    libraries: Libraries = "",
     measure: Annotated[
         bool,
         typer.Option(
@@ -47,9 +48,11 @@ def gemm(
     """Explain a product C[m,n] = A[m,k] @ B[k,n]: bound, tile, waves, kernels, better sizes and layouts."""
     from tilefit.cost import explain
     from tilefit.cost.alternatives import alternatives
+    from tilefit.cost.priced import with_libraries
     from tilefit.ops import Gemm
 
     device, local = devices(gpu, measure, calibration)
+    device = with_libraries(device, libraries)
     product = Gemm(m, n, k, dtype=dtype, layout=layout, batch=batch)
     console = output.stdout()
     console.print(_explained(explain(product, device)))

@@ -37,6 +37,8 @@ _EXPONENTIALS_PER_CLOCK_PER_SM = 12.0
 #: Clocks of a query's row beside its keys, of rows that are padded to whole tiles: between what public times
 #: of causal passes on an H100 and an H200 want (4), and the profile of an H200 of those of vision models (8).
 _ROW_CLOCKS = 7.0
+#: Of the backward pass, over that (the same profile).
+_BACKWARD_ROWS = 5.0
 #: Widths of the kernels' heads, to which a head is padded.
 _WIDTHS = (32, 64, 96, 128, 192, 256)
 #: Backward over forward rate: 63 % against 73 % of an A100 (arXiv 2307.08691).
@@ -99,7 +101,7 @@ def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimat
     passes = op.flop / (4 * op.scores * op.head_dim)
     pair_clocks = 4 * passes * width / per_clock + 1 / _EXPONENTIALS_PER_CLOCK_PER_SM
     rows = op.batch * op.num_heads * round_up(op.seq_len, _QUERY_TILE)
-    clocks = op.scores * pair_clocks + rows * _ROW_CLOCKS * passes
+    clocks = op.scores * pair_clocks + rows * _ROW_CLOCKS * (1 if op.direction == FORWARD else _BACKWARD_ROWS)
     # However few the blocks, one of them meets every key, on one SM.
     last_clocks = min(_QUERY_TILE, op.seq_len) * op.kv_len * pair_clocks
     math_s = max(clocks / gpu.sms, last_clocks) / clock_hz

@@ -21,7 +21,7 @@ from tilefit.cost.features import (
     tiling,
 )
 from tilefit.cost.gemm import schedule
-from tilefit.cost.kernels import SIMT, Kernel, select, uses_tensor_cores
+from tilefit.cost.kernels import SIMT, Kernel, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, ceil_div, count, round_up
@@ -76,7 +76,8 @@ _SPREAD = 0.4
 #: Grouped convolutions in NHWC, over the product of all groups: packed ones share a tile, others run group
 #: by group, but for forward passes of groups of whole tiles. From the profile of an H200 (medians of the
 #: layers of 50 models: 0.5, and 3 to 6).
-_GROUPED_IN_NHWC = {"packed": 0.55, "other": 4.0}
+_PACKED, _GROUP_BY_GROUP = 0.55, 4.0
+_FEW_GROUPS = 4
 _WIDE_GROUP = 64
 
 #: What tells passes apart for the networks.
@@ -103,7 +104,10 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a convolution pass."""
     if op.is_narrow:
         return _depthwise(op, gpu, constants)
-    path = (_on_tensor_cores if uses_tensor_cores(op.dtype, gpu) else _on_cuda_cores)(op, gpu, constants)
+    tensor_cores = uses_tensor_cores(op.dtype, gpu)
+    if tensor_cores and "cudnn" in gpu.aligned_only:
+        tensor_cores = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
+    path = (_on_tensor_cores if tensor_cores else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
     floor = floor_s(op, gpu) / (_WINOGRAD_LIMIT if path.winograd else 1.0)
     factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
@@ -112,7 +116,8 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     if op.groups > 1 and op.channels_last and uses_tensor_cores(op.dtype, gpu):
         width, out = op.group_channels
         whole = op.direction == FORWARD and width == out and width % _WIDE_GROUP == 0
-        factor *= 1.0 if whole else _GROUPED_IN_NHWC.get(_grouping(op), 1.0)
+        together = op.groups > _FEW_GROUPS and _grouping(op) == "packed"
+        factor *= 1.0 if whole else _PACKED if together else _GROUP_BY_GROUP
     return from_datasheet(
         max(plan.time_s * factor + path.conversion_s + constants.kernel_s(gpu), floor),
         floor,
@@ -150,6 +155,8 @@ class _Path(NamedTuple):
 
 def _on_cuda_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     kernel = select(op.implicit_gemm, gpu)
+    if kernel.family != SIMT:
+        kernel = on_cuda_cores(gpu, f"channels {op.group_channels} are not multiples of 16 bytes: CUDA cores")
     if _runs_winograd(op):
         reason = f"{kernel.reason}, by Winograd's algorithm"
         return _Path(op.implicit_gemm, kernel._replace(reason=reason), constants, winograd=True)

@@ -91,11 +91,14 @@ def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
     return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
 
 
-def select(gemm: Gemm, gpu: Gpu) -> Kernel:
-    """The kernels that run a product.
+def on_cuda_cores(gpu: Gpu, reason: str) -> Kernel:
+    """What runs a product of a type that has Tensor Cores where the library does not use them."""
+    ceiling = gpu.peak_flop_per_s("fp32") / (gpu.sms * gpu.boost_clock_hz)
+    return Kernel(SIMT, ceiling, 1.0, 1.0, "", LINE_BYTES, reason)
 
-    Assumes cuBLAS 11 or later. Before it, a misaligned fp16 product did not use Tensor Cores at all.
-    """
+
+def select(gemm: Gemm, gpu: Gpu) -> Kernel:
+    """The kernels that run a product."""
     if not uses_tensor_cores(gemm.dtype, gpu):
         missing = "fp32 runs" if gemm.dtype == "fp32" else f"{gpu.name} multiplies {gemm.dtype}"
         return Kernel(SIMT, 0.0, 1.0, 1.0, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
@@ -116,6 +119,11 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
             native, 0.0, share, 1.0, "", worst_bytes, "all leading dimensions are multiples of 16 bytes"
         )
     operand = next(o for o in gemm.operands if o.name == worst)
+    if "cublas" in gpu.aligned_only:
+        length = operand.leading_dimension
+        return on_cuda_cores(
+            gpu, f"{worst} has rows of {length} elements, which this cuBLAS does not run on Tensor Cores"
+        )
     family = SM80 if native in _TMA else native
     # C may have narrower elements than A and B.
     tn, other = _CEILINGS[size, max(worst_bytes, size)]

@@ -152,6 +152,36 @@ def resolve(
     return tuple(dict.fromkeys(_together(several, named)))
 
 
+#: Of each library the first version that runs misaligned sizes on Tensor Cores at all (NVIDIA, "Matrix
+#: Multiplication Background User's Guide", Tensor Core requirements), and the first for Ampere.
+_LIBRARIES = {"cublas": ((11,), (11,)), "cudnn": ((7, 6, 3), (8,))}
+
+
+def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
+    """A GPU on which libraries of these versions run, such as ``cublas=10.2,cudnn=7.6``.
+
+    Raises:
+        UsageError: no such library is known, a version is none, or it is older than the GPU.
+    """
+    old = set()
+    for each in filter(None, versions.split(",")):
+        name, _, text = each.partition("=")
+        number = tuple(int(part) if part.isdecimal() else -1 for part in text.split("."))
+        if name not in _LIBRARIES or min(number) < 0:
+            raise UsageError(
+                f"{each!r} is no version of {' or '.join(_LIBRARIES)}", hint="Write cublas=10.2,cudnn=7.6."
+            )
+        first, ampere = _LIBRARIES[name]
+        if gpu.compute_capability >= (8, 0) and number < ampere:
+            raise UsageError(
+                f"{name} {text} does not run on the {gpu.title}",
+                hint=f"The first that does is {'.'.join(map(str, ampere))}.",
+            )
+        if number < first:
+            old.add(name)
+    return replace(gpu, aligned_only=frozenset(old)) if old else gpu
+
+
 def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu]:
     devices = [gpus.get(entry) if isinstance(entry, str) else entry for entry in asked]
     for entry in devices:

@@ -76,7 +76,7 @@ _SPREAD = 0.4
 _APPLIED_FLOP = {False: 145.0, True: 60.0}
 
 #: Functions that were measured; any other is described by its role alone.
-_FUNCTIONS = """
+FUNCTIONS = """
     _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_lerp _foreach_mul _foreach_sqrt
     _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data _softmax
     _softmax_backward_data _to_copy add addcmul amax argmax avg_pool2d avg_pool2d_backward bernoulli cat clone
@@ -193,5 +193,5 @@ def streaming_features(op: Streaming, gpu: Gpu) -> Row:
         log2(max(1.0, outer / gpu.sms)), float(inner * size % 16 == 0), float(elements * size % 16 == 0),
     ]  # fmt: skip
     row += one_hot(op.role, ROLES) + one_hot(op.dtype, _DTYPES)
-    row += one_hot(op.function, _FUNCTIONS)
+    row += one_hot(op.function, FUNCTIONS)
     return baseline_s, row

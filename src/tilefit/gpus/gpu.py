@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 class Gpu:
     """A device's facts. Peaks are dense, never sparse, and derived, never copied.
 
-    What a library makes of them is another matter: before cuBLAS 11.0 and cuDNN 7.6.3 a size that is not a
-    multiple of 16 bytes did not use Tensor Cores at all; since then it uses them badly (NVIDIA, "Matrix
-    Multiplication Background User's Guide", Tensor Core requirements).
-
     Attributes:
         name: The short name users type, such as ``h200``.
         title: The product's name, such as ``NVIDIA H200 SXM``.
@@ -40,6 +36,8 @@ class Gpu:
             computed from them.
         datasheet_bandwidth_bytes_per_s: The published memory bandwidth; for comparison.
         sources: Where each number is from, by field name.
+        aligned_only: Libraries (``cublas``, ``cudnn``) too old to use Tensor Cores for sizes that are no
+            multiples of 16 bytes; not a fact of the device, but of what runs on it.
     """
 
     name: str
@@ -61,6 +59,7 @@ class Gpu:
     datasheet_peak_flop_per_s: Mapping[str, float] = field(default_factory=dict)
     datasheet_bandwidth_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    aligned_only: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         return hash(self.name)
