@@ -250,5 +250,5 @@ def test_versions_that_make_no_sense_are_refused(wrong: str) -> None:
 
 
 def test_libraries_older_than_the_gpu_are_refused() -> None:
-    with pytest.raises(UsageError, match="cublas 10.2 does not run on the NVIDIA A100"):
+    with pytest.raises(UsageError, match=r"cublas 10\.2 does not run on the NVIDIA A100"):
         with_libraries(priced(A100), "cublas=10.2")

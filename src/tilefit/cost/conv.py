@@ -73,6 +73,9 @@ _NARROW = {
     (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
 }
 _SPREAD = 0.4
+#: Tensor Core kernels of Volta and Turing, over those that the mechanism was fitted to: between what
+#: DeepBench's layers on V100 and T4 want (``benchmarks/public_tables.py`` states each one's errors left out).
+_BEFORE_AMPERE = {FORWARD: 1.27, BACKWARD_DATA: 1.4, BACKWARD_WEIGHT: 1.65}
 #: Grouped convolutions in NHWC, over the product of all groups: packed ones share a tile, others run group
 #: by group, but for forward passes of groups of whole tiles. From the profile of an H200 (medians of the
 #: layers of 50 models: 0.5, and 3 to 6).
@@ -113,6 +116,8 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
+    if tensor_cores and gpu.compute_capability < (8, 0):
+        factor *= _BEFORE_AMPERE[op.direction]
     if op.groups > 1 and op.channels_last and uses_tensor_cores(op.dtype, gpu):
         width, out = op.group_channels
         whole = op.direction == FORWARD and width == out and width % _WIDE_GROUP == 0
