@@ -242,6 +242,8 @@ def _computed_weights(context: Context) -> Iterator[Refusal]:
 def _require_layer(context: Context, layer: Linear) -> None:
     module = submodule(context.run.model, layer.module)
     require_plain(module, layer.module, nn.Linear)
+    if not layer.forward:
+        raise RefusedError(f"the product with {layer.parameter} is not one of {layer.module}")
     if any(each.is_innermost for each in behaviours(module)):
         raise RefusedError(f"{layer.module} is changed by another fix already")
     assert isinstance(module, nn.Linear)
