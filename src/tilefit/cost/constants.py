@@ -125,6 +125,7 @@ _SIMT_EFFICIENCY = {"l4": 0.38}
 #: GeForce cards run their Tensor Cores at half rate and sustain clocks above the datasheet's boost. Chosen on
 #: timm's models on the RTX 4090 (of nine pairs; median error 9.5 %); the 3090's, left out, are 13.4 % off.
 #: What the 3090 alone would choose, 1.25 and 0.93, is 11.6 % off on the 4090 (``benchmarks/timm_tables.py``).
+#: The headroom is a choice: only what nothing can beat rests on it.
 _GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.98
 _GEFORCE_HEADROOM = 1.25
 
