@@ -145,12 +145,12 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
     limits = _limits().get((op.function, op.strided)) or _BY_ROLE[op.role]
     if op.strided and (op.function, True) not in _limits():
         limits = limits._replace(share=limits.share * _STRIDED_SHARE)
-    memory_s = busy_s(op, gpu, constants, limits)
+    memory_s = op.moved_bytes / rate_bytes_per_s(op.moved_bytes, gpu, constants)
     # Pointwise arithmetic runs on the fp32 pipelines whatever the element type.
     math_s = op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
     fixed_s = op.kernels * constants.kernel_s(gpu) * limits.kernels
     floor = floor_s(op, gpu)
-    longer_s = max(memory_s, math_s)
+    longer_s = max(busy_s(op, gpu, constants, limits), math_s)
     time_s = max(longer_s + fixed_s, floor)
     spread = 1.0 + _SPREADS.get(op.role, _SPREAD)
     return Estimate(
