@@ -1,0 +1,1 @@
+"""Running a user's whole program and capturing a step of it."""
