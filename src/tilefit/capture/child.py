@@ -10,18 +10,21 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
 
 from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
 from tilefit.capture.naming import require_readable
-from tilefit.capture.worker import begin, leave, working, write
+from tilefit.capture.worker import begin, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import TargetOptions
+from tilefit.options import ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
@@ -124,7 +127,7 @@ def _captures(
     request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
     with working(request) as worker:
         for index, each in enumerate(options):
-            text = worker.read(f"{index}.json", target, timeout_s)
+            text = worker.read(_result(index), target, timeout_s)
             if text.startswith('{"error"'):
                 yield _error(**json.loads(text))
                 continue
@@ -132,6 +135,35 @@ def _captures(
             if not each.sources:  # tried for a moment, and never again
                 remember(target, each, witness, text)
             yield Step.from_json(text)
+
+
+def capture_program_in_child(
+    program: ProgramOptions,
+    gpu: str,
+    timeout_s: float = 600.0,
+    told: Callable[[str], None] = lambda text: None,
+) -> Step:
+    """Run a program under an emulated GPU in a child process, and capture the step that it makes.
+
+    Args:
+        program: The program, and which of its steps.
+        gpu: Name of the GPU that it is told that it runs on.
+        timeout_s: How long that may take.
+        told: Gets what the program is at.
+
+    Raises:
+        CaptureError: the child ran out of time or died, or no step can be captured.
+        TilefitError: the program failed.
+    """
+    with working({"program": asdict(program), "gpu": gpu, "path": sys.path}, told) as worker:
+        text = worker.read(_result(0), program.program, timeout_s)
+    if text.startswith('{"error"'):
+        raise _error(**json.loads(text))
+    return Step.from_json(text)
+
+
+def _result(index: int) -> str:
+    return f"{index}.json"
 
 
 def _error(error: str, what: str, where: str, hint: str) -> TilefitError:
@@ -146,14 +178,32 @@ def main() -> None:
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
     # Before the user's folders come first on the path, where a file may be called like one of its modules.
     import_module("tilefit.capture.targets")
+    if "program" in request:
+        _run_program(request, folder)
     for index, options in enumerate(request["options"]):
         try:
             wanted = TargetOptions(**{**options, "input": tuple(options["input"])})
             step = capture_target(request["target"], wanted).to_json()
             text = f"{witness.to_json()}\n{step}"
         except TilefitError as error:
-            text = json.dumps(
-                {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-            )
-        write(folder, f"{index}.json", text)
+            text = _told(error)
+        write(folder, _result(index), text)
     leave()
+
+
+def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
+    from tilefit import gpus
+    from tilefit.capture.program.run import capture_program
+
+    def done(result: Step | TilefitError) -> NoReturn:
+        write(folder, _result(0), _told(result) if isinstance(result, TilefitError) else result.to_json())
+        leave()
+
+    options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
+    capture_program(options, gpus.get(request["gpu"]), folder, done, partial(say, folder))
+
+
+def _told(error: TilefitError) -> str:
+    return json.dumps(
+        {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+    )

@@ -1,1 +1,1 @@
-"""Running a user's whole program and capturing a step of it."""
+"""A user's program, run unmodified on the emulated GPU, and the step that it makes."""
