@@ -57,6 +57,8 @@ def check(
     Options go before a program. Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
     is_program = program.is_module or step_options.is_script(target)
+    if arguments and arguments[0] == "--":  # train.py -- --epochs 3
+        arguments = arguments[1:]
     if is_program:
         refuse_given(context, _OF_MODELS, "a program makes its own steps")
         require_program(target, program.is_module)
