@@ -30,7 +30,6 @@ from tilefit.ops import Settings, Step
 from tilefit.ops.program import Loader, Program
 from tilefit.options import ProgramOptions
 
-
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
 
@@ -151,7 +150,6 @@ class _Capture:
         check_step(modes, finder)
         batch = batch_of(self._inputs, modes.recorder.ops)
         passes = max(self._calls.values(), default=1) if len(finder.stepped) <= 1 else 1
-        optimizer_bytes = modes.optimizer_state_bytes
         settings = Settings(
             training=True,
             amp=modes.amp_seen,
