@@ -61,6 +61,6 @@ def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     """
     found: list[str] = []
     with tolerated(), fake_data(found, folder, fake=fake) as sources:
-        loaders = Loaders(lambda: sources.used, found)
+        loaders = Loaders(lambda: sources.handed_out, found)
         with loaders.watching(), patch.object(torch.multiprocessing, "spawn", _first_rank):
             yield Surroundings(found, loaders, sources)
