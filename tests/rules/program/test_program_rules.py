@@ -94,16 +94,31 @@ class TestHostWaits:
         free = replace(copied, pinned=True, non_blocking=True)
         assert not findings(train(events=(free,)), h200, "SYN001")
 
+    def test_copies_that_block_would_hide_what_is_gained(self, h200: Gpu) -> None:
+        """Each alone leaves the other's wait; together they are worth a finding."""
+        small = event("to", 0, kind=TO_GPU, bytes=64)
+        (found,) = findings(train(events=(small, event("item", END))), h200, "SYN001")
+        (alone,) = findings(train(events=(event("item", END),)), h200, "SYN001")
+        assert found.gain_s == pytest.approx(alone.gain_s, rel=0.1)
+        assert "SYN002" in found.fix
+        assert "SYN002" not in alone.fix
+        assert "1 time a step" in found.message
+
     def test_the_scaler_is_told_apart_and_fused_optimizers_do_without(self, h200: Gpu) -> None:
         scaler = event("found_inf", END - 1, line=30)
         (found,) = findings(train(events=(scaler,)), h200, "SYN001")
         assert found.fix.startswith("Pass fused=True")
         assert found.source == "train.py:30"
         fused = replace(ADAMW, fused_optimizer=True)
-        assert not findings(train(settings=fused, events=(scaler,)), h200, "SYN001")
-        assert not findings(train(settings=Settings(optimizer="lion"), events=(scaler,)), h200, "SYN001")
-        both = findings(train(events=(scaler, event("item", END))), h200, "SYN001")
-        assert any("GradScaler's own read stays" in each.arithmetic for each in both)
+        for settings in (fused, Settings(optimizer="lion")):
+            assert not findings(train(settings=settings, events=(scaler,)), h200, "SYN001")
+            (found,) = findings(train(settings=settings, events=(scaler, event("item", END))), h200, "SYN001")
+            assert "1 time a step" in found.message
+            assert "GradScaler's own read stays" in found.arithmetic
+            assert "fused" not in found.fix
+        (found,) = findings(train(events=(scaler, event("item", END))), h200, "SYN001")
+        assert "2 times a step" in found.message
+        assert "fused" in found.fix
 
     def test_it_is_silent_where_nothing_is_gained(self, h200: Gpu) -> None:
         assert not findings(train(events=()), h200, "SYN001")

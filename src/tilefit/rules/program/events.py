@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tilefit.ops import HostEvent, Step
@@ -17,16 +17,15 @@ def waits(event: HostEvent) -> bool:
     return event.kind != TO_GPU and event.blocks
 
 
+def free(event: HostEvent) -> HostEvent:
+    """A copy to the GPU as it should be: from page-locked memory, and not waited for."""
+    return replace(event, pinned=True, non_blocking=True) if event.kind == TO_GPU else event
+
+
 def with_events(step: Step, events: Iterable[HostEvent]) -> Change:
     """The step with other events in its program."""
     assert step.program is not None
     return Change(step=replace(step, program=replace(step.program, events=tuple(events))))
-
-
-def without_events(step: Step, gone: Collection[HostEvent]) -> Change:
-    """The step without some of its program's events."""
-    assert step.program is not None
-    return with_events(step, (event for event in step.program.events if event not in gone))
 
 
 def named(events: Iterable[HostEvent]) -> list[str]:

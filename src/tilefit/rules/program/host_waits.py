@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilefit.ops import HostEvent
+from tilefit.ops.program import TO_GPU
 from tilefit.rules.base import Case, Context, Place, Proposal, Rule
-from tilefit.rules.finding import ADVICE, SAFE
+from tilefit.rules.finding import ADVICE
 from tilefit.rules.outside.optimizer import FUSED
-from tilefit.rules.program.events import listed, named, waits, without_events
+from tilefit.rules.program.events import free, listed, named, waits, with_events
 from tilefit.units import counted, seconds
 
 #: The read of a ``GradScaler``, and the reads of anomaly mode, which has a rule of its own.
@@ -16,6 +16,8 @@ FOUND_INF, ANOMALY = "found_inf", "detect_anomaly"
 #: What has as many elements as values say.
 _SIZED = {"nonzero", "masked_select", "index", "where", "unique", "unique_consecutive", "repeat_interleave"}
 _ON_GPU = "Leave shapes to sizes: torch.where, or a product with the mask, in place of an index by it."
+_FUSED = "Pass fused=True to the optimizer: GradScaler then leaves to it what it reads."
+_COPIES = "Copy without waiting (SYN002)."
 _LATER = "Keep it on the GPU (total += loss.detach()) and read it every hundredth step."
 
 
@@ -31,11 +33,11 @@ class HostWaits(Rule):
 
     Arithmetic: The step is gone through in order with the host's clock and the GPU's. At a wait the host's
     becomes the GPU's; without waits the slower of the two sets the pace. All reads that need not be are taken
-    out at once: of several, one alone often gains nothing, since the next one waits as long.
+    out at once, and copies no longer block: of several waits one alone often gains nothing, since the next
+    one takes as long.
 
     Not every read can go. `GradScaler` reads whether a gradient was infinite before it lets the optimizer
-    step; a fused optimizer does that on the GPU. That read is a finding of its own, and of an optimizer
-    without a fused form it is none.
+    step; only an optimizer that is fused does without.
 
     Example: `total += loss.detach()` in each step and `total.item()` every hundredth, in place of
     `total += loss.item()`.
@@ -68,40 +70,27 @@ class HostWaits(Rule):
     right = wrong.but("loss.item()", "loss.detach()")
 
     def check(self, context: Context) -> Iterator[Proposal]:
-        program = context.step.program
-        if program is None:
-            return
-        read = [event for event in program.events if waits(event) and event.name != ANOMALY]
+        step, estimate = context.step, context.estimate
+        events = step.program.events if step.program else ()
+        read = [event for event in events if waits(event) and event.name != ANOMALY]
         scaler = [event for event in read if event.name == FOUND_INF]
-        avoidable = [event for event in read if event.name != FOUND_INF]
-        if avoidable:
-            yield self._avoidable(context, avoidable, len(scaler))
-        settings = context.step.settings
-        if scaler and settings.optimizer in FUSED and not settings.fused_optimizer:
-            yield Proposal(
-                place=Place(source=scaler[0].site.source),
-                message="GradScaler reads whether a gradient is infinite before each step of the optimizer",
-                fix="Pass fused=True to the optimizer, which then skips such a step on the GPU.",
-                safety=SAFE,
-                change=without_events(context.step, scaler),
-            )
-
-    def _avoidable(self, context: Context, avoidable: list[HostEvent], others: int) -> Proposal:
-        sized = [event for event in avoidable if event.name in _SIZED]
-        estimate = context.estimate
+        stays = scaler and (step.settings.optimizer not in FUSED or step.settings.fused_optimizer)
+        gone = [event for event in read if not (stays and event.name == FOUND_INF)]
+        if not gone:
+            return
+        copies = [event for event in events if event.kind == TO_GPU and event.blocks]
+        sized = sum(event.name in _SIZED for event in gone)
+        values = len(gone) - sized - (0 if stays else len(scaler))
+        cures = {_LATER: values, _ON_GPU: sized, _FUSED: 0 if stays else len(scaler), _COPIES: len(copies)}
         lines = [
-            f"host {seconds(estimate.host_time_s)}, GPU {seconds(estimate.gpu_time_s)}, one after the other "
-            f"where it waits: {seconds(estimate.time_s)}"
+            f"host {seconds(estimate.host_time_s)}, GPU {seconds(estimate.gpu_time_s)}; with what each waits "
+            f"for the other {seconds(estimate.time_s)}"
         ]
-        if others:
-            lines.append("GradScaler's own read stays")
-        fixes = [_LATER] * (len(sized) < len(avoidable)) + [_ON_GPU] * bool(sized)
-        return Proposal(
-            place=Place(source=avoidable[0].site.source),
-            message=f"the host waits for the GPU {counted(len(avoidable), 'time')} a step: "
-            f"{listed(named(avoidable))}",
-            fix=" ".join(fixes),
+        yield Proposal(
+            place=Place(source=gone[0].site.source),
+            message=f"the host waits for the GPU {counted(len(gone), 'time')} a step: {listed(named(gone))}",
+            fix=" ".join(cure for cure, number in cures.items() if number),
             safety=ADVICE,
-            change=without_events(context.step, avoidable),
-            arithmetic=tuple(lines),
+            change=with_events(step, (free(event) for event in events if event not in gone)),
+            arithmetic=(*lines, *(["GradScaler's own read stays"] if stays else [])),
         )

@@ -99,7 +99,7 @@ class SlowLoader(Rule):
         yield Proposal(
             place=Place(source=loader.source),
             message=f"the step takes {_rate(samples / estimate.time_s)}, the loader gives "
-            f"{_rate(samples / load_s * max(loader.workers, 1))} with {has} as fast as this machine",
+            f"{_rate(samples / load_s * max(loader.workers, 1))} with {has} on a machine like this one",
             fix=f"Load with num_workers={workers}; or make a sample cheaper, or on the GPU.",
             safety=ADVICE,
             change=None,
