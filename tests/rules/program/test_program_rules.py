@@ -13,6 +13,7 @@ from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import (
     BACKWARD_DATA,
+    FORWARD,
     OPTIMIZER,
     Collective,
     Habit,
@@ -203,21 +204,6 @@ class TestHabits:
     def habit(self, name: str, first: int = 0, last: int = 0, detail: str = "") -> Habit:
         return Habit(name, Site("", "train.py:40"), first, last, detail)
 
-    def test_zeroing_is_priced_by_the_step_without_it(self, h200: Gpu) -> None:
-        plain = train()
-        step = made(plain, stream(400, BACKWARD_DATA, "aten.add"), at=50)
-        step = made(step, stream(400, OPTIMIZER, "aten.zero"), at=0)
-        habits = tuple(self.habit("keeps_gradients", *span) for span in ((0, 1), (51, 52)))
-        step = replace(
-            step, program=Program("train.py", "a step", events=(event("item", 60),), habits=habits)
-        )
-        (found,) = findings(step, h200, "GRD001")
-        after = train(events=(event("item", 58),))
-        assert found.gain_s == pytest.approx(
-            estimate_step(step, h200).time_s - estimate_step(after, h200).time_s
-        )
-        assert found.arithmetic == ("2 operations, 1.68 GB moved",)
-
     def test_reductions_of_micro_batches_go(self, h200: Gpu) -> None:
         reduction = StepOp(Collective(ALL_REDUCE, 100 << 20, 8, "fp32"), BACKWARD_DATA, Site(), "all_reduce")
         step = made(train(), reduction, at=40)
@@ -232,7 +218,6 @@ class TestHabits:
     @pytest.mark.parametrize(
         ("name", "code", "severity"),
         [
-            ("keeps_gradients", "GRD001", "note"),
             ("synchronizes_micro_batches", "GRD003", "warning"),
             ("evaluates_with_gradients", "GRD002", "note"),
             ("detect_anomaly", "ANO001", "warning"),
@@ -267,6 +252,48 @@ class TestHabits:
         (found,) = findings(train(habits=(self.habit("launch_blocking"),)), h200, "ANO001")
         free = estimate_step(train(), h200)
         assert found.gain_s == pytest.approx(min(free.host_time_s, free.gpu_time_s))
+
+
+class TestZeroedGradients:
+    def gradient(self, number: int, name: str, phase: str) -> StepOp:
+        ref = TensorRef(9000 + number, (512, 512), "fp32")
+        read = 0 if "zero" in name else 4 << 19
+        op = Streaming("pointwise", 1 << 18, read, 4 << 18, function=name.removeprefix("aten.").rstrip("_"))
+        inputs = (ref, TensorRef(100 + number, (512, 512), "fp32")) if read else (ref,)
+        return StepOp(op, phase, Site("", "train.py:40"), name, inputs, (ref,))
+
+    def zeroed(self, *zeros: StepOp, passes: int = 1) -> Step:
+        added = [self.gradient(number, "aten.add_", BACKWARD_DATA) for number in range(16)]
+        step = made(train(rows=4096), *added * passes, at=50)
+        step = made(step, *zeros, at=0)
+        waits = (event("item", 60 + 16 * passes),)
+        return replace(step, program=Program("train.py", "a step", events=waits))
+
+    def test_it_is_priced_by_the_step_without(self, h200: Gpu) -> None:
+        zeros = [self.gradient(number, "aten.zero_", FORWARD) for number in range(16)]
+        step = self.zeroed(*zeros)
+        (found,) = findings(step, h200, "GRD001")
+        after = train(rows=4096, events=(event("item", 44),))
+        assert found.gain_s == pytest.approx(
+            estimate_step(step, h200).time_s - estimate_step(after, h200).time_s
+        )
+        assert found.source == "train.py:40"
+        assert found.arithmetic[0].startswith("32 operations, ")
+
+    def test_all_at_once_and_only_the_first_micro_batch(self, h200: Gpu) -> None:
+        op = Streaming("pointwise", 16 << 18, 0, 16 << 20, function="_foreach_zero")
+        (found,) = findings(
+            self.zeroed(StepOp(op, FORWARD, Site("", "train.py:40"), "aten._foreach_zero_"), passes=3),
+            h200,
+            "GRD001",
+        )
+        assert found.arithmetic[0].startswith("17 operations, ")
+
+    def test_adding_to_what_is_there_and_new_zeros_are_right(self, h200: Gpu) -> None:
+        assert not findings(self.zeroed(passes=2), h200, "GRD001")
+        assert not findings(self.zeroed(self.gradient(0, "aten.zeros", FORWARD)), h200, "GRD001")
+        other = replace(self.gradient(0, "aten.zero_", FORWARD), outputs=(TensorRef(1, (7,), "fp32"),))
+        assert not findings(self.zeroed(other), h200, "GRD001")
 
 
 class TestParameterLoop:
