@@ -20,13 +20,14 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
 from tilefit.capture.naming import require_readable
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import TargetOptions
+from tilefit.options import ProgramOptions, TargetOptions
 
 _POLL_S = 0.02
 #: Where this package is, and what the child runs. Unlike ``-m``, ``-P -c`` does not search the current
@@ -132,6 +133,22 @@ def _nothing() -> Generator[Step | TilefitError]:
 def _captures(
     target: str, options: Sequence[TargetOptions], timeout_s: float
 ) -> Generator[Step | TilefitError]:
+    request = {"target": target, "options": [asdict(each) for each in options]}
+    with _child(request) as (process, folder):
+        for index, each in enumerate(options):
+            text = _read(process, _result(folder, index), target, timeout_s)
+            if text.startswith('{"error"'):
+                yield _error(**json.loads(text))
+                continue
+            witness, _, text = text.partition("\n")
+            if not each.sources:  # tried for a moment, and never again
+                remember(target, each, witness, text)
+            yield Step.from_json(text)
+
+
+@contextmanager
+def _child(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A child process at work on a request, and the folder that it writes its results to."""
     with tempfile.TemporaryDirectory(prefix="tilefit-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, folder, _ROOT],
@@ -141,23 +158,33 @@ def _captures(
             start_new_session=True,  # Ctrl-C is for the parent, which ends the child
             env={**os.environ},  # not what C libraries have put beside it
         )
-        request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
         try:
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin:  # a child that died is noticed below
-                process.stdin.write(json.dumps(request))
-            for index, each in enumerate(options):
-                text = _read(process, _result(folder, index), target, timeout_s)
-                if text.startswith('{"error"'):
-                    yield _error(**json.loads(text))
-                    continue
-                witness, _, text = text.partition("\n")
-                if not each.sources:  # tried for a moment, and never again
-                    remember(target, each, witness, text)
-                yield Step.from_json(text)
+                process.stdin.write(json.dumps({**request, "path": sys.path}))
+            yield process, folder
         finally:
             process.kill()
             process.wait()
+
+
+def capture_program_in_child(program: ProgramOptions, gpu: str, timeout_s: float = 600.0) -> Step:
+    """Run a program under an emulated GPU in a child process, and capture the step that it makes.
+
+    Args:
+        program: The program, and which of its steps.
+        gpu: Name of the GPU that it is told that it runs on.
+        timeout_s: How long that may take.
+
+    Raises:
+        CaptureError: the child ran out of time or died, or no step can be captured.
+        TilefitError: the program failed.
+    """
+    with _child({"program": asdict(program), "gpu": gpu}) as (process, folder):
+        text = _read(process, _result(folder, 0), program.program, timeout_s)
+    if text.startswith('{"error"'):
+        raise _error(**json.loads(text))
+    return Step.from_json(text)
 
 
 def _result(folder: str, index: int) -> Path:
@@ -200,25 +227,56 @@ def _ending(returncode: int) -> str:
 
 def main() -> None:
     """The child's side."""
+    folder = sys.argv[1]  # a program gets arguments of its own
     witness = Witness()
     request = json.load(sys.stdin)
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
     # Before the user's folders come first on the path, for the same reason.
     import_module("tilefit.capture.targets")
     sys.stdin = open(os.devnull)  # noqa: SIM115 - a model that asks for input must not wait for it
+    if "program" in request:
+        _run_program(request, folder)
     for index, options in enumerate(request["options"]):
         try:
             wanted = TargetOptions(**{**options, "input": tuple(options["input"])})
             step = capture_target(request["target"], wanted).to_json()
             text = f"{witness.to_json()}\n{step}"
         except TilefitError as error:
-            text = json.dumps(
-                {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-            )
-        result = _result(sys.argv[1], index)
-        partial = result.with_suffix(".partial")
-        partial.write_text(text)
-        partial.rename(result)
+            text = _told(error)
+        _write(folder, index, text)
+    _leave()
+
+
+def _run_program(request: dict[str, Any], folder: str) -> NoReturn:
+    from tilefit import gpus
+    from tilefit.capture.program.run import capture_program
+
+    def done(step: Step) -> NoReturn:
+        _write(folder, 0, step.to_json())
+        _leave()
+
+    options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
+    try:
+        capture_program(options, gpus.get(request["gpu"]), done)
+    except TilefitError as error:
+        _write(folder, 0, _told(error))
+    _leave()
+
+
+def _told(error: TilefitError) -> str:
+    return json.dumps(
+        {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+    )
+
+
+def _write(folder: str, index: int, text: str) -> None:
+    result = _result(folder, index)
+    partial = result.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(result)
+
+
+def _leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking PyTorch down module by module would take half a second

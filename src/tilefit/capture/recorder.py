@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,6 +123,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.keep(tensors)
         self._allocations[:] = [*self._allocations[count:], *self._allocations[:count]]
         self.peak_bytes = peak_bytes + self.live_bytes - live_bytes
+
+    def restart(self) -> None:
+        """Forget what was recorded: the step begins here, and what is alive was there before it."""
+        self.ops.clear()
+        alive: Counter[int] = Counter()
+        for number, size in self._allocations:
+            alive[number] += size
+        self._allocations[:] = [(number, size) for number, size in alive.items() if size]
+        self._kept.update(number for number, _ in self._allocations)
+        self.peak_bytes = self.live_bytes
 
     def moments(self, stay: Collection[int]) -> tuple[Moment, ...]:
         """The moments that are the fullest on some batch.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilefit.capture.naming import require_readable
+from tilefit.capture.naming import require_program, require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
-from tilefit.cli.option_groups import grouped
+from tilefit.cli.option_groups import grouped, refuse_given
+from tilefit.options import ProgramOptions, TargetOptions
 
+#: Options that describe the step of a model.
+_OF_MODELS = [each.name for each in fields(TargetOptions) if "help" in each.metadata]
 #: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
 _MANY_OPS = 100_000
 
@@ -20,7 +24,19 @@ _MANY_OPS = 100_000
 @grouped
 def check(
     context: typer.Context,
-    target: step_options.Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET|PROGRAM",
+            help="file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), torchvision:resnet50, "
+            "timm:vit_base_patch16_224; or a program, train.py.",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="The program's own.", show_default=False),
+    ] = None,
     *,
     gpu: Annotated[
         list[str] | None,
@@ -32,14 +48,22 @@ def check(
     options: step_options.Options,
     split: step_options.SplitOver,
     capture: step_options.Capture,
+    program: step_options.OfProgram,
     selection: step_options.Rules,
     shown: report_output.Shown,
 ) -> int:
-    """Check a model: what a step costs on a GPU, where it wastes it, what to change and what that saves.
+    """Check a model, or a program: what a step costs on a GPU, where it wastes it, what a change saves.
 
-    Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
+    Options go before a program. Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
-    require_readable(target)
+    is_program = program.is_module or step_options.is_script(target)
+    if is_program:
+        refuse_given(context, _OF_MODELS, "a program makes its own steps")
+        require_program(target, program.is_module)
+        step_options.note_misplaced(context, target, arguments or [])
+    else:
+        refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
+        require_readable(target)
     from tilefit.cost.priced import resolve
     from tilefit.rules import select
 
@@ -49,12 +73,15 @@ def check(
     select(selection.select, selection.ignore)
     gpus = resolve(gpu or settled.gpu or None, calibration)
 
-    from tilefit.capture.child import capture_in_child
+    from tilefit.capture.child import capture_in_child, capture_program_in_child
     from tilefit.session import Session
 
     captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
+    if is_program:
+        program = replace(program, program=target, arguments=tuple(arguments or ()))
+        captured = partial(capture_program_in_child, program, gpus[0].name, capture.timeout)
     session = Session(captured, gpus, selection, split)
-    with output.progress(f"Capturing {target}"):
+    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}"):
         step = session.step
     if len(step.ops) > _MANY_OPS:
         output.note(

@@ -25,6 +25,7 @@ from tilefit.cli import (
     report,
     rule,
     rules,
+    step_options,
     sweep,
 )
 from tilefit.errors import TilefitError
@@ -43,7 +44,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _VERBS: tuple[Callable[..., object], ...] = (
-    check.check,
     fix.fix,
     report.report,
     rules.rules,
@@ -55,11 +55,12 @@ _VERBS: tuple[Callable[..., object], ...] = (
     calibrate.calibrate,
     doctor.doctor,
 )
+app.command(cls=step_options.ScriptCommand)(check.check)
 for _verb in _VERBS:
     app.command()(_verb)
 # What stands behind the script is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(precision.precision)
-app.command(cls=profile.ProfileCommand)(profile.profile)
+app.command(cls=step_options.ScriptCommand)(profile.profile)
 #: Verbs with kinds of their own.
 _GROUPS = {"bench": bench.app, "curve": curve.app}
 for _group in _GROUPS.values():

@@ -1,0 +1,83 @@
+"""Where host and GPU meet while a program runs, and what it was told that nobody knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilefit.capture.aten import is_free
+from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
+from tilefit.emulation.values import is_tensor, leaves
+from tilefit.ops.program import WAIT, Assumption, HostEvent
+
+_PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
+
+
+class Meetings:
+    """Launches what the device is told to, and notes events and assumptions.
+
+    Args:
+        recorder: Runs and records operations on shapes.
+        calls: Knows which call of the program's is being made.
+    """
+
+    def __init__(self, recorder: ProgramRecorder, calls: ProgramCalls) -> None:
+        self.recorder = recorder
+        self.calls = calls
+        self.events: list[HostEvent] = []
+        #: Lines of products that the host computed, and all that it did with tensors.
+        self.host_products: dict[str, None] = {}
+        self.host_operations = 0
+        self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Each place once, with the first answer that it was given."""
+        return tuple(
+            Assumption(name, what, value, source, count)
+            for (name, what, source), (value, count) in self._assumptions.items()
+        )
+
+    def restart(self) -> None:
+        """The step begins here."""
+        self.events.clear()
+        self.host_products.clear()
+        self.host_operations = 0
+
+    def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on shapes, recorded."""
+        out = self.recorder.launch(func, args, kwargs)
+        for leaf in leaves(out):
+            if is_tensor(leaf) and leaf.device.type == "meta":
+                self.recorder.identify(leaf)
+        return out
+
+    def ran_on_host(self, func: Any) -> None:
+        """An operation on tensors of the host's."""
+        if self.recorder.muted or is_free(func):
+            return
+        self.host_operations += 1
+        if func._overloadpacket.__name__ in _PRODUCTS:
+            self.host_products[self.recorder.sites.source_line()] = None
+
+    def waited(self, name: str) -> None:
+        """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""
+        self._met(WAIT, self.calls.asking.strip("_") or name if name == "item" else name)
+
+    def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
+        """Something is copied."""
+        size = tensor.numel() * tensor.element_size()
+        self._met(kind, "to", bytes=size, pinned=pinned, non_blocking=non_blocking)
+
+    def _met(self, kind: str, name: str, **fields: Any) -> None:
+        if not self.recorder.muted:
+            site = self.recorder.sites.forward_site()
+            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, **fields))
+
+    def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
+        """A value was made up."""
+        what = f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"
+        key = name, what, self.recorder.sites.source_line()
+        self._assumptions.setdefault(key, [value, 0])[1] += 1
