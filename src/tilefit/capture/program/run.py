@@ -18,6 +18,7 @@ from torch import nn
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.finding import StepFinder
+from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
@@ -46,6 +47,7 @@ def capture_program(options: ProgramOptions, gpu: Gpu, done: Callable[[Step], No
     with ExitStack() as stack:
         stack.enter_context(modes.running())
         stack.enter_context(capture.finder.watching())
+        stack.enter_context(capture.habits.watching())
         error = _run(options)
     raise error or _no_step(capture.finder, options)
 
@@ -92,6 +94,7 @@ class _Capture:
     ) -> None:
         self.modes, self.options, self.done = modes, options, done
         self.finder = StepFinder(options.skip, options.steps, self._begin, self._end)
+        self.habits = Habits(modes.sites.source_line)
         self._inputs: Any = None
         self._calls: dict[int, int] = {}
 
@@ -142,6 +145,7 @@ class _Capture:
             steps=finder.taken,
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
+            habits=self.habits.found(),
         )
         return replace(step, program=program, batch=batch * passes)
 

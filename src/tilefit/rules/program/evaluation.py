@@ -53,7 +53,7 @@ class Evaluation(Rule):
             optimizer.step()
         """
     )
-    right = wrong.but("def evaluate", "@torch.no_grad()\ndef evaluate")
+    right = wrong.but("def evaluate", "@torch.no_grad()\n        def evaluate")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         for first, *_ in habits(context.step, "evaluates_with_gradients"):

@@ -55,13 +55,14 @@ class HostWaits(Rule):
         from torch.nn import functional as F
 
         layers = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU()) for _ in range(24)]
-        net = nn.Sequential(*layers).to("cuda")
+        net = nn.Sequential(nn.Embedding(128256, 512), *layers, nn.Linear(512, 128256)).to("cuda")
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(16384, 512, device="cuda")
+        words = torch.randint(128256, (8193,), device="cuda")
         total = 0.0
         for step in range(100):
             optimizer.zero_grad()
-            loss = F.mse_loss(net(x), x)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(net(words[:-1]), words[1:])
             loss.backward()
             optimizer.step()
             total += loss.item()
