@@ -173,7 +173,7 @@ class ProgramOptions:
     arguments: tuple[str, ...] = ()
     is_module: bool = option(False, "Run a module of this name, as python -m does.", "-m")
     steps: int = option(1, "Optimizer steps that are looked at, as one.", min=1, metavar="N")
-    skip: int = option(1, "Optimizer steps before them.", min=1, metavar="N")
+    skip: int = option(2, "Optimizer steps before them: the first does more.", min=1, metavar="N")
     fake_data: bool = option(False, "Make up data and weights that are not there, at random.")
 
 

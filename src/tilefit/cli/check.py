@@ -28,8 +28,7 @@ def check(
         str,
         typer.Argument(
             metavar="TARGET|PROGRAM",
-            help="file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), torchvision:resnet50, "
-            "timm:vit_base_patch16_224; or a program, train.py.",
+            help=f"{step_options.TARGETS}; or a program, train.py.",
             show_default=False,
         ),
     ],
@@ -54,8 +53,11 @@ def check(
 ) -> int:
     """Check a model, or a program: what a step costs on a GPU, where it wastes it, what a change saves.
 
-    Options go before a program. Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
+    Options go before a program, its own behind it. Nothing is downloaded and no GPU is needed. Exit code: 0
+    nothing found, 1 findings, 2 could not run.
     """
+    if arguments and arguments[0] == "--":
+        del arguments[0]
     is_program = program.is_module or step_options.is_script(target)
     if is_program:
         refuse_given(context, _OF_MODELS, "a program makes its own steps")

@@ -21,12 +21,15 @@ SPLIT = "Split over GPUs"
 #: Seconds a capture may take before it counts as hanging.
 TIMEOUT_S = 300.0
 
+TARGETS = (
+    "file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), torchvision:resnet50, "
+    "timm:vit_base_patch16_224"
+)
 Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), "
-        "torchvision:resnet50, timm:vit_base_patch16_224.",
+        help=f"{TARGETS}.",
         show_default=False,
     ),
 ]

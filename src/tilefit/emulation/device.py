@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefit.emulation.tensor import META, CudaTensor, replace_memory
-from tilefit.emulation.values import Schema, Value, Values, is_choice, is_tensor, leaves, mapped, of_host
+from tilefit.emulation.values import MOST_NUMBERS, Schema, Value, Values, is_choice, is_tensor, leaves, mapped, of_host
 from tilefit.ops.program import TO_GPU
 
 aten = torch.ops.aten
@@ -36,8 +37,27 @@ class Watch(Protocol):
 
 
 _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
+#: What initial values of parameters are made with.
+_INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
+
+
+class _Marks:
+    """Memory of the host's of which something is known, until it is freed."""
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """It is known of this tensor's memory."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            weakref.finalize(storage, self._storages.discard, storage._cdata).atexit = False
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,18 +74,24 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rules = rules
         self.values = Values()
         self._losses_read = 0
-        self._pinned: set[int] = set()
+        self._pinned, self._unfilled = _Marks(), _Marks()
         CudaTensor.dispatch = self.run
         CudaTensor.read = self.read
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What keeps torch.compile out costs more than most operations, and nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _names_cuda(kwargs.get("device")) or any(
-            isinstance(leaf, CudaTensor) for leaf in leaves((args, kwargs))
-        ):
+        if _names_cuda(kwargs.get("device")) or _has_cuda(leaves(args)) or _has_cuda(leaves(kwargs)):
             return self.run(func, args, kwargs)
-        if func._overloadpacket.__name__ in _OF_PINNED:
+        name = func._overloadpacket.__name__
+        if name in _OF_PINNED:
             return self.run(func, args, kwargs)
+        if self._leaves_unfilled(name, args):
+            return args[0]
         self.watch.ran_on_host(func)
         if kwargs.get("pin_memory"):
             return self.pinned(func(*args, **{**kwargs, "pin_memory": False}))
@@ -133,15 +159,20 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whose memory is taken for page-locked from now on."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._pinned:
-            self._pinned.add(storage._cdata)
-            weakref.finalize(storage, self._pinned.discard, storage._cdata).atexit = False
+        self._pinned.add(tensor)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the host's is page-locked."""
-        return not isinstance(tensor, CudaTensor) and tensor.untyped_storage()._cdata in self._pinned
+        return not isinstance(tensor, CudaTensor) and tensor in self._pinned
+
+    def _leaves_unfilled(self, name: str, args: Any) -> bool:
+        """Whether a large parameter is given random numbers, which nobody looks at: its memory is not touched."""
+        if name not in _INITIALISES or not isinstance(args[0], torch.nn.Parameter):
+            return False
+        if name in ("normal_", "uniform_") and args[0].numel() > MOST_NUMBERS:
+            self._unfilled.add(args[0])
+        return args[0] in self._unfilled
 
     def copied(self, kind: str, tensor: torch.Tensor, non_blocking: bool) -> None:
         """A copy is made; one to the host that is not to block goes into pinned memory of its own."""
@@ -182,10 +213,18 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return CudaTensor(like, of_host(tensor))
 
 
+def _has_cuda(arguments: list[Any]) -> bool:
+    for each in arguments:
+        if isinstance(each, CudaTensor):
+            return True
+    return False
+
+
 def _names_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+@cache
 def _is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 

@@ -136,6 +136,7 @@ def _answer(gpu: Gpu, device: Device) -> None:
     cudnn.is_available = lambda: True  # type: ignore[assignment]
     cudnn.version = lambda: 91002  # type: ignore[assignment]
     torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]
+    torch._C._scatter = lambda tensor, *_: (tensor.to(CUDA),)  # nn.DataParallel over one GPU
     torch.distributed.is_nccl_available = lambda: True
     accelerator = torch.accelerator
     for name, answer in {

@@ -129,25 +129,30 @@ def of_host(tensor: torch.Tensor) -> Value | None:
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     """A tree of arguments with each leaf replaced."""
-    if isinstance(tree, list | tuple):
-        return type(tree)([mapped(each, function) for each in tree])
-    if isinstance(tree, dict):
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([mapped(e, function) if type(e) in _NESTED else function(e) for e in tree])
+    if kind is dict:
         return {name: mapped(each, function) for name, each in tree.items()}
-    return function(tree)
+    return kind([mapped(e, function) for e in tree]) if isinstance(tree, list | tuple) else function(tree)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """The leaves of a tree of arguments, in order."""
-    if isinstance(tree, list | tuple):
-        for each in tree:
-            yield from leaves(each)
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from leaves(each)
-    else:
-        yield tree
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    elif not isinstance(tree, list | tuple):
+        return [tree]
+    found: list[Any] = []
+    for each in tree:
+        if type(each) in _NESTED or isinstance(each, tuple):
+            found += leaves(each)
+        else:
+            found.append(each)
+    return found
 
 
+_NESTED = frozenset((list, tuple, dict))
 _EMPTY = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_".split()
 )

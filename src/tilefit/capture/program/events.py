@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tilefit.capture.aten import is_free
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.emulation.values import is_tensor, leaves
@@ -27,9 +26,8 @@ class Meetings:
         self.recorder = recorder
         self.calls = calls
         self.events: list[HostEvent] = []
-        #: Lines of products that the host computed, and all that it did with tensors.
+        #: Lines of products that the host computed.
         self.host_products: dict[str, None] = {}
-        self.host_operations = 0
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
 
     @property
@@ -44,7 +42,6 @@ class Meetings:
         """The step begins here."""
         self.events.clear()
         self.host_products.clear()
-        self.host_operations = 0
 
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on shapes, recorded."""
@@ -56,10 +53,7 @@ class Meetings:
 
     def ran_on_host(self, func: Any) -> None:
         """An operation on tensors of the host's."""
-        if self.recorder.muted or is_free(func):
-            return
-        self.host_operations += 1
-        if func._overloadpacket.__name__ in _PRODUCTS:
+        if not self.recorder.muted and func._overloadpacket.__name__ in _PRODUCTS:
             self.host_products[self.recorder.sites.source_line()] = None
 
     def waited(self, name: str) -> None:

@@ -76,8 +76,8 @@ class ProgramModes(Modes):
     @property
     def unseen_notes(self) -> list[str]:
         """What a part of the step did elsewhere."""
-        count = self.meetings.host_operations
-        return [f"{count} operations of the step run on the CPU, whose time is not counted."] if count else []
+        lines = ", ".join(self.meetings.host_products)
+        return [f"Products on the CPU are not counted: {lines}."] if lines else []
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import user_line
+from tilefit.capture.torchvision_import import tolerated
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import Settings, Step
@@ -45,6 +46,7 @@ def capture_program(options: ProgramOptions, gpu: Gpu, done: Callable[[Step], No
     modes = ProgramModes(gpu)
     capture = _Capture(modes, options, done)
     with ExitStack() as stack:
+        stack.enter_context(tolerated())
         stack.enter_context(modes.running())
         stack.enter_context(capture.finder.watching())
         stack.enter_context(capture.habits.watching())
