@@ -81,9 +81,11 @@ def check(
     captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
     if is_program:
         program = replace(program, program=target, arguments=tuple(arguments or ()))
-        captured = partial(capture_program_in_child, program, gpus[0].name, capture.timeout)
-    session = Session(captured, gpus, selection, split)
-    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}"):
+    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}") as tell:
+        if is_program:
+            run = partial(capture_program_in_child, program, gpus[0].name)
+            captured = partial(run, capture.timeout, tell)
+        session = Session(captured, gpus, selection, split)
         step = session.step
     if len(step.ops) > _MANY_OPS:
         output.note(

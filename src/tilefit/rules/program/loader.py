@@ -55,11 +55,12 @@ class SlowLoader(Rule):
 
             def __getitem__(self, index):
                 time.sleep(0.001)  # as long as a small image takes
-                return torch.zeros(4096)
+                return torch.zeros(8192)
 
 
         def main():
-            net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).to("cuda")
+            with torch.device("cuda"):
+                net = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
             optimizer = torch.optim.AdamW(net.parameters(), fused=True)
             for x in DataLoader(Decoded(), batch_size=64, num_workers=0, pin_memory=True):
                 x = x.to("cuda", non_blocking=True)
@@ -73,7 +74,7 @@ class SlowLoader(Rule):
             main()
         """
     )
-    right = wrong.but("time.sleep(0.001)", "time.sleep(0)")
+    right = wrong.but("num_workers=0", "num_workers=16")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         program = context.step.program
