@@ -51,8 +51,8 @@ class BlockingCopies(Rule):
 
         net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).to("cuda")
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        data = TensorDataset(torch.randn(8192, 4096))
-        for (x,) in DataLoader(data, batch_size=4096, pin_memory=False):
+        data = TensorDataset(torch.randn(4096, 4096))
+        for (x,) in DataLoader(data, batch_size=1024, pin_memory=False):
             x = x.to("cuda", non_blocking=True)
             optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16):
