@@ -59,6 +59,8 @@ def check(
     if arguments and arguments[0] == "--":
         del arguments[0]
     is_program = program.is_module or step_options.is_script(target)
+    if arguments and arguments[0] == "--":  # train.py -- --epochs 3
+        arguments = arguments[1:]
     if is_program:
         refuse_given(context, _OF_MODELS, "a program makes its own steps")
         require_program(target, program.is_module)

@@ -33,6 +33,7 @@ def fake_data(found: list[str], folder: Path | None = None, *, fake: bool = True
     """
     with TemporaryDirectory(prefix="tilefit-") as own, Sources(found, fake=fake) as sources:
         files = Files(sources)
+        sources.make = files.make
         changes = {name: change for part in _PARTS for name, change in part.changes(sources).items()}
         with (
             redirected(folder or own, files.supply) as files.scratch,

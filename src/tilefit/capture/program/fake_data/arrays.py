@@ -52,7 +52,21 @@ def _numpy(sources: Sources, numpy: ModuleType) -> None:
 
     sources.answer(numpy.memmap, "__new__", lambda kind, file, *a, **k: _file(file), memmap, when=_wanted)
     sources.answer(numpy, "fromfile", lambda file, *a, **k: _file(file), flat, when=_wanted)
+    for name in ("genfromtxt", "loadtxt"):
+        read = getattr(numpy, name)
+        sources.answer(numpy, name, lambda file, *a, **k: _file(file), _reading(sources, read), when=_wanted)
     sources.answer(numpy, "load", lambda file, *a, **k: _file(file), load, when=_wanted)
+
+
+def _reading(sources: Sources, read: Any) -> Any:
+    """Reads a file again once it has been made, if it can be."""
+
+    def again(file: Any, *args: Any, **kwargs: Any) -> Any:
+        sources.make(os.fspath(file))
+        with open(file) as made_up:  # NumPy has a reference of its own to open
+            return read(made_up, *args, **kwargs)
+
+    return again
 
 
 def _torch(sources: Sources, serialization: ModuleType) -> None:

@@ -46,17 +46,23 @@ class Files:
             wanted = (asked_by_user() or (is_image and asked == "open")) and not is_prepared()
         if not wanted:
             return False
-        content = None if asked in ("listdir", "scandir") else made.content(path)
-        can_be_faked = content is not None or asked in ("listdir", "scandir")
-        self._sources.note(short_path(os.path.abspath(path)), *([] if can_be_faked else [PUT_IT_THERE]))
-        if not (self._sources.fake and can_be_faked):
-            return False
-        if content is None:
+        if asked in ("open", "stat"):
+            return self.make(path)
+        name = short_path(os.path.abspath(path))
+        self._sources.note(name)
+        if self._sources.fake:
             self._fill(path)
-            self._sources.state(short_path(os.path.abspath(path)), f"{_IMAGES} random images of 500 x 375")
-        else:
-            self.scratch.write(path, content[0])
-            self._sources.state(short_path(os.path.abspath(path)), content[1])
+            self._sources.state(name, f"{_IMAGES} random images of 500 x 375")
+        return self._sources.fake
+
+    def make(self, path: str) -> bool:
+        """Make a missing file; false where that is not wanted or nobody knows what would be in it."""
+        name, content = short_path(os.path.abspath(path)), made.content(path)
+        self._sources.note(name, *([] if content else [PUT_IT_THERE]))
+        if content is None or not self._sources.fake:
+            return False
+        self.scratch.write(path, content[0])
+        self._sources.state(name, content[1])
         return True
 
     def _fill(self, folder: str) -> None:

@@ -99,11 +99,32 @@ def text() -> str:
     return "".join(" ".join(all_words[at : at + 20]) + "\n" for at in range(0, WORDS, 20))
 
 
+def _papers() -> tuple[bytes, str]:
+    import numpy as np
+
+    features = np.random.default_rng(4).integers(0, 80, (2708, 1433)) == 0
+    rows = (f"{at}\t" + "\t".join(map(str, row)) + f"\tclass{at % 7}" for at, row in enumerate(features.astype(int)))
+    return "\n".join(rows).encode(), "2708 papers of 1433 random features, 7 classes"
+
+
+def _citations() -> tuple[bytes, str]:
+    import numpy as np
+
+    pairs = np.random.default_rng(5).integers(0, 2708, (5429, 2))
+    return "\n".join(f"{a}\t{b}" for a, b in pairs).encode(), "5429 random citations of 2708 papers"
+
+
+#: Files whose layout nearly every program for graphs knows.
+_CORA = {"cora.content": _papers, "cora.cites": _citations}
+
+
 def content(name: str) -> tuple[bytes, str] | None:
     """What is in a file or behind an address of this name, and words for it; None where nobody can tell."""
     path = PurePath(name.partition("?")[0])
     suffix = path.suffix.lower()
     stream = io.BytesIO()
+    if path.name in _CORA:
+        return _CORA[path.name]()
     if suffix in IMAGES:
         image(len(path.stem)).save(stream, "PNG" if suffix == ".png" else "JPEG")
         return stream.getvalue(), "a random image of 500 x 375"

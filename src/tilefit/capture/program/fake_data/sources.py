@@ -53,6 +53,8 @@ class Sources:
         self.found = found
         #: How often made-up data were handed out: what is timed with them is not what real data take.
         self.used = 0
+        #: Makes a file that is missing, if its name says what would be in it.
+        self.make: Callable[[str], bool] = lambda path: False
         self._missing: list[Missing] = []
         self._stack = ExitStack()
 
