@@ -11,7 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefit.emulation.tensor import META, CudaTensor, replace_memory
-from tilefit.emulation.values import MOST_NUMBERS, Schema, Value, Values, is_choice, is_tensor, leaves, mapped, of_host
+from tilefit.emulation.values import (
+    MOST_NUMBERS,
+    Schema,
+    Value,
+    Values,
+    is_choice,
+    is_tensor,
+    leaves,
+    mapped,
+    of_host,
+)
 from tilefit.ops.program import TO_GPU
 
 aten = torch.ops.aten

@@ -30,7 +30,7 @@ def with_events(step: Step, events: Iterable[HostEvent]) -> Change:
 
 def named(events: Iterable[HostEvent]) -> list[str]:
     """Each line with what it calls, how often: ``train.py:41 item``, ``train.py:52 to (3 times)``."""
-    times = Counter(f"{event.site.source} {event.name}".strip() for event in events)
+    times = Counter(f"{event.site.source.rpartition('/')[2]} {event.name}".strip() for event in events)
     return [what if number == 1 else f"{what} ({count(number)} times)" for what, number in times.items()]
 
 

@@ -14,7 +14,10 @@ from tilefit.units import counted, seconds
 #: The read of a ``GradScaler``, and the reads of anomaly mode, which has a rule of its own.
 FOUND_INF, ANOMALY = "found_inf", "detect_anomaly"
 #: What has as many elements as values say.
-_SIZED = {"nonzero", "masked_select", "index", "where", "unique", "unique_consecutive", "repeat_interleave"}
+_SIZED = frozenset(
+    """nonzero argwhere where masked_select index bincount repeat_interleave unique _unique2 unique_dim
+    unique_consecutive""".split()
+)
 _ON_GPU = "Leave shapes to sizes: torch.where, or a product with the mask, in place of an index by it."
 _FUSED = "Pass fused=True to the optimizer: GradScaler then leaves to it what it reads."
 _COPIES = "Copy without waiting (SYN002)."

@@ -103,7 +103,10 @@ def _papers() -> tuple[bytes, str]:
     import numpy as np
 
     features = np.random.default_rng(4).integers(0, 80, (2708, 1433)) == 0
-    rows = (f"{at}\t" + "\t".join(map(str, row)) + f"\tclass{at % 7}" for at, row in enumerate(features.astype(int)))
+    rows = (
+        f"{at}\t" + "\t".join(map(str, row)) + f"\tclass{at % 7}"
+        for at, row in enumerate(features.astype(int))
+    )
     return "\n".join(rows).encode(), "2708 papers of 1433 random features, 7 classes"
 
 
