@@ -202,6 +202,8 @@ def _spread_s(
             for estimate in estimates:
                 paths[estimate.kernel_family, estimate.bound] += sign * width_s(estimate)
         waits_s = before.bound_time_s.get(WAITS, 0.0) - after.bound_time_s.get(WAITS, 0.0)
+        if before.ops == after.ops:  # nothing but what the host does has changed
+            waits_s = before.time_s - after.time_s
         return hypot(*paths.values(), LAUNCH_SPREAD * waits_s)
     pairs: Counter[tuple[Estimate, tuple[Estimate, ...]]] = Counter()
     shift = 0

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tilefit.capture.program.habits import Habits
+from tilefit.ops import BACKWARD_DATA, FORWARD, HostEvent, Site, StepOp, Streaming
+from tilefit.ops.program import WAIT
 
 
 @pytest.fixture
@@ -118,3 +120,38 @@ def test_sums_over_ranks_are_counted_from_step_to_step(habits: Habits) -> None:
     step(net, passes=4)
     ((name, _, detail),) = told(habits)
     assert (name, detail) == ("synchronizes_micro_batches", "4 micro-batches")
+
+
+def test_reads_are_named_for_why_they_are_made(net: nn.Module) -> None:
+    event = HostEvent(0, WAIT, "item", Site("", "train.py:9"))
+    check = StepOp(Streaming("pointwise", 4, 16, 4), BACKWARD_DATA, Site(), "aten.isnan")
+    forward = StepOp(Streaming("pointwise", 4, 16, 4), FORWARD, Site(), "aten.isnan")
+    ops, events = [forward, check, check], [event]
+    habits = Habits(lambda: "train.py:1", lambda: (ops, events))
+    scaler = torch.amp.GradScaler("cpu")
+
+    told: list[str] = []
+
+    class Reading(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            events.append(event)
+            habits.found()  # as where the captured step ends here
+            told.append(events[-1].name)
+
+    with habits.watching():
+        loss = net(torch.ones(1, 2)).sum()
+        loss.register_hook(lambda gradient: events.append(event))
+        scaler.scale(loss).backward()
+        scaler.step(Reading(net.parameters()))
+        torch.autograd.set_detect_anomaly(True)
+        loss = net(torch.ones(1, 2)).sum()
+        loss.register_hook(lambda gradient: events.append(event))
+        loss.backward()
+        found = habits.found()
+        torch.autograd.set_detect_anomaly(False)
+    assert told == ["found_inf"]
+    assert [each.name for each in events] == ["item", "item", "found_inf", "detect_anomaly"]
+    assert [(each.name, each.first, each.last) for each in found] == [
+        ("detect_anomaly", 1, 2),
+        ("detect_anomaly", 2, 3),
+    ]

@@ -127,6 +127,7 @@ class TestHostWaits:
         # At a wait of a step that launches bound the queue is nearly empty: the call is what is left.
         (found,) = findings(train(rows=64, events=(event("item", 1),)), h200, "SYN001")
         assert found.gain_s == pytest.approx(FORWARD_S * priced(h200).launch_scale)
+        assert found.gain_low_s == pytest.approx(0.6 * found.gain_s)
 
 
 class TestCopies:
@@ -313,6 +314,18 @@ class TestParameterLoop:
         assert found.gain_s > 0.1e-3  # of 32 launches two are left
         (whole,) = findings(self.loop(train(rows=64), "aten.lerp"), h200, "FOR001")
         assert whole.gain_s == pytest.approx(found.gain_s / 2, rel=0.1)
+
+    def test_what_autograd_adds_and_zeroing_are_no_loops_of_the_program(self, h200: Gpu) -> None:
+        step = self.loop(train(rows=64), "aten.add_")
+        backward = tuple(
+            replace(entry, phase=BACKWARD_DATA) if entry.name == "aten.add_" else entry for entry in step.ops
+        )
+        assert not findings(replace(step, ops=backward), h200, "FOR001")
+        zeroed = tuple(
+            replace(entry, op=replace(entry.op, read_bytes=0)) if entry.name == "aten.add_" else entry
+            for entry in step.ops
+        )
+        assert not findings(replace(step, ops=zeroed), h200, "FOR001")
 
     def test_few_operations_others_shapes_and_modules_are_no_loop(self, h200: Gpu) -> None:
         assert not findings(self.loop(train(rows=64), "aten.mul", times=7), h200, "FOR001")

@@ -111,7 +111,7 @@ class _Capture:
         self.modes, self.options, self.around = modes, options, around
         self.done, self.told = done, told
         self.finder = StepFinder(options.skip, options.steps, self._begin, self._end)
-        self.habits = Habits(modes.sites.source_line)
+        self.habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
         self._inputs: Any = None
         self._calls: dict[int, int] = {}
 
@@ -166,13 +166,14 @@ class _Capture:
         )
         name = options.program
         step = modes.step(settings, name, self._inputs, modes.unseen_notes)
+        habits = self.habits.found()  # names events, too
         program = Program(
             command=" ".join([name, *options.arguments]),
             step=described(step, finder.stepped, passes, batch, modes),
             steps=finder.taken,
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
-            habits=self.habits.found(),
+            habits=habits,
             loaders=self._loaders(),
             fake=tuple(self.around.found),
         )

@@ -104,7 +104,7 @@ def _loops(step: Step) -> dict[str, list[list[int]]]:
     shapes = {parameter.shape for parameter in step.parameters.values()}
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for index, entry in enumerate(step.ops):
-        if isinstance(entry.op, Streaming) and entry.op.role in _ROLES and not entry.site.module:
+        if _may_be_looped(entry):
             alike[entry.site.source, entry.phase, entry.name].append(index)
     loops: dict[str, list[list[int]]] = defaultdict(list)
     for (source, _, _), indices in alike.items():
@@ -115,6 +115,13 @@ def _loops(step: Step) -> dict[str, list[list[int]]]:
         if source and len(indices) >= _MANY and fitting >= _OF_PARAMETERS * len(indices):
             loops[source].append(indices)
     return loops
+
+
+def _may_be_looped(entry: StepOp) -> bool:
+    """Whether it is a small step of the program's own: not autograd's, and no zeroing, which GRD001 sees."""
+    if not isinstance(entry.op, Streaming) or entry.op.role not in _ROLES or not entry.op.read_bytes:
+        return False
+    return not entry.site.module and not entry.phase.startswith("backward")
 
 
 def _together(step: Step, indices: list[int]) -> StepOp:
