@@ -72,6 +72,11 @@ class Around:
         """How often a value was assumed."""
         return sum(each.count for each in self.assumptions)
 
+    @property
+    def waits(self) -> int:
+        """How often the host waits in a step."""
+        return sum(each.count for each in self.meetings if each.blocks)
+
 
 def _meetings(program: Program) -> Iterator[Meeting]:
     lines: dict[tuple[str, str, str, bool], list[HostEvent]] = {}
@@ -85,14 +90,11 @@ def headline(around: Around) -> list[tuple[str, str]]:
     """The program and its step in a few lines: (label, words)."""
     ran = f"{around.command}, stopped after {counted(around.steps, 'step')}"
     lines = [("Program", ran), ("Step", around.step)]
-    waits = sum(each.count for each in around.meetings if each.blocks)
     copies = [each for each in around.meetings if each.kind != WAIT]
-    met = f"{counted(waits, 'time')} a step"
+    met = f"{counted(around.waits, 'time')} a step"
     if copies:
-        moved = units.size(sum(each.bytes for each in copies))
-        met += (
-            f"; {counted(sum(each.count for each in copies), 'copy').replace('copys', 'copies')} of {moved}"
-        )
+        count, moved = (sum(getattr(each, name) for each in copies) for name in ("count", "bytes"))
+        met += f"; {count:,} {'copy' if count == 1 else 'copies'} of {units.size(moved)}"
     return [*lines, ("Waits", met)]
 
 
