@@ -62,7 +62,7 @@ class OptimizerSteps:
         self.optimizer_bytes = 0
         self.name = ""
         self.fused = False
-        self._known: list[torch.optim.Optimizer] = []
+        self.known: list[torch.optim.Optimizer] = []
         self._unscaled: list[torch.optim.Optimizer] = []
         self._stepping = ExitStack()
 
@@ -85,8 +85,8 @@ class OptimizerSteps:
         enter(self.recorder.phase(OPTIMIZER))
         enter(torch.device("cpu"))
         enter(torch.no_grad())
-        if not any(known is optimizer for known in self._known):
-            self._known.append(optimizer)
+        if not any(known is optimizer for known in self.known):
+            self.known.append(optimizer)
             self._make_state(optimizer, args)
         if self.fused:
             enter(self.recorder.silent())

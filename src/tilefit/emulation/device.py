@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
@@ -45,6 +46,12 @@ class Watch(Protocol):
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was asked for that is not known, and answered."""
 
+    def captured(self) -> AbstractContextManager[object]:
+        """Within the block a CUDA graph is captured, instead of anything running."""
+
+    def replayed(self, captured: Any) -> None:
+        """What :meth:`captured` returned runs."""
+
 
 _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
 #: What initial values of parameters are made with.
@@ -85,7 +92,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values = Values()
         self._losses_read = 0
         self._pinned, self._unfilled = _Marks(), _Marks()
-        CudaTensor.dispatch = self.run
+        CudaTensor.launched = self.run
         CudaTensor.read = self.read
 
     @classmethod
@@ -133,8 +140,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def inner(leaf: Any) -> Any:
             if isinstance(leaf, CudaTensor):
-                outer[id(leaf.inner)] = leaf
-                return leaf.inner
+                outer[id(leaf.on_meta)] = leaf
+                return leaf.on_meta
             if isinstance(leaf, torch.Tensor):
                 if leaf.dim() and not from_host:
                     raise RuntimeError(
@@ -177,7 +184,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not isinstance(tensor, CudaTensor) and tensor in self._pinned
 
     def _leaves_unfilled(self, name: str, args: Any) -> bool:
-        """Whether a large parameter is given random numbers, which nobody looks at: its memory is not touched."""
+        """Whether a large parameter is given random numbers: nobody looks, and its memory is not touched."""
         if name not in _INITIALISES or not isinstance(args[0], torch.nn.Parameter):
             return False
         if name in ("normal_", "uniform_") and args[0].numel() > MOST_NUMBERS:
@@ -224,10 +231,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_cuda(arguments: list[Any]) -> bool:
-    for each in arguments:
-        if isinstance(each, CudaTensor):
-            return True
-    return False
+    return any(isinstance(each, CudaTensor) for each in arguments)
 
 
 def _names_cuda(device: Any) -> bool:
@@ -242,7 +246,7 @@ def _is_composite(func: Any) -> bool:
 def _follow(tensor: torch.Tensor) -> None:
     """Give a tensor that was changed in place the shape that it has on ``meta``."""
     if isinstance(tensor, CudaTensor):
-        inner = tensor.inner
+        inner = tensor.on_meta
         if (
             tensor.shape != inner.shape
             or tensor.stride() != inner.stride()

@@ -60,7 +60,7 @@ def lend() -> None:
 def _lend_guard() -> None:
     """A guard written in Python is registered for the device that is there for extensions, and moved."""
 
-    class Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined, misc]
+    class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.CUDA
 
@@ -70,7 +70,7 @@ def _lend_guard() -> None:
     if guards[_CUDA] or guards[_PRIVATE]:
         raise ValueError("it has a guard already")
     _kept.append(Guard())
-    torch._C._acc.register_python_privateuseone_device_guard(_kept[-1])  # type: ignore[attr-defined]
+    torch._C._acc.register_python_privateuseone_device_guard(_kept[-1])
     guards[_CUDA], guards[_PRIVATE] = guards[_PRIVATE], None
 
 

@@ -43,6 +43,19 @@ def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return torch.equal(*(device.read(each, "equal") for each in args))
 
 
+@_rule("allclose")
+def _allclose(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
+    """Where nothing is known of one of them, nothing is wrong."""
+    known = [
+        each.value.tensor() if isinstance(each, CudaTensor) and each.value else None for each in args[:2]
+    ]
+    device.watch.waited("allclose")
+    if any(each is None for each in known):
+        device.watch.assumed("allclose", args[0], "True")
+        return True
+    return bool(func(*known, *args[2:], **kwargs))
+
+
 @_rule("_to_copy")
 def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     source, target = args[0], kwargs.get("device")
@@ -77,7 +90,7 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 @_rule("pin_memory _pin_memory")
 def _pin_memory(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[0], CudaTensor):
-        raise RuntimeError(f"cannot pin 'torch.cuda.{args[0].dtype}' only dense CPU tensors can be pinned")
+        raise RuntimeError(f"cannot pin '{args[0].dtype}' only dense CPU tensors can be pinned")  # noqa: TRY004
     return device.pinned(args[0] if device.is_pinned(args[0]) else args[0].clone())
 
 
@@ -92,7 +105,7 @@ def _is_pinned(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
 @_rule("nonzero")
 def _nonzero(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     rows = device.read(args[0], "nonzero").nonzero()
-    device.watch.launch(aten.ne.Scalar, (args[0].inner, 0), {})  # it looks at every element
+    device.watch.launch(aten.ne.Scalar, (args[0].on_meta, 0), {})  # it looks at every element
     return _of_host(rows, args[0])
 
 
@@ -101,7 +114,7 @@ def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     x, mask = args
     if not isinstance(x, CudaTensor):
         return NotImplemented
-    wide_x, wide_mask = torch.broadcast_tensors(x, mask)
+    wide_x, wide_mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
     return wide_x[wide_mask]
 
 
@@ -110,7 +123,7 @@ def _counted(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     name = func._overloadpacket.__name__
     on_host = mapped((args, kwargs), lambda x: device.read(x, name) if isinstance(x, CudaTensor) else x)
     out = func(*on_host[0], **on_host[1])
-    device.watch.launch(aten.sort.default, (args[0].inner.flatten(),), {})
+    device.watch.launch(aten.sort.default, (args[0].on_meta.flatten(),), {})
     return mapped(out, lambda x: _of_host(x, args[0]) if is_tensor(x) else x)
 
 
@@ -162,12 +175,41 @@ def _no(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+@_rule("_ctc_loss _ctc_loss_backward")
+def _ctc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Lengths are mostly the host's."""
+    return device.launch(func, args, kwargs, from_host=True)
+
+
+def _ctc_shapes(scores: torch.Tensor, targets: torch.Tensor, *lengths: Any, **_: Any) -> Any:
+    """[time, batch, classes] and padded or concatenated targets: losses, and the lattice of each sample."""
+    steps, batch = scores.shape[:2] if scores.dim() == 3 else (scores.shape[0], 1)
+    longest = targets.shape[-1] if targets.dim() == 2 or batch == 1 else targets.shape[0] // batch
+    return scores.new_empty(batch), scores.new_empty(batch, steps, 2 * longest + 1)
+
+
+def _ctc_backward_shapes(grad: torch.Tensor, scores: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(scores)
+
+
+def register_shapes() -> None:
+    """Give operations a kernel on ``meta`` that have none in PyTorch."""
+    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    for overload in ("", ".Tensor"):
+        library.impl(f"_ctc_loss{overload}", _ctc_shapes)
+        library.impl(f"_ctc_loss_backward{overload}", _ctc_backward_shapes)
+    _kept.append(library)
+
+
+_kept: list[torch.library.Library] = []
+
+
 @_rule("_pack_padded_sequence")
 def _pack(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The lengths are the host's, and are needed."""
     x, lengths, batch_first = args
     rows = lengths.tolist()
-    data = x.inner.transpose(0, 1) if not batch_first else x.inner
+    data = x.on_meta.transpose(0, 1) if not batch_first else x.on_meta
     counts = torch.tensor([sum(n > step for n in rows) for step in range(max(rows, default=0))])
     packed = data.new_empty((sum(rows), *data.shape[2:]))
     device.watch.launch(aten.copy_.default, (packed, packed.clone()), {})

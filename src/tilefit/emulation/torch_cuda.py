@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,18 @@ import torch.utils.data
 
 from tilefit.emulation import guard
 from tilefit.emulation.device import Device
+from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
 from tilefit.gpus import Gpu
+
+#: PyTorch, some of whose functions are replaced.
+_torch: Any = torch
 
 _NOTHING = """set_device empty_cache manual_seed manual_seed_all init reset_peak_memory_stats ipc_collect
 set_rng_state set_rng_state_all seed seed_all set_per_process_memory_fraction reset_max_memory_allocated
 reset_accumulated_memory_stats set_sync_debug_mode _lazy_init _check_capability _lazy_call""".split()
-_ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device initial_seed
-utilization temperature power_draw memory_cached max_memory_cached device_memory_used""".split()
+_ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device
+initial_seed utilization temperature power_draw memory_cached max_memory_cached device_memory_used""".split()
 
 
 class _Stream:
@@ -75,9 +80,13 @@ def install(device: Device, gpu: Gpu) -> None:
         CaptureError: this build of PyTorch cannot be lent one.
     """
     guard.lend()
-    torch.autograd.set_multithreading_enabled(False).__enter__()
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch.autograd.set_multithreading_enabled(False).__enter__()  # else hooks lose the user's line
+    _torch._C._set_only_lift_cpu_tensors(True)
+    register_shapes()
     _answer(gpu, device)
+    _types()
+    _functions(device)
+    _graphs(device)
     _streams(device)
     _modules_move_in_place()
     _threads_see(device)
@@ -87,7 +96,7 @@ def install(device: Device, gpu: Gpu) -> None:
 
 
 def _answer(gpu: Gpu, device: Device) -> None:
-    cuda = torch.cuda
+    cuda = _torch.cuda
     major, minor = gpu.compute_capability
     memory = int(gpu.memory_bytes)
     properties = SimpleNamespace(
@@ -126,18 +135,19 @@ def _answer(gpu: Gpu, device: Device) -> None:
     for name, answer in answers.items():
         setattr(cuda, name, lambda *a, _answer=answer, **k: _answer)
     cuda.memory.mem_get_info = cuda.mem_get_info
-    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
+    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
-    cuda._utils._get_device_index = _device_index  # type: ignore[attr-defined]
-    torch._utils._get_all_device_indices = lambda: [0]
-    torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
-    torch.version.cuda = "12.8"
-    cudnn = torch.backends.cudnn
-    cudnn.is_available = lambda: True  # type: ignore[assignment]
-    cudnn.version = lambda: 91002  # type: ignore[assignment]
-    torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]
-    torch._C._scatter = lambda tensor, *_: (tensor.to(CUDA),)  # nn.DataParallel over one GPU
-    torch.distributed.is_nccl_available = lambda: True
+    cuda._utils._get_device_index = _device_index
+    _torch._utils._get_all_device_indices = lambda: [0]
+    _torch._C._cuda_getDevice = lambda: 0
+    _torch.version.cuda = "12.8"
+    cudnn = _torch.backends.cudnn
+    cudnn.is_available = lambda: True
+    cudnn.is_acceptable = lambda tensor: True
+    cudnn.version = lambda: 91002
+    _torch.backends.cuda.is_built = lambda: True
+    _torch._C._scatter = lambda tensor, *_: (tensor.to(CUDA),)  # nn.DataParallel over one GPU
+    _torch.distributed.is_nccl_available = lambda: True
     accelerator = torch.accelerator
     for name, answer in {
         "current_device_index": 0,
@@ -157,21 +167,119 @@ def _streams(device: Device) -> None:
         def synchronize(self) -> None:
             device.watch.waited("synchronize")
 
-    cuda = torch.cuda
-    cuda.synchronize = torch.accelerator.synchronize = synchronize  # type: ignore[assignment]
+    cuda = _torch.cuda
+    cuda.synchronize = _torch.accelerator.synchronize = synchronize
     for name in ("Event", "Stream", "ExternalStream"):
         setattr(cuda, name, Event)
-    cuda.current_stream = cuda.default_stream = lambda *a, **k: Event()  # type: ignore[assignment]
-    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = lambda *a, **k: nullcontext()  # type: ignore
-    cuda.set_stream = lambda *a, **k: None  # type: ignore[assignment]
-    torch.Stream = torch.Event = Event  # type: ignore[assignment, misc]
-    torch.Tensor.record_stream = lambda *a, **k: None  # type: ignore[method-assign, assignment]
-    torch.Generator = _Generator  # type: ignore[misc]
+    cuda.current_stream = cuda.default_stream = lambda *a, **k: Event()
+    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = lambda *a, **k: nullcontext()
+    cuda.set_stream = lambda *a, **k: None
+    _torch.Stream = _torch.Event = Event
+    _torch.Tensor.record_stream = lambda *a, **k: None
+    _torch.Generator = _Generator
+
+
+def _types() -> None:
+    """Constructors of tensors by their type, as old code has them."""
+    names = {"Float": torch.float32, "Long": torch.int64, "Half": torch.float16, "Int": torch.int32}
+    names |= {"Double": torch.float64, "Byte": torch.uint8, "Bool": torch.bool, "BFloat16": torch.bfloat16}
+
+    def constructor(dtype: torch.dtype) -> Any:
+        def make(*given: Any) -> torch.Tensor:
+            if given and not isinstance(given[0], int):
+                return torch.tensor(given[0], dtype=dtype, device=CUDA)
+            return torch.empty(*given, dtype=dtype, device=CUDA)
+
+        return make
+
+    for name, dtype in names.items():
+        setattr(_torch.cuda, f"{name}Tensor", constructor(dtype))
+
+
+def _functions(device: Device) -> None:
+    """CTC takes its lengths on the host, and moves them; those of the GPU are waited for."""
+    ctc = _torch.ctc_loss
+
+    def ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        lengths = rest[:2]
+        if isinstance(scores, CudaTensor) and all(isinstance(each, torch.Tensor) for each in lengths):
+            for each in lengths:
+                if isinstance(each, CudaTensor):
+                    device.watch.waited("ctc_loss")
+            rest = (*(each.to(CUDA) for each in lengths), *rest[2:])
+            targets = targets.to(CUDA)
+        return ctc(scores, targets, *rest, **kwargs)  # type: ignore[no-any-return]
+
+    _torch.ctc_loss = ctc_loss
+
+
+def _graphs(device: Device) -> None:
+    """What runs while a graph is captured runs again with each replay."""
+
+    class CUDAGraph:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.captured: Any = None
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.captured = device.watch.captured()
+            self.captured.__enter__()
+
+        def capture_end(self) -> None:
+            self.captured.__exit__(None, None, None)
+
+        def replay(self) -> None:
+            device.watch.replayed(self.captured)
+
+        def pool(self) -> tuple[int, int]:
+            return (0, 0)
+
+        reset = capture_end
+
+    @contextmanager
+    def graph(captured: CUDAGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
+        captured.capture_begin()
+        try:
+            yield
+        finally:
+            captured.capture_end()
+
+    cuda = _torch.cuda
+    cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
+    cuda.graph_pool_handle = lambda: (0, 0)
+    cuda.make_graphed_callables = lambda callables, *args, **kwargs: callables
+    cuda.is_current_stream_capturing = lambda: False
 
 
 def _modules_move_in_place() -> None:
-    """``.to("cuda")`` keeps Parameter objects, as on CUDA, where an optimizer may hold them already."""
+    """``.to("cuda")`` keeps Parameter objects, as on CUDA, where an optimizer may hold them already.
+
+    A parameter without a size remembers where it is to be made.
+    """
     torch.__future__.set_swap_module_params_on_conversion(True)
+    module, lazy = _torch.nn.Module, _torch.nn.parameter.UninitializedTensorMixin
+    apply, materialize = module._apply, lazy.materialize
+
+    def moved(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        held = {name: p for name, p in self._parameters.items() if isinstance(p, lazy)}
+        held_buffers = {name: b for name, b in self._buffers.items() if isinstance(b, lazy)}
+        for store, names in ((self._parameters, held), (self._buffers, held_buffers)):
+            for name, tensor in names.items():
+                tensor._made_on = function(torch.empty(0)).device
+                store[name] = None
+        out = apply(self, function, *args, **kwargs)
+        self._parameters.update(held)
+        self._buffers.update(held_buffers)
+        return out
+
+    def made(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        where = torch.device(device or getattr(self, "_made_on", "cpu"))
+        materialize(self, shape, "cpu", dtype)
+        if where.type == "cuda":
+            kind = type(self) if isinstance(self, torch.nn.Parameter) else None
+            there = self.detach().to(where)
+            _torch.utils.swap_tensors(self, torch.nn.Parameter(there) if kind else there)
+
+    module._apply, lazy.materialize = moved, made
 
 
 def _threads_see(device: Device) -> None:
@@ -182,7 +290,8 @@ def _threads_see(device: Device) -> None:
         with device:
             run(self)
 
-    threading.Thread.run = under_device  # type: ignore[method-assign]
+    thread: Any = threading.Thread
+    thread.run = under_device
 
 
 def _files() -> None:
@@ -199,14 +308,14 @@ def _files() -> None:
             lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf, out
         )
 
-    torch.load = loaded
-    torch.save = lambda *args, **kwargs: None
+    _torch.load = loaded
+    _torch.save = lambda *args, **kwargs: None
 
 
 def _loaders() -> None:
     """Batches are made in this process: what does it, and how fast, is not the step's."""
-    loader = torch.utils.data.DataLoader
-    single = torch.utils.data.dataloader._SingleProcessDataLoaderIter
+    loader = _torch.utils.data.DataLoader
+    single = _torch.utils.data.dataloader._SingleProcessDataLoaderIter
 
     def iterator(self: Any) -> Any:
         kept = self.num_workers, self.timeout
@@ -216,9 +325,10 @@ def _loaders() -> None:
         finally:
             self.num_workers, self.timeout = kept
 
-    loader._get_iterator = iterator  # type: ignore[method-assign]
+    loader._get_iterator = iterator
 
 
 def _optimizers() -> None:
     """Lists of the GPU's tensors take the multi-tensor path."""
-    sys.modules["torch.optim.optimizer"]._foreach_supported_types.append(CudaTensor)  # type: ignore[attr-defined]
+    optimizers: Any = sys.modules["torch.optim.optimizer"]
+    optimizers._foreach_supported_types.append(CudaTensor)

@@ -191,10 +191,15 @@ class Values:
             return self._written(func, name, schema, (args, kwargs), inputs, outs)
         if name in _EMPTY or not outs or not any(map(is_small, outs)):
             return [None] * len(outs)
-        known = [self._known(each) for each in inputs]
+        known = self._all_known(inputs)
         if all(isinstance(each, Value) and each.is_there for each in known):
             return self._computed(func, schema, (args, kwargs), inputs, known, outs)
         return self._deferred(func, name, schema, (args, kwargs), known, outs)
+
+    def _all_known(self, inputs: list[torch.Tensor]) -> list[Value | _Unknown]:
+        """What is known of each; the same tensor is the same, so that it equals itself."""
+        found = {id(each): self._known(each) for each in inputs}
+        return [found[id(each)] for each in inputs]
 
     def _known(self, tensor: torch.Tensor) -> Value | _Unknown:
         if isinstance(tensor, CudaTensor):
@@ -298,7 +303,7 @@ class Values:
         written = list(schema.written(*call))
         if name in _OVERWRITES:
             self._make_room(written[0])
-        known = [self._known(each) for each in inputs]
+        known = self._all_known(inputs)
         values = [each for each in known if isinstance(each, Value)]
         tensors = [each.tensor() for each in values]
         is_done = (
@@ -317,7 +322,7 @@ class Values:
         """A small tensor that is all overwritten need not be known before."""
         if not isinstance(tensor, CudaTensor) or not is_small(tensor):
             return
-        whole = tensor.inner.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        whole = tensor.on_meta.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if whole and (tensor.value is None or tensor.value.state.lost):
             tensor.value = Value(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
 

@@ -9,6 +9,7 @@ import torch
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.emulation.values import is_tensor, leaves
+from tilefit.ops import StepOp
 from tilefit.ops.program import WAIT, Assumption, HostEvent
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
@@ -28,6 +29,8 @@ class Meetings:
         self.events: list[HostEvent] = []
         #: Lines of products that the host computed.
         self.host_products: dict[str, None] = {}
+        #: A CUDA graph was replayed.
+        self.graphs = False
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
 
     @property
@@ -75,3 +78,30 @@ class Meetings:
         what = f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"
         key = name, what, self.recorder.sites.source_line()
         self._assumptions.setdefault(key, [value, 0])[1] += 1
+
+    def captured(self) -> Captured:
+        """A CUDA graph is captured."""
+        return Captured(self.recorder)
+
+    def replayed(self, captured: Captured) -> None:
+        """A CUDA graph runs."""
+        if not self.recorder.muted:
+            self.graphs = True
+            self.recorder.ops += captured.ops
+
+
+class Captured:
+    """The operations of a CUDA graph, recorded within the block and not counted there."""
+
+    def __init__(self, recorder: ProgramRecorder) -> None:
+        self._recorder = recorder
+        self.ops: list[StepOp] = []
+
+    def __enter__(self) -> Captured:
+        recorder = self._recorder
+        self._kept = recorder.ops, recorder.muted
+        recorder.ops, recorder.muted = self.ops, False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.ops, self._recorder.muted = self._kept

@@ -116,13 +116,12 @@ class ProgramModes(Modes):
             return
         parameters = {id(p): p for _, root in self.sites.roots for p in root.parameters()}.values()
         gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
-        held = self._held_bytes + self.optimizer_state_bytes + gradients
+        held = self._held_bytes + self.count_optimizer_state() + gradients
         self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - held)
 
-    @property
-    def optimizer_state_bytes(self) -> int:
-        """Bytes of the state of all optimizers that have stepped."""
-        self.steps.optimizer_bytes = sum(map(state_bytes, self.steps._known))
+    def count_optimizer_state(self) -> int:
+        """Bytes of the state of all optimizers that have stepped; they are noted."""
+        self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
         return self.steps.optimizer_bytes
 
     @contextmanager
@@ -146,7 +145,7 @@ class ProgramModes(Modes):
 @contextmanager
 def _followed(state: AutocastState) -> Iterator[None]:
     """Within the block, ``state`` knows which of PyTorch's own autocast regions for CUDA are open."""
-    region = autocast_mode.autocast
+    region: Any = autocast_mode.autocast
     enter, leave = region.__enter__, region.__exit__
 
     def entered(self: Any) -> Any:

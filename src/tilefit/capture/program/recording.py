@@ -14,12 +14,12 @@ from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import leaves
 
 
-class ProgramRecorder(Recorder):
+class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records what runs on the ``meta`` tensors within the emulated GPU's."""
 
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
-        return super().identify(tensor.inner if isinstance(tensor, CudaTensor) else tensor)
+        return super().identify(tensor.on_meta if isinstance(tensor, CudaTensor) else tensor)
 
     @property
     def alive(self) -> set[int]:

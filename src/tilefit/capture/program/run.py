@@ -153,7 +153,7 @@ class _Capture:
         check_step(modes, finder)
         batch = batch_of(self._inputs, modes.recorder.ops)
         passes = max(self._calls.values(), default=1) if len(finder.stepped) <= 1 else 1
-        optimizer_bytes = modes.optimizer_state_bytes
+        modes.count_optimizer_state()
         settings = Settings(
             training=True,
             amp=modes.amp_seen,
@@ -163,6 +163,7 @@ class _Capture:
             channels_last=modes.channels_last_seen,
             compiled=modes.compiles,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
+            cuda_graph=modes.meetings.graphs,
         )
         name = options.program
         step = modes.step(settings, name, self._inputs, modes.unseen_notes)
