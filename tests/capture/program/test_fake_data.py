@@ -121,6 +121,7 @@ def test_text_and_images_in_files(sources: Sources) -> None:
     assert Image.open("pictures/cat.jpg").size == (500, 375)
     names = os.listdir("photos")
     assert Image.open(os.path.join("photos", names[0])).mode == "RGB"
+    assert len(list(Path("masks").glob("*.png"))) == 64
     assert not os.path.exists("best.pt")
 
 

@@ -47,6 +47,19 @@ def test_what_workers_would_do_is_said() -> None:
     assert (found.batch, found.workers) == (4, 2)
 
 
+def test_a_batch_that_takes_long_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.capture.program.loaders._PATIENCE_S", 0.01)
+    found: list[str] = []
+    with Loaders(found=found).watching() as loaders:
+        batches = [*DataLoader(_Slow(), batch_size=16, shuffle=True)]
+        (loader,) = loaders.of_step()
+    assert len(batches) == 4
+    assert all(torch.equal(batches[0], each) and batches[0] is not each for each in batches[1:])
+    assert "again and again" in found[0]
+    assert loader.timed == 1
+    assert loader.batch_s > 0.03
+
+
 def test_timing_leaves_random_numbers_alone() -> None:
     with Loaders().watching() as loaders:
         for _ in DataLoader(_Slow(), batch_size=32, shuffle=True):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.multiprocessing
 
 from tilefit.capture.program.fake_data import Sources, fake_data
 from tilefit.capture.program.loaders import Loaders
@@ -39,6 +44,13 @@ class Surroundings:
         return self.sources.explained(error)
 
 
+def _first_rank(
+    function: Callable[..., Any], args: tuple[Any, ...] = (), *others: Any, **kwargs: Any
+) -> None:
+    """``torch.multiprocessing.spawn``: of processes that do the same, the first, in this one."""
+    function(0, *args)
+
+
 @contextmanager
 def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     """Within the block a program runs without a network and writes no files of the user's.
@@ -49,6 +61,6 @@ def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     """
     found: list[str] = []
     with tolerated(), fake_data(found, folder, fake=fake) as sources:
-        loaders = Loaders(lambda: sources.used)
-        with loaders.watching():
+        loaders = Loaders(lambda: sources.used, found)
+        with loaders.watching(), patch.object(torch.multiprocessing, "spawn", _first_rank):
             yield Surroundings(found, loaders, sources)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,16 @@ from tilefit.ops.program import Loader
 
 #: Batches that are timed, after one that is not, and seconds that it may take.
 _BATCHES, _BUDGET_S = 4, 1.5
+#: A batch that took longer is the one of all further steps.
+_PATIENCE_S = 2.0
+
+
+@dataclass
+class _Slow:
+    """A batch that took long, and its seconds; 0 where it is made up."""
+
+    batch: Any
+    seconds: float
 
 
 class Loaders:
@@ -25,12 +37,15 @@ class Loaders:
 
     Args:
         made_up: How often made-up data were handed out so far: batches with some are not timed.
+        found: Gets a text where batches are repeated.
     """
 
-    def __init__(self, made_up: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, made_up: Callable[[], int] = lambda: 0, found: list[str] | None = None) -> None:
         self._made_up = made_up
+        self._found = [] if found is None else found
         self._lines: weakref.WeakKeyDictionary[DataLoader[Any], str] = weakref.WeakKeyDictionary()
         self._fed: dict[int, DataLoader[Any]] = {}
+        self._slow: weakref.WeakKeyDictionary[DataLoader[Any], _Slow] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def watching(self) -> Iterator[Loaders]:
@@ -42,12 +57,28 @@ class Loaders:
             init(loader, *args, **kwargs)
 
         def iterated(iterator: Any, loader: DataLoader[Any]) -> None:
-            iterator._tilefit_loader = loader
+            iterator._tilefit_loader, iterator._tilefit_given = loader, 0
             make(iterator, loader)
 
         def drawn(iterator: Any) -> Any:
-            self._fed[id(iterator._tilefit_loader)] = iterator._tilefit_loader
-            return draw(iterator)
+            loader = iterator._tilefit_loader
+            self._fed[id(loader)] = loader
+            iterator._tilefit_given += 1
+            if slow := self._slow.get(loader):
+                if iterator._tilefit_given > len(loader):
+                    raise StopIteration
+                return copy.deepcopy(slow.batch)
+            before, start = self._made_up(), time.perf_counter()
+            batch = draw(iterator)
+            seconds = time.perf_counter() - start
+            if seconds > _PATIENCE_S and isinstance(loader.sampler, Sized):
+                line = self._lines.get(loader, "")
+                self._found.append(
+                    f"batches of {line}: the first, which took {seconds:.1f} s, again and again"
+                )
+                timed = seconds if before == self._made_up() else 0.0
+                self._slow[loader] = _Slow(copy.deepcopy(batch), timed)
+            return batch
 
         with (
             patch.object(DataLoader, "__init__", made),
@@ -77,6 +108,8 @@ class Loaders:
 
     def _timed(self, loader: DataLoader[Any]) -> tuple[float, int]:
         """Seconds a batch takes one process, and how many were timed; zeros where they cannot be."""
+        if slow := self._slow.get(loader):
+            return slow.seconds, int(slow.seconds > 0)
         if loader._dataset_kind != _DatasetKind.Map:
             return 0.0, 0  # what a stream has given is gone
         make: Any = _DatasetKind.create_fetcher

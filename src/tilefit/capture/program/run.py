@@ -31,7 +31,6 @@ from tilefit.ops import Settings, Step
 from tilefit.ops.program import Loader, Program
 from tilefit.options import ProgramOptions
 
-
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
 

@@ -9,6 +9,7 @@ from tilefit.capture.program.fake_data.sources import (
     PUT_IT_THERE,
     Sources,
     asked_by_user,
+    is_listed,
     is_prepared,
     is_required,
 )
@@ -40,7 +41,9 @@ class Files:
 
     def _supply(self, path: str, asked: str) -> bool:
         is_image = path.lower().endswith(made.IMAGES)
-        if asked == "stat":
+        if asked == "stat" and is_listed():  # pathlib looks whether it is a folder
+            asked, wanted = "listdir", not is_prepared()
+        elif asked == "stat":
             wanted = is_required()
         else:
             wanted = (asked_by_user() or (is_image and asked == "open")) and not is_prepared()

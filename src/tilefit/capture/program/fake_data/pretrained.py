@@ -36,6 +36,11 @@ _SPECIAL = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
     "mask_token": "[MASK]", "bos_token": "<s>", "eos_token": "</s>",
 }  # fmt: skip
+#: Arguments of ``from_pretrained`` that say where to look.
+_OF_HUB = frozenset(
+    "cache_dir force_download proxies token local_files_only revision trust_remote_code subfolder gguf_file "
+    "code_revision use_auth_token _from_pipeline _from_auto _commit_hash".split()
+)
 #: Letters of a token: words of English take about 1.3 tokens.
 _LETTERS = 6
 
@@ -86,11 +91,13 @@ class _Transformers:
             module.PreTrainedConfig if hasattr(module, "PreTrainedConfig") else module.PretrainedConfig,
             "get_config_dict",
             _named,
-            lambda cls, name, **kwargs: (self._configuration(cls, str(name)), kwargs),
+            self._configuration,
         )
 
-    def _configuration(self, cls: Any, name: str) -> dict[str, Any]:
+    def _configuration(self, cls: Any, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         from transformers import CONFIG_MAPPING
+
+        name = str(name)
 
         kind = getattr(cls, "model_type", "") or _type_in(name, [*CONFIG_MAPPING.keys()])
         if not kind:
@@ -101,7 +108,8 @@ class _Transformers:
             f"the configuration of {name}",
             f"that of {kind} in transformers" + "".join(f", {key} {size}" for key, size in sizes.items()),
         )
-        return {"model_type": kind, **sizes}
+        values = {"model_type": kind, **sizes}
+        return values, {key: value for key, value in kwargs.items() if key not in _OF_HUB}
 
     def models(self, module: ModuleType) -> None:
         """With weights that nobody has set."""

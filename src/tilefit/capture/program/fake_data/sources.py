@@ -172,6 +172,16 @@ def asked_by_user() -> bool:
     return False
 
 
+def is_listed() -> bool:
+    """Whether Python's own library asks, to list a folder for the user's code."""
+    for frame in _frames():
+        if not is_installed(frame.f_code.co_filename):
+            return False
+        if frame.f_code.co_name in ("glob", "rglob", "iterdir", "_select_from", "select_from"):
+            return asked_by_user()
+    return False
+
+
 def is_prepared() -> bool:
     """Whether the user's code that is running stands in a ``try``: it knows what to do without."""
     frame = _user_frame()
