@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.contained import Surroundings, contained
+from tilefit.capture.program.distributed import one_rank, rank_notes
 from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
@@ -51,7 +52,7 @@ def capture_program(
         with contained(folder, fake=options.fake_data) as around:
             modes = ProgramModes(gpu)
             capture = _Capture(modes, options, around, done, told)
-            with modes.running(), capture.finder.watching(), capture.habits.watching():
+            with one_rank(), modes.running(), capture.finder.watching(), capture.habits.watching():
                 error = _run(options, around)
         result = error or _no_step(capture.finder, options)
     except TilefitError as refused:
@@ -165,7 +166,7 @@ class _Capture:
             cuda_graph=modes.meetings.graphs,
         )
         name = options.program
-        step = modes.step(settings, name, self._inputs, modes.unseen_notes)
+        step = modes.step(settings, name, self._inputs, [*modes.unseen_notes, *rank_notes()])
         habits = self.habits.found()  # names events, too
         program = Program(
             command=" ".join([name, *options.arguments]),
