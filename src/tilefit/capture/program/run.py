@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import nn
 
-from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.finding import StepFinder
-from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
-from tilefit.capture.program.words import described
+from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import user_line
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.gpus import Gpu
-from tilefit.ops import Settings, Step
-from tilefit.ops.program import Program
+from tilefit.ops import Step
 from tilefit.options import ProgramOptions
 
 
@@ -43,13 +37,20 @@ def capture_program(options: ProgramOptions, gpu: Gpu, done: Callable[[Step], No
         TilefitError: it failed, or ended before its step was complete.
     """
     modes = ProgramModes(gpu)
-    capture = _Capture(modes, options, done)
+    window = Window(modes)
+
+    def end() -> NoReturn:
+        with torch._C.DisableTorchFunction():
+            command = " ".join([options.program, *options.arguments])
+            done(window.step(options.program, command, finder.stepped, finder.taken))
+
+    finder = StepFinder(options.skip, options.steps, window.begin, end)
     with ExitStack() as stack:
         stack.enter_context(tolerated())
         stack.enter_context(modes.running())
-        stack.enter_context(capture.finder.watching())
+        stack.enter_context(finder.watching())
         error = _run(options)
-    raise error or _no_step(capture.finder, options)
+    raise error or _no_step(finder, options)
 
 
 def _run(options: ProgramOptions) -> TilefitError | None:
@@ -84,78 +85,3 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
         where=options.program,
         hint="Give the arguments with which it trains, after --.",
     )
-
-
-class _Capture:
-    """What is noted while the step runs, and made of it at its end."""
-
-    def __init__(
-        self, modes: ProgramModes, options: ProgramOptions, done: Callable[[Step], NoReturn]
-    ) -> None:
-        self.modes, self.options, self.done = modes, options, done
-        self.finder = StepFinder(options.skip, options.steps, self._begin, self._end)
-        self._inputs: Any = None
-        self._calls: dict[int, int] = {}
-
-    def _begin(self) -> None:
-        self.modes.start()
-        call = nn.Module.__call__
-        roots = self.modes.sites
-
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not roots._stack
-                and torch.is_grad_enabled()
-                and any(module is root for _, root in roots.roots)
-            ):
-                self._calls[id(module)] = self._calls.get(id(module), 0) + 1
-                if self._inputs is None:
-                    self._inputs = _named(module, args, kwargs)
-            return call(module, *args, **kwargs)
-
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-
-    def _end(self) -> NoReturn:
-        with torch._C.DisableTorchFunction():
-            self.done(self._step())
-
-    def _step(self) -> Step:
-        modes, finder, options = self.modes, self.finder, self.options
-        modes.recorder.muted = True
-        check_step(modes, finder)
-        batch = batch_of(self._inputs, modes.recorder.ops)
-        passes = max(self._calls.values(), default=1) if len(finder.stepped) <= 1 else 1
-        modes.count_optimizer_state()
-        settings = Settings(
-            training=True,
-            amp=modes.amp_seen,
-            tf32=modes.recorder.tf32_matmul,
-            optimizer=modes.steps.name,
-            fused_optimizer=modes.steps.fused,
-            channels_last=modes.channels_last_seen,
-            compiled=modes.compiles,
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=modes.meetings.graphs,
-        )
-        name = options.program
-        step = modes.step(settings, name, self._inputs, modes.unseen_notes)
-        program = Program(
-            command=" ".join([name, *options.arguments]),
-            step=described(step, finder.stepped, passes, batch, modes),
-            steps=finder.taken,
-            events=tuple(modes.meetings.events),
-            assumptions=modes.meetings.assumptions,
-        )
-        return replace(step, program=program, batch=batch * passes)
-
-
-def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A model's inputs by the names of its arguments."""
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return kwargs or args
-    flat: dict[str, Any] = {}
-    for name, value in bound.items():
-        flat.update(value if isinstance(value, dict) and name not in ("args",) else {name: value})
-    return flat
