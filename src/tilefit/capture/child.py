@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
-from tilefit.capture.naming import require_readable
+from tilefit.capture.naming import has_source, require_readable
 from tilefit.capture.worker import begin, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
@@ -183,12 +183,29 @@ def main() -> None:
     for index, options in enumerate(request["options"]):
         try:
             wanted = TargetOptions(**{**options, "input": tuple(options["input"])})
-            step = capture_target(request["target"], wanted).to_json()
+            step = _captured(request["target"], wanted).to_json()
             text = f"{witness.to_json()}\n{step}"
         except TilefitError as error:
             text = _told(error)
         write(folder, _result(index), text)
     leave()
+
+
+def _captured(target: str, options: TargetOptions) -> Step:
+    """A target's step; of a function that shapes alone do not do for, on the emulated GPU."""
+    from tilefit.capture.failures import needs_device
+
+    try:
+        return capture_target(target, options)
+    except TilefitError as error:
+        if options.on_cpu or not has_source(target) or not needs_device(error):
+            raise
+        from tilefit.capture.program.function import capture_function
+
+        step = capture_function(target, options)
+        if step is None:
+            raise
+        return step
 
 
 def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:

@@ -143,6 +143,10 @@ class Modes:
             raise CaptureError(
                 f"the step did nothing on the {self.device} device, where it is watched", hint=ELSEWHERE
             )
+        for line in self.recorder.host_products:
+            raise CaptureError(
+                "a part of the step computes on tensors of another device", where=line, hint=ELSEWHERE
+            )
 
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
         """The step that ran."""

@@ -48,6 +48,10 @@ def _result_layout(value: Any) -> Any:
     return None
 
 
+#: Operations that hardly any step does on the host.
+PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that turns what PyTorch executes into :class:`~tilefit.ops.StepOp`.
 
@@ -76,6 +80,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameter_of: dict[int, str] = {}
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
+        #: Lines of products on another device, which are not recorded.
+        self.host_products: dict[str, None] = {}
         # By the number of the autograd node of each product: None if no parameter is multiplied, else the
         # parameter that is its input rather than its weight (a learned query), mostly the empty name.
         self._input_of: dict[int, str | None] = {}
@@ -253,6 +259,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = Call(func, args, kwargs, out)
         tensors = (*call.inputs, *call.outputs)
         if not any(t.device.type == self.device and t.numel() for t in tensors):
+            if call.packet in PRODUCTS:
+                self.host_products[self.sites.source_line()] = None
             return out  # the host's work, or none
         if self._on_host and call.inputs and self.identify(call.inputs[0]) in self._on_host:
             return out

@@ -78,6 +78,10 @@ class SiteTracker:
         """Whether the innermost module that runs is of a class."""
         return bool(self._stack) and issubclass(self._types.get(self._stack[-1], object), kind)
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether a module is a known model, about to run within none."""
+        return not self._stack and any(module is root for _, root in self.roots)
+
     def is_repeated_forward(self) -> bool:
         """Whether what runs within a backward pass is a forward pass again (activation checkpointing).
 

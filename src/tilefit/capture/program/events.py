@@ -8,11 +8,10 @@ import torch
 
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
+from tilefit.capture.recorder import PRODUCTS
 from tilefit.emulation.values import is_tensor, leaves
 from tilefit.ops import StepOp
 from tilefit.ops.program import WAIT, Assumption, HostEvent
-
-_PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
 
 
 class Meetings:
@@ -27,8 +26,6 @@ class Meetings:
         self.recorder = recorder
         self.calls = calls
         self.events: list[HostEvent] = []
-        #: Lines of products that the host computed.
-        self.host_products: dict[str, None] = {}
         #: A CUDA graph was replayed.
         self.graphs = False
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
@@ -44,7 +41,7 @@ class Meetings:
     def restart(self) -> None:
         """The step begins here."""
         self.events.clear()
-        self.host_products.clear()
+        self.recorder.host_products.clear()
 
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on shapes, recorded."""
@@ -56,8 +53,8 @@ class Meetings:
 
     def ran_on_host(self, func: Any) -> None:
         """An operation on tensors of the host's."""
-        if not self.recorder.muted and func._overloadpacket.__name__ in _PRODUCTS:
-            self.host_products[self.recorder.sites.source_line()] = None
+        if not self.recorder.muted and func._overloadpacket.__name__ in PRODUCTS:
+            self.recorder.host_products[self.recorder.sites.source_line()] = None
 
     def waited(self, name: str) -> None:
         """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""

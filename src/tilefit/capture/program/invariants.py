@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tilefit.capture.program.finding import StepFinder
+import torch
+
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import CaptureError
@@ -13,21 +14,25 @@ _ON_CPU = (
 )
 
 
-def check_step(modes: ProgramModes, finder: StepFinder) -> None:
+def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> None:
     """Check what was recorded from one optimizer step to the next.
+
+    Args:
+        modes: What it ran under.
+        stepped: The optimizers that stepped in it.
 
     Raises:
         CaptureError: parameters were stepped on the CPU, or with a gradient that no recorded operation made,
             or nothing was computed on the GPU.
     """
     ops = modes.recorder.ops
-    host = modes.meetings.host_products
+    host = modes.recorder.host_products
     where = next(iter(host), "")
     if not any(entry.op.flop for entry in ops if entry.op.multiplies or entry.phase != "optimizer"):
         raise CaptureError(
-            "the program's step computes on the CPU, and nothing of it on the GPU"
-            if host or finder.stepped
-            else "nothing ran on the GPU in the program's step",
+            "the step computes on the CPU, and nothing of it on the GPU"
+            if host or stepped
+            else "nothing ran on the GPU in the step",
             where=where,
             hint=_ON_CPU,
         )
@@ -35,7 +40,7 @@ def check_step(modes: ProgramModes, finder: StepFinder) -> None:
     names = {
         id(p): prefix + name for prefix, root in modes.sites.roots for name, p in root.named_parameters()
     }
-    for optimizer in finder.stepped:
+    for optimizer in stepped:
         for group in optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 if parameter.grad is None:

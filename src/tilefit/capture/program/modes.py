@@ -76,7 +76,7 @@ class ProgramModes(Modes):
     @property
     def unseen_notes(self) -> list[str]:
         """What a part of the step did elsewhere."""
-        lines = ", ".join(self.meetings.host_products)
+        lines = ", ".join(self.recorder.host_products)
         return [f"Products on the CPU are not counted: {lines}."] if lines else []
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import runpy
 import sys
@@ -10,24 +9,21 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.contained import Surroundings, contained
+from tilefit.capture.program.distributed import one_rank, rank_notes
 from tilefit.capture.program.finding import StepFinder
-from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
-from tilefit.capture.program.words import described
+from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import user_line
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.gpus import Gpu
-from tilefit.ops import Settings, Step
-from tilefit.ops.program import Loader, Program
+from tilefit.ops import Step
 from tilefit.options import ProgramOptions
 
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
@@ -50,7 +46,7 @@ def capture_program(
         with contained(folder, fake=options.fake_data) as around:
             modes = ProgramModes(gpu)
             capture = _Capture(modes, options, around, done, told)
-            with modes.running(), capture.finder.watching():
+            with one_rank(), modes.running(), capture.finder.watching(), capture.window.watching():
                 error = _run(options, around)
         result = error or _no_step(capture.finder, options)
     except TilefitError as refused:
@@ -106,31 +102,14 @@ class _Capture:
         done: Done,
         told: Callable[[str], None],
     ) -> None:
-        self.modes, self.options, self.around = modes, options, around
+        self.window, self.options, self.around = Window(modes), options, around
         self.done, self.told = done, told
         self.finder = StepFinder(options.skip, options.steps, self._begin, self._end)
-        self._inputs: Any = None
-        self._calls: dict[int, int] = {}
 
     def _begin(self) -> None:
         self.told("its step")
         self.around.loaders.stepped()
-        self.modes.start()
-        call = nn.Module.__call__
-        roots = self.modes.sites
-
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not roots._stack
-                and torch.is_grad_enabled()
-                and any(module is root for _, root in roots.roots)
-            ):
-                self._calls[id(module)] = self._calls.get(id(module), 0) + 1
-                if self._inputs is None:
-                    self._inputs = _named(module, args, kwargs)
-            return call(module, *args, **kwargs)
-
-        nn.Module.__call__ = called  # type: ignore[method-assign]
+        self.window.begin()
 
     def _end(self) -> NoReturn:
         # Within the program, which may catch whatever is raised.
@@ -145,48 +124,11 @@ class _Capture:
             self.done(result)
 
     def _step(self) -> Step:
-        modes, finder, options = self.modes, self.finder, self.options
-        modes.recorder.muted = True
-        check_step(modes, finder)
-        batch = batch_of(self._inputs, modes.recorder.ops)
-        passes = max(self._calls.values(), default=1) if len(finder.stepped) <= 1 else 1
-        modes.count_optimizer_state()
-        settings = Settings(
-            training=True,
-            amp=modes.amp_seen,
-            tf32=modes.recorder.tf32_matmul,
-            optimizer=modes.steps.name,
-            fused_optimizer=modes.steps.fused,
-            channels_last=modes.channels_last_seen,
-            compiled=modes.compiles,
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=modes.meetings.graphs,
-        )
-        name = options.program
-        step = modes.step(settings, name, self._inputs, modes.unseen_notes)
-        program = Program(
-            command=" ".join([name, *options.arguments]),
-            step=described(step, finder.stepped, passes, batch, modes),
-            steps=finder.taken,
-            events=tuple(modes.meetings.events),
-            assumptions=modes.meetings.assumptions,
-            loaders=self._loaders(),
-            fake=tuple(self.around.found),
-        )
-        return replace(step, program=program, batch=batch * passes)
-
-    def _loaders(self) -> tuple[Loader, ...]:
+        name = self.options.program
+        command = " ".join([name, *self.options.arguments])
+        step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
+        assert step.program is not None
         with _disable_current_modes():
-            return self.around.loaders.of_step()
-
-
-def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A model's inputs by the names of its arguments."""
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return kwargs or args
-    flat: dict[str, Any] = {}
-    for name, value in bound.items():
-        flat.update(value if isinstance(value, dict) and name not in ("args",) else {name: value})
-    return flat
+            loaders = self.around.loaders.of_step()
+        program = replace(step.program, loaders=loaders, fake=tuple(self.around.found))
+        return replace(step, program=program, notes=(*step.notes, *rank_notes()))

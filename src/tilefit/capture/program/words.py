@@ -7,7 +7,7 @@ from typing import Any
 from tilefit.ops import Step
 
 
-def described(step: Step, optimizers: list[Any], passes: int, batch: int, modes: Any) -> str:
+def described(step: Step, optimizers: list[Any], passes: int, batch: int) -> str:
     """Such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``."""
     parts = []
     if passes > 1:
