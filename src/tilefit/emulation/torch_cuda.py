@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ def _answer(gpu: Gpu, device: Device) -> None:
         **dict.fromkeys(_ZERO, 0),
         "is_available": True,
         "is_initialized": True,
-        "device_count": 1,
+        "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "get_device_name": gpu.title,
         "get_device_capability": (major, minor),
         "get_device_properties": properties,
