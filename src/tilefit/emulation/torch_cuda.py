@@ -136,8 +136,8 @@ def _answer(gpu: Gpu, device: Device) -> None:
     for name, answer in answers.items():
         setattr(cuda, name, lambda *a, _answer=answer, **k: _answer)
     cuda.memory.mem_get_info = cuda.mem_get_info
-    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
-    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.get_rng_state = lambda *a, **k: torch.zeros(16, dtype=torch.uint8)  # seed and offset
+    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()]
     cuda._utils._get_device_index = _device_index
     _torch._utils._get_all_device_indices = lambda: [0]
     _torch._C._cuda_getDevice = lambda: 0
