@@ -9,14 +9,14 @@ import copy
 import io
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from alone import stay_alone
 from fixable import KINDS, Kind
 from in_use import difference, gradients, outcome, planned
 
@@ -121,34 +121,31 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
 # ---- several GPUs ------------------------------------------------------------------------------
 
 
-@contextmanager
-def one_process() -> Iterator[Any]:
+def mesh() -> Any:
     """A mesh of this process alone."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    stay_alone()
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
 @tool("DDP")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
-    with one_process():
-        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        return learned(wrapped, x, model)
+    stay_alone()
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    return learned(wrapped, x, model)
 
 
 @tool("FSDP2, whole")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
-    with one_process() as mesh:
-        return learned(dist.fsdp.fully_shard(model, mesh=mesh), x)
+    return learned(dist.fsdp.fully_shard(model, mesh=mesh()), x)
 
 
 @tool("FSDP2, each layer")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
-    with one_process() as mesh:
-        for module in list(model.modules())[1:]:
-            if list(module.parameters(recurse=False)):
-                dist.fsdp.fully_shard(module, mesh=mesh)
-        return learned(dist.fsdp.fully_shard(model, mesh=mesh), x)
+    ranks = mesh()
+    for module in list(model.modules())[1:]:
+        if list(module.parameters(recurse=False)):
+            dist.fsdp.fully_shard(module, mesh=ranks)
+    return learned(dist.fsdp.fully_shard(model, mesh=ranks), x)
 
 
 @tool("TP")
@@ -156,9 +153,8 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     gathered = torch.distributed.tensor.Replicate()
-    with one_process() as mesh:
-        plan = {name: ColwiseParallel(output_layouts=gathered) for name in linears(model)}
-        return learned(parallelize_module(model, mesh, plan) if plan else model, x)
+    plan = {name: ColwiseParallel(output_layouts=gathered) for name in linears(model)}
+    return learned(parallelize_module(model, mesh(), plan) if plan else model, x)
 
 
 # ---- compilers and tracers ---------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from alone import alone
 from capturing import Lines, captured, entries, names, products, rows
 from tilefit.capture import capture
 from tilefit.errors import CaptureError, UsageError
@@ -404,13 +405,8 @@ def test_what_is_no_model_is_named() -> None:
 
 
 def test_a_wrapped_model_is_refused_before_its_communication_fails() -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(UsageError, match="DistributedDataParallel") as caught:
-            capture(nn.parallel.DistributedDataParallel(nn.Linear(8, 8)), torch.empty(2, 8))
-    finally:
-        torch.distributed.destroy_process_group()
+    with alone(), pytest.raises(UsageError, match="DistributedDataParallel") as caught:
+        capture(nn.parallel.DistributedDataParallel(nn.Linear(8, 8)), torch.empty(2, 8))
     assert "model.module" in caught.value.hint
 
 

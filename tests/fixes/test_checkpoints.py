@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from alone import alone
 from fixing import fixed
 from tilefit.fixes.behaviour import behaves
 from tilefit.fixes.linear import PaddedProduct
@@ -126,14 +126,12 @@ def test_under_the_compiler(pair: tuple[nn.Module, nn.Module], backend: str) -> 
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 def test_ddp(pair: tuple[nn.Module, nn.Module]) -> None:
     model, changed = pair
     expected = train(model, adamw(model), range(3))
@@ -142,7 +140,7 @@ def test_ddp(pair: tuple[nn.Module, nn.Module]) -> None:
     model.load_state_dict(wrapped.module.state_dict(), strict=True)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 def test_fsdp(pair: tuple[nn.Module, nn.Module]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

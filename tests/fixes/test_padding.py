@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tilefit.fixes.padding import crop, product_dtype, widen, working_dtype
+from tilefit.fixes.calls import product_dtype
+from tilefit.fixes.padding import crop, widen
 
 pytestmark = pytest.mark.usefixtures("any_size")
 #: Dimensions that are padded: behind all, and between the elements.
@@ -96,11 +97,11 @@ def test_one_graph_for_the_compiler() -> None:
 
 def test_element_types_are_those_of_a_plain_layer() -> None:
     x, weight = torch.randn(2), Parameter(torch.randn(2))
-    assert working_dtype(x) == product_dtype(x, weight, None) == torch.float32
+    assert product_dtype(x) == product_dtype(x, weight, None) == torch.float32
     assert product_dtype(x, weight.bfloat16()) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert working_dtype(x) == product_dtype(x, weight) == torch.bfloat16
-        assert working_dtype(x.double()) == torch.float64
+        assert product_dtype(x) == product_dtype(x, weight) == torch.bfloat16
+        assert product_dtype(x.double()) == torch.float64
         assert product_dtype(x.double(), weight) is None
         with torch.autocast("cpu", enabled=False):
-            assert working_dtype(x) == torch.float32
+            assert product_dtype(x) == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from alone import alone
 from recurrence import assert_same, gradients, pair, state, tensors
 from tilefit.nn import LSTM
 from tilefit.rnn import operator
@@ -124,17 +124,13 @@ def test_exported_programs_keep_the_operator() -> None:
     assert_same(tensors(program.module()(x)), tensors(original(x)))
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+def test_distributed_data_parallel() -> None:
     module, original = pair("gru", 4, 3, 2)
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with alone():
         parallel = nn.parallel.DistributedDataParallel(module)
         x = rows(5, 2, 4)
         for each in (parallel, original):
             each(x)[0].square().sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
     assert_same([p.grad for p in module.parameters()], [p.grad for p in original.parameters()])
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from builders import StepBuilder, gpt2
@@ -48,3 +50,15 @@ def test_batched_products_of_activations_are_no_layers() -> None:
 def test_sizes_given_by_the_data_are_not_the_designers() -> None:
     sizes = inner_sizes(linears(gpt2(vocabulary=50304)))
     assert {size for size, _ in sizes} == {768, 3072}
+
+
+def test_a_data_gradient_made_elsewhere_belongs_to_the_layer_of_its_weight() -> None:
+    b = StepBuilder()
+    b.linear("cell.x", 512, 768, 768)
+    step = b.step()
+    ops = tuple(
+        replace(entry, site=replace(entry.site, module="cell.h")) if entry.phase == BACKWARD_DATA else entry
+        for entry in step.ops
+    )
+    (layer,) = linears(replace(step, ops=ops))
+    assert (layer.module, len(layer.forward), len(layer.backward_data)) == ("cell.x", 1, 1)

@@ -23,10 +23,11 @@ MATH_BACKEND = "math"
 
 #: Query rows that one thread block takes.
 _QUERY_TILE = 128
-#: Share of the Tensor Core peak at which the two products run, by backend. cudnn: fitted on FlashAttention 3
-#: (H100 and H200, 17,936 shapes each), which the cuDNN kernels match. flash: FlashAttention 2 reaches 73 % of
-#: an A100 forward, softmax included (Dao, arXiv 2307.08691), and 35 % of an H100 (Shah et al., arXiv
-#: 2407.08608). efficient: about half of flash (the same figures, CUTLASS-based rows).
+#: Share of the Tensor Core peak at which the two products run, by backend, beside the exponentials, with
+#: which they overlap in part; so it may be above 1. cudnn: fitted on FlashAttention 3 (H100 and H200,
+#: 17,936 shapes each), which the cuDNN kernels match. flash: FlashAttention 2 reaches 73 % of an A100
+#: forward, softmax included (Dao, arXiv 2307.08691), and 35 % of an H100 (Shah et al., arXiv 2407.08608).
+#: efficient: about half of flash (the same figures, CUTLASS-based rows).
 _SHARES = {CUDNN: 1.12, FLASH: 0.97, EFFICIENT: 0.40}
 #: The mma.sync kernels of flash and efficient reach half of that share of a Hopper or Blackwell peak.
 _WITHOUT_WGMMA = 0.5

@@ -122,8 +122,10 @@ GDDR_CAPABILITIES = ((7, 5), (8, 6), (8, 9), (12, 0))
 GDDR_MATH_EFFICIENCY = 0.64
 _GDDR_SIMT_EFFICIENCY = 0.6
 _SIMT_EFFICIENCY = {"l4": 0.38}
-#: GeForce cards run their Tensor Cores at half rate, at most twice that of fp32, and sustain clocks above the
-#: datasheet's boost: products of timm's models reach 1.15 times the peak (``benchmarks/timm_tables.py``).
+#: GeForce cards run their Tensor Cores at half rate, at most twice that of fp32, and clock above the
+#: datasheet's boost: shares of peak and bandwidth with which published times of timm's models on RTX 3090 and
+#: 4090 are predicted best (``benchmarks/timm_tables.py``; tried in steps of 0.05 and 0.02). The headroom is a
+#: choice: only what nothing can beat rests on it.
 _HALF_RATE = 2
 _GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.93
 _GEFORCE_HEADROOM = 1.25

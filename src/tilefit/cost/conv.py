@@ -30,8 +30,8 @@ from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, G
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 
 #: Bytes of operands that reach a multiprocessor per clock: a tile that is narrow in channels reuses each
-#: gathered pixel less. From 64 -> 64 channels (406 TFLOP/s) and 256 -> 256 (728 TFLOP/s) on an H200, whose
-#: tiles of 256 x 64 and 256 x 128 it limits to 42 and 69 % of the peak.
+#: gathered pixel less. With it dense NHWC passes of timm's models take 1.06 times what the H200's networks
+#: say in the median, 0.90 to 1.27 from the 10th to the 90th percentile (653 forward passes).
 _FEED_BYTES_PER_CLOCK_PER_SM = 45.0
 #: fp32 convolutions of 3 x 3 and 5 x 5 at stride 1 run by Winograd's algorithm: how much faster than the
 #: implicit product (DeepBench's V100 and T4, median of 29 layers), and the most it can save (F(2x2, 3x3)).

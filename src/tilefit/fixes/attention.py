@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from tilefit.fixes.behaviour import Behaviour, behaves
+from tilefit.fixes.calls import is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.modules import behave, common
-from tilefit.fixes.region import is_transformed
 from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing
 from tilefit.rules.flow import Flow
@@ -29,7 +29,7 @@ class Fused(Behaviour):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A hook on a part's gradients would make scores an argument of a ``Function``.
-        if is_transformed() or any(m._backward_hooks or m._backward_pre_hooks for m in module.modules()):
+        if is_followed() or any(m._backward_hooks or m._backward_pre_hooks for m in module.modules()):
             return forward(*args, **kwargs)
         with Fusing(module) as mode:
             return mode.finished(forward(*args, **kwargs))

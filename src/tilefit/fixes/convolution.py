@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.capture.layouts import is_channels_last
 from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.calls import is_transformed, product_dtype
 from tilefit.fixes.padding import (
     NHWC,
     Channels,
     crop,
-    is_transformed,
     narrowed,
-    product_dtype,
     real_size,
     spread,
     wide_size,

@@ -18,10 +18,10 @@ from torch import nn
 from tilefit.capture.copies import copied
 from tilefit.capture.run import capture
 from tilefit.fixes.behaviour import OF_MODULES, Behaviour, behaviours, is_replaced
+from tilefit.fixes.calls import autocast_dtype, is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.modules import autocast_dtype, submodule
-from tilefit.fixes.region import is_transformed
+from tilefit.fixes.modules import submodule
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import ROUNDING, in_double
 from tilefit.ops import FORWARD
@@ -81,7 +81,7 @@ class Elementary(Behaviour):
 
     def _result_dtype(self, module: nn.Module, weight: Any, x: torch.Tensor) -> torch.dtype | None:
         """In what element type the result is; None where the module is to compute it itself."""
-        if type(x) is not torch.Tensor or is_transformed() or (x.is_cpu and x.dtype != torch.float64):
+        if type(x) is not torch.Tensor or is_followed() or (x.is_cpu and x.dtype != torch.float64):
             return None
         own = None
         if weight is not None:

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
 from tilefit.fixes.behaviour import OF_CHANGED, OF_MODULES, Behaviour, Changed, behaviours
-from tilefit.fixes.padding import is_transformed
+from tilefit.fixes.calls import is_followed
 from tilefit.fixes.region import Region
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -209,7 +209,7 @@ class Interior(Behaviour):
         return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves.values()), attributes)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_transformed() or not self._holds():
+        if is_followed() or not self._holds():
             return forward(*args, **kwargs)
         return self.region(module, forward, *args, **kwargs)
 

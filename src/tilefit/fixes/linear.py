@@ -12,12 +12,13 @@ from torch import nn
 
 from tilefit.cost import estimate
 from tilefit.fixes.behaviour import Behaviour, behaviours
+from tilefit.fixes.calls import is_transformed, product_dtype
 from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.interior import Interior
 from tilefit.fixes.modules import require_plain, submodule
-from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, is_transformed, product_dtype, widen
+from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, widen
 from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
 from tilefit.ops import FORWARD, Gemm, Streaming
@@ -242,6 +243,8 @@ def _computed_weights(context: Context) -> Iterator[Refusal]:
 def _require_layer(context: Context, layer: Linear) -> None:
     module = submodule(context.run.model, layer.module)
     require_plain(module, layer.module, nn.Linear)
+    if not layer.forward:
+        raise RefusedError(f"the product with {layer.parameter} is not one of {layer.module}")
     if any(each.is_innermost for each in behaviours(module)):
         raise RefusedError(f"{layer.module} is changed by another fix already")
     assert isinstance(module, nn.Linear)

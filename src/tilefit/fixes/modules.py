@@ -96,42 +96,6 @@ def caller(model: nn.Module, path: str) -> nn.Module:
     raise RefusedError("it is called by nothing that can be changed")
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What autocast casts products of ``x`` to now, if it does."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
-        return None
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def product_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
-    """The element type in which a linear layer would multiply ``x`` now.
-
-    None where it is not for us to compute: of element types, sizes or devices that do not fit PyTorch says
-    so, a sharded weight has to be gathered, and hooks may exchange what goes in.
-    """
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if type(x) is not torch.Tensor or weight is None or x.dim() < 2 or layer._forward_pre_hooks:
-        return None
-    if x.layout != torch.strided or x.is_nested or not x.is_floating_point() or x.is_inference():
-        return None
-    cast = autocast_dtype(x)
-    dtype = cast or x.dtype
-    if weight.shape[-1] != x.shape[-1]:
-        return None
-    for parameter in (weight,) if bias is None else (weight, bias):
-        if type(parameter) not in _PLAIN or parameter.device != x.device:
-            return None
-        if parameter.dtype != dtype and (cast is None or parameter.dtype != torch.float32):
-            return None
-        if parameter._post_accumulate_grad_hooks:
-            return None
-    return dtype
-
-
-_PLAIN = (nn.Parameter, torch.Tensor)
-
-
 def state_of(layer: nn.Module) -> tuple[Any, ...]:
     """What changes when a layer's parameters do."""
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]

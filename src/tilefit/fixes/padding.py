@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 #: Segments of a dimension, each as (elements, elements with the padding behind them).
 Channels = tuple[tuple[int, int], ...]
@@ -37,8 +36,6 @@ LAYER_S = 150e-6
 REGION_S = 5e-6
 #: For each module that is compared when a region is entered: 0.13 ms for 151 of them on a slow and busy CPU.
 COMPARED_S = 0.4e-6
-
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
 def real_size(channels: Channels) -> int:
@@ -63,43 +60,6 @@ def behind_one_another(images: Iterable[Channels]) -> Channels:
             real, wide = joined[-1][0] + real, joined.pop()[1] + wide
         joined.append((real, wide))
     return tuple(joined)
-
-
-def working_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The element type in which a matrix product or convolution of ``tensor`` would run now."""
-    device = tensor.device.type
-    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return tensor.dtype
-
-
-def is_transformed() -> bool:
-    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype | None:
-    """The element type of a layer's product; None where PyTorch is to compute it, or to say what is wrong.
-
-    That is where tensors are of other classes or element types than a plain layer multiplies.
-    """
-    if type(x) not in _PLAIN or not x.is_floating_point():
-        return None
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    for parameter in parameters:
-        if parameter is None:
-            continue
-        if type(parameter) not in _PLAIN:
-            return None
-        if parameter.dtype != x.dtype and (not is_cast or torch.float64 in (x.dtype, parameter.dtype)):
-            return None
-    return working_dtype(x)
 
 
 def widen(

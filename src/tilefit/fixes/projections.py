@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilefit.cost import estimate
 from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.calls import linear_dtype
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import (
     caller,
-    product_dtype,
     require_alone,
     require_changeable,
     state_of,
@@ -65,7 +65,7 @@ class Merged(Behaviour):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
         space = self.region.space()
         # In inference mode nobody can tell whether the input was written to.
-        dtype = None if space is None else product_dtype(module, input)
+        dtype = None if space is None else linear_dtype(module, input)
         if space is None or dtype is None:
             return forward(input)  # type: ignore[no-any-return]
         state = input._version, torch.is_grad_enabled(), dtype
@@ -86,7 +86,7 @@ class Merged(Behaviour):
         if wrapper is not None and wrapper.find_unused_parameters:
             return False  # it looks for the layers that were called among the inputs of what was computed
         return all(
-            product_dtype(member, x) == dtype and member.weight.dtype == self.members[0].weight.dtype
+            linear_dtype(member, x) == dtype and member.weight.dtype == self.members[0].weight.dtype
             for member in self.members
         )
 

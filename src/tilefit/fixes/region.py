@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.calls import is_followed
 
 
 class _Here(threading.local):
@@ -22,16 +22,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-def is_transformed() -> bool:
-    """Whether what runs is compiled, traced, batched, or differentiated by ``torch.func`` or forward."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def _hooks() -> Any:
@@ -67,7 +57,7 @@ class Region(Behaviour):
 
         None outside, in what is compiled, traced, batched, or differentiated by ``torch.func`` or forward.
         """
-        if (found := _here.spaces.get(id(self))) is None or is_transformed():
+        if (found := _here.spaces.get(id(self))) is None or is_followed():
             return None
         space, hooks = found
         return space if hooks == _hooks() else None

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from tilefit.capture.trees import tensors
 from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.calls import is_transformed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.padding import is_transformed
 from tilefit.fixes.run import Run
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import is_misaligned

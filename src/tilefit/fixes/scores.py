@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.fixes.behaviour import OF_MODULES
+from tilefit.fixes.calls import autocast_dtype
 from tilefit.fixes.constants import Constants
-from tilefit.fixes.modules import autocast_dtype
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
 LARGEST_HEAD = 256

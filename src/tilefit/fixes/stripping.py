@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from tilefit.fixes.behaviour import Changed
 from tilefit.fixes.fused_loss import CompiledLoss
@@ -23,8 +21,7 @@ def strip(model: _Model) -> _Model:
     belongs to the optimizer and to the program (``cudnn.benchmark``, TF32).
 
     Modules compute what their classes say, the layers of :mod:`tilefit.nn` are those of ``torch.nn``, losses
-    and whatever was compiled in place are not, and filters are contiguous, as PyTorch makes them. Parameters
-    stay the same objects with the same values.
+    and whatever was compiled in place are not. Parameters stay as they are.
     """
     convert(model, back=True)
     for module in model.modules():
@@ -39,7 +36,4 @@ def strip(model: _Model) -> _Model:
         for name, value in list(vars(module).items()):
             if isinstance(value, CompiledLoss):
                 setattr(module, name, value.loss)
-        if isinstance(module, _ConvNd) and isinstance(module._parameters.get("weight"), nn.Parameter):
-            with torch.no_grad():
-                module.weight.data = module.weight.data.contiguous()
     return model

@@ -13,12 +13,12 @@ from torch import nn
 from torch.autograd import Function
 
 from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.calls import linear_dtype
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import (
     caller,
     common,
-    product_dtype,
     require_alone,
     require_changeable,
     state_of,
@@ -48,7 +48,7 @@ class Stepped(Behaviour):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
         space = self.region.space()
-        dtype = None if space is None else product_dtype(module, input)
+        dtype = None if space is None else linear_dtype(module, input)
         # What is no view (and the weight's transpose) has no base; one of another kind may hide what it is.
         base = None if dtype is None else input._base
         if space is None or dtype is None or type(base) is not torch.Tensor or not input.numel():

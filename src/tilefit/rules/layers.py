@@ -74,7 +74,8 @@ def linears(step: Step) -> list[Linear]:
     """The linear layers, in the order of their first product.
 
     Forward and data gradient are recognised by the weight among their operands, the weight gradient by
-    its module and its sizes.
+    its module and its sizes. A data gradient may be made elsewhere than its product, by an autograd function
+    that serves several layers.
     """
     layers: dict[tuple[str, str, int, int], Linear] = {}
     by_module: dict[str, list[Linear]] = {}
@@ -92,6 +93,8 @@ def linears(step: Step) -> list[Linear]:
         sizes = (op.k, op.n) if entry.phase == FORWARD else (op.n, op.k)
         key = (entry.site.module, operand.parameter, *sizes)
         layer = layers.get(key)
+        if layer is None and entry.phase == BACKWARD_DATA:
+            layer = next((known for (_, *rest), known in layers.items() if rest == [*key[1:]]), None)
         if layer is None:
             layer = Linear(entry.site.module, entry.site.source, operand.parameter, *sizes, op.dtype)
             layers[key] = layer

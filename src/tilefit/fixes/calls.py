@@ -1,0 +1,71 @@
+"""How a call of a changed module runs now: in which element type, and whether something follows it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
+
+def is_transformed() -> bool:
+    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_followed() -> bool:
+    """Whether what runs is compiled, or :func:`is_transformed`."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts products of ``x`` to now, if it does."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype | None:
+    """The element type of a layer's product; None where PyTorch is to compute it, or to say what is wrong.
+
+    That is where tensors are of other classes or element types than a plain layer multiplies.
+    """
+    if type(x) not in _PLAIN or not x.is_floating_point():
+        return None
+    cast = autocast_dtype(x)
+    for parameter in parameters:
+        if parameter is None:
+            continue
+        if type(parameter) not in _PLAIN:
+            return None
+        if parameter.dtype != x.dtype and (cast is None or parameter.dtype == torch.float64):
+            return None
+    return cast or x.dtype
+
+
+def linear_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
+    """The element type in which a linear layer would multiply ``x`` now.
+
+    None where it is not for us to compute: of element types, sizes or devices that do not fit PyTorch says
+    so, a sharded weight has to be gathered, and hooks may exchange what goes in.
+    """
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if type(x) is not torch.Tensor or weight is None or x.dim() < 2 or layer._forward_pre_hooks:
+        return None
+    if x.layout != torch.strided or x.is_nested or x.is_inference() or weight.shape[-1] != x.shape[-1]:
+        return None
+    dtype = product_dtype(x, weight, bias)
+    for parameter in (weight,) if bias is None else (weight, bias):
+        if parameter.device != x.device or parameter._post_accumulate_grad_hooks:
+            return None
+        if parameter.dtype not in (dtype, torch.float32):
+            return None
+    return dtype
