@@ -106,6 +106,6 @@ def _answer_variables() -> None:
         return environ.encodekey(name) in environ._data
 
     def get(environ: Any, name: str, default: Any = None) -> Any:
-        return environ[name] if name in environ else default
+        return environ[name] if name in environ else default  # noqa: SIM401 - this is get
 
     kind.__getitem__, kind.__contains__, kind.get = getitem, contains, get
