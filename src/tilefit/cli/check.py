@@ -53,16 +53,19 @@ def check(
 ) -> int:
     """Check a model, or a program: what a step costs on a GPU, where it wastes it, what a change saves.
 
-    Options go before a program, its own behind it. Nothing is downloaded and no GPU is needed. Exit code: 0
+    A program's own arguments stand after --. Nothing is downloaded and no GPU is needed. Exit code: 0
     nothing found, 1 findings, 2 could not run.
     """
     if arguments and arguments[0] == "--":
         del arguments[0]
     is_program = program.is_module or step_options.is_script(target)
+    if arguments and arguments[0] == "--":  # train.py -- --epochs 3
+        arguments = arguments[1:]
     if is_program:
-        refuse_given(context, _OF_MODELS, "a program makes its own steps")
+        refuse_given(
+            context, _OF_MODELS, "a program makes its own steps, by its own arguments, which stand after --"
+        )
         require_program(target, program.is_module)
-        step_options.note_misplaced(context, target, arguments or [])
     else:
         refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
         require_readable(target)
@@ -81,9 +84,11 @@ def check(
     captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
     if is_program:
         program = replace(program, program=target, arguments=tuple(arguments or ()))
-        captured = partial(capture_program_in_child, program, gpus[0].name, capture.timeout)
-    session = Session(captured, gpus, selection, split)
-    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}"):
+    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}") as tell:
+        if is_program:
+            run = partial(capture_program_in_child, program, gpus[0].name)
+            captured = partial(run, capture.timeout, tell)
+        session = Session(captured, gpus, selection, split)
         step = session.step
     if len(step.ops) > _MANY_OPS:
         output.note(

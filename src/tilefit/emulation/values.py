@@ -26,6 +26,8 @@ CPU = torch.device("cpu")
 #: Elements up to which floating-point numbers, and all others, are kept.
 MOST_NUMBERS = 1 << 16
 MOST_CHOICES = 1 << 20
+#: A chain of values that are not made yet ends here: making them calls itself.
+_DEEPEST = 30
 #: Elements up to which numbers are drawn for a choice to depend on.
 _MOST_DRAWN = 1 << 22
 
@@ -120,6 +122,7 @@ _EMPTY = frozenset(
 _OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_".split())
 #: Gradients are taken for finite: an optimizer that asks is told so.
 _TAKEN_FOR_FINITE = "_amp_foreach_non_finite_check_and_unscale_"
+_OF_MASKS = frozenset("mul logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or".split())
 _COMPARISONS = frozenset("lt le gt ge".split())
 
 
@@ -150,6 +153,11 @@ class Values:
         inputs = [leaf for leaf in leaves((args, kwargs)) if is_tensor(leaf)]
         if schema.writes:
             return self._written(func, name, schema, (args, kwargs), inputs, outs)
+        checked = (
+            None if any(map(is_small, outs)) else self._checked(func, name, (args, kwargs), inputs, outs)
+        )
+        if checked is not None:
+            return [checked]
         if name in _EMPTY or not outs or not any(map(is_small, outs)):
             return [None] * len(outs)
         known = self._all_known(inputs)
@@ -161,6 +169,32 @@ class Values:
         """What is known of each; the same tensor is the same, so that it equals itself."""
         found = {id(each): self._known(each) for each in inputs}
         return [found[id(each)] for each in inputs]
+
+    def _checked(self, func: Any, name: str, call: Any, inputs: list[Any], outs: list[Any]) -> Value | None:
+        """Of a mask that is too large to be kept: whether something is wrong, which nothing is taken to be.
+        One element says so for all; so does what is made of such masks."""
+        if len(outs) != 1 or outs[0].dtype != torch.bool:
+            return None
+        same = len(inputs) == 2 and inputs[0] is inputs[1]
+        infinite = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves(call))
+        if name in ("isnan", "isinf") or (name == "ne" and same) or (name == "eq" and infinite):
+            answer = torch.tensor(False)
+        elif (name == "eq" and same) or (name == "ne" and infinite):
+            answer = torch.tensor(True)
+        elif name in _OF_MASKS:
+            known = [self._known(each) for each in inputs]
+            masks = [each.tensor() if isinstance(each, Value) and each.is_there else None for each in known]
+            if any(mask is None or any(mask.stride()) for mask in masks):
+                return None
+            results = self.run(
+                func, call, iter([mask[(0,) * mask.dim()] for mask in masks if mask is not None])
+            )
+            if not results:
+                return None
+            answer = results[0]
+        else:
+            return None
+        return Value(answer.expand(outs[0].shape), State(assumed=True))
 
     def _known(self, tensor: torch.Tensor) -> Value | _Unknown:
         if isinstance(tensor, CudaTensor):
@@ -202,8 +236,13 @@ class Values:
                 made.append(self._drawn(func, name, call, known, layouts))
             return made[0][index]
 
+        depth = 1 + max((each.depth for each in known if isinstance(each, Value)), default=0)
+
         def value(index: int) -> Value:
-            return Value(None, None, lambda: make(index))
+            deferred = Value(None, None, lambda: make(index), depth)
+            if depth >= _DEEPEST:
+                deferred.tensor()
+            return deferred
 
         return [value(index) if each else None for index, each in enumerate(wanted)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.inputs import batch_of
+from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
@@ -28,6 +30,11 @@ class Window:
         self._modes = modes
         self._inputs: Any = None
         self._calls: dict[int, int] = {}
+        self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Within the block, which is to be around the whole run, habits of the program are noticed."""
+        return self._habits.watching()
 
     def begin(self) -> None:
         """The step begins here."""
@@ -36,7 +43,7 @@ class Window:
         sites = self._modes.sites
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if sites.is_outermost(module) and torch.is_grad_enabled():
+            if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
                 self._calls[id(module)] = self._calls.get(id(module), 0) + 1
                 if self._inputs is None:
                     self._inputs = _named(module, args, kwargs)
@@ -74,12 +81,14 @@ class Window:
             cuda_graph=modes.meetings.graphs,
         )
         step = modes.step(settings, name, self._inputs, modes.unseen_notes)
+        habits = self._habits.found()  # names events, too
         program = Program(
             command=command,
             step=described(step, stepped, passes, batch),
             steps=steps,
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
+            habits=habits,
         )
         return replace(step, program=program, batch=batch * passes)
 
