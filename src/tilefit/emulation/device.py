@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefit.emulation.tensor import META, CudaTensor, replace_memory
+from tilefit.emulation.value import Value
 from tilefit.emulation.values import (
     MOST_NUMBERS,
     Schema,
-    Value,
     Values,
     is_choice,
     is_tensor,
@@ -196,7 +196,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def copied(self, kind: str, tensor: torch.Tensor, non_blocking: bool) -> None:
         """A copy is made; one to the host that is not to block goes into pinned memory of its own."""
         pinned = self.is_pinned(tensor) if kind == TO_GPU else non_blocking
-        self.watch.copied(kind, tensor, pinned, non_blocking)
+        if tensor.numel():
+            self.watch.copied(kind, tensor, pinned, non_blocking)
 
     # ---- values ----------------------------------------------------------------------------------
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from torch import distributed, nn
-
-#: What ``torchrun`` tells a single process, where nobody has.
-_ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
 
 
 class OneReplica(nn.Module):
@@ -49,22 +38,8 @@ class OneReplica(nn.Module):
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Within the block process groups are PyTorch's fake ones, of the size that the environment says."""
-    if not distributed.is_available():
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    started = distributed.init_process_group
-
-    def start(*args: Any, world_size: int = -1, rank: int = -1, **options: Any) -> None:
-        size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
-        own = rank if rank >= 0 else int(os.environ["RANK"])
-        started("fake", store=FakeStore(), rank=own, world_size=size)
-
+    """Within the block a model has one replica; the emulated device does the rest."""
     with (
-        patch.dict(os.environ, {name: os.environ.get(name, value) for name, value in _ALONE.items()}),
-        patch.object(distributed, "init_process_group", start),
         patch.object(nn.parallel, "DistributedDataParallel", OneReplica),
         patch.object(nn.parallel.distributed, "DistributedDataParallel", OneReplica),
     ):

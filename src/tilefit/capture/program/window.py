@@ -43,7 +43,7 @@ class Window:
         sites = self._modes.sites
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if sites.is_outermost(module) and torch.is_grad_enabled():
+            if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
                 self._calls[id(module)] = self._calls.get(id(module), 0) + 1
                 if self._inputs is None:
                     self._inputs = _named(module, args, kwargs)
@@ -95,6 +95,8 @@ class Window:
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A model's inputs by the names of its arguments."""
+    if isinstance(module.__dict__.get("_modules", {}).get("module"), nn.Module):
+        module = module.module  # type: ignore[assignment]  # what a replica wraps
     try:
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
