@@ -69,6 +69,7 @@ _FAMILIES = {
     "parallel": "Several GPUs",
     "dtypes": "Element types",
     "recurrent": "Recurrent layers",
+    "program": "Programs",
 }
 
 
@@ -94,6 +95,8 @@ def family(rule: AnyRule) -> str:
 
 def program(case: Case) -> str:
     """The file that a case is."""
+    if case.program:
+        return inspect.cleandoc(case.program) + "\n"
     code = inspect.cleandoc(case.code)
     whole = f"return {case.model}, {case.inputs}"
     lines = [whole] if len(whole) < 90 else ["return (", f"    {case.model},", f"    {case.inputs},", ")"]
@@ -112,8 +115,10 @@ def program(case: Case) -> str:
 def command(rule: Rule, case: Case) -> str:
     """The command line that checks a case."""
     gpu = [] if "--gpu" in case.options else ["--gpu h200"]
-    name = f"{rule.code.lower()}.py:model"
-    return " ".join(["tilefit check", name, *gpu, *case.options.split(), f"--select {rule.code}"])
+    options = [*gpu, *case.options.split(), f"--select {rule.code}"]
+    name = f"{rule.code.lower()}.py"
+    # What follows a program is its own.
+    return " ".join(["tilefit check", *([*options, name] if case.program else [f"{name}:model", *options])])
 
 
 def checked(rule: Rule, case: Case) -> Report:
@@ -128,7 +133,11 @@ def checked(rule: Rule, case: Case) -> Report:
     with TemporaryDirectory() as folder, chdir(folder), here, alone, redirect_stdout(out):
         Path(f"{rule.code.lower()}.py").write_text(program(case), encoding="utf-8")
         arguments = shlex.split(command(rule, case))[1:]
-        app([*arguments, "--output-format", "json"], prog_name="tilefit", standalone_mode=False)
+        app(
+            [arguments[0], "--output-format", "json", *arguments[1:]],
+            prog_name="tilefit",
+            standalone_mode=False,
+        )
     report = loads(out.getvalue())
     assert isinstance(report, Report)
     return report
@@ -565,10 +574,10 @@ def index() -> str:
 
 def is_current(path: Path, text: str) -> bool:
     """A page says what it should. What training loops compute on the CPU differs in its last digits from one
-    machine to the next: of their pages the words count."""
+    machine to the next, and how fast a loader is altogether: of their pages the words count."""
     if not path.exists():
         return False
-    same = partial(_NUMBER.sub, "#") if path.name.startswith("AMP") else str
+    same = partial(_NUMBER.sub, "#") if path.name.startswith(("AMP", "DAT")) else str
     return same(path.read_text(encoding="utf-8")) == same(text)
 
 

@@ -157,6 +157,27 @@ class TargetOptions(StepOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramOptions:
+    """A program, and which of its steps is captured.
+
+    Attributes:
+        program: Path of the script, or name of the module.
+        arguments: The program's own.
+        is_module: It is started as ``python -m`` starts it.
+        steps: Steps of its optimizer that the captured step is made of.
+        skip: Steps before them.
+        fake_data: Data that it lacks are made up.
+    """
+
+    program: str = ""
+    arguments: tuple[str, ...] = ()
+    is_module: bool = option(False, "Run a module of this name, as python -m does.", "-m")
+    steps: int = option(1, "Optimizer steps that are looked at, as one.", min=1, metavar="N")
+    skip: int = option(2, "Optimizer steps before them: the first does more.", min=1, metavar="N")
+    fake_data: bool = option(False, "Make up data and weights that are not there, at random.")
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """Over how many GPUs a step is split each way.
 

@@ -13,15 +13,20 @@ from tilefit.ops import (
     BACKWARD_WEIGHT,
     FORWARD,
     OPTIMIZER,
+    Assumption,
     Gemm,
+    HostEvent,
+    Loader,
     Memory,
     Parameter,
+    Program,
     Settings,
     Site,
     Step,
     StepOp,
     Streaming,
 )
+from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
 from tilefit.report import Comparison, Report, Table, Watched, build
 from tilefit.rules import Finding
 from tilefit.rules.finding import Alarm
@@ -233,4 +238,38 @@ def watched() -> Watched:
         unchecked=("a compiled graph",),
         checks=(Check("AMP002", "could not be checked", "a compiled graph"),),
         version="1.0",
+    )
+
+
+@pytest.fixture
+def of_program() -> Report:
+    """A step of a program, with all that a report says of one."""
+    line, other = Site("", "train.py:41"), Site("", "train.py:20")
+    program = Program(
+        "train.py --batch-size 16",
+        "4 micro-batches of 4, AdamW, bf16 autocast",
+        3,
+        events=(
+            HostEvent(0, TO_GPU, "to", other, 2_000_000),
+            HostEvent(9, WAIT, "item", line),
+            HostEvent(18, WAIT, "item", line),
+            HostEvent(18, TO_HOST, "cpu", other, 64, True, True),
+        ),
+        assumptions=(
+            Assumption("item", "fp32[]", "2.31", "train.py:41", 6),
+            Assumption("isnan", "fp32[]", "False", "train.py:42"),
+        ),
+        loaders=(
+            Loader("train.py:12", 4, 2, True, 0.01, 5),
+            Loader("train.py:13", 4, 0, False),
+        ),
+        fake=("torchvision.datasets.MNIST: 60000 random images",),
+    )
+    priced = estimate()
+    bounds = {**priced.bound_time_s, "waits": 10e-3}
+    unpriced = replace(
+        FINDINGS[0], code="GRD002", gain_s=0.0, gain_low_s=0.0, gain_high_s=0.0, gain_fraction=0.0
+    )
+    return build(
+        replace(STEP, program=program), GPU, replace(priced, time_s=50e-3, bound_time_s=bounds), (unpriced,)
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tilefit.errors import UsageError
 from tilefit.report import Comparison, Report, Watched
 from tilefit.report.changes import Changes, changes
-from tilefit.report.report import MeasuredOp, OpRow
+from tilefit.report.report import HostWait, MeasuredOp, MeasuredStep, OpRow
 
 
 def _between(first: Report, second: Report) -> Changes:
@@ -29,6 +29,19 @@ def _with_op(report: Report, index: int, **values: Any) -> Report:
 def test_the_same_report_has_no_changes(report: Report) -> None:
     same = _between(report, report)
     assert (same.settings, same.ops, same.gone, same.new) == ((), (), (), ())
+
+
+def test_how_often_a_program_waits_is_compared_with_another_and_with_a_run(of_program: Report) -> None:
+    assert of_program.program is not None
+    quiet = replace(of_program, program=replace(of_program.program, meetings=()))
+    assert _between(of_program, quiet).settings == ("host waits a step 3 -> 0",)
+    run = MeasuredStep("a run", 1, *[0.0] * 4, None, 0.0, 0, *[0.0] * 11)
+    waits = (HostWait("cudaStreamSynchronize", "item", "", "train.py:41", 2, 1e-3),)
+    ran = replace(of_program, program=None, measured=replace(run, waits=waits))
+    assert "host waits a step 3 -> 2" in _between(of_program, ran).settings
+    assert not any("waits" in each for each in _between(ran, ran).settings)
+    bare = replace(of_program, program=None)
+    assert _between(of_program, bare).settings == ()
 
 
 def test_a_size_that_changed_is_named_with_what_followed_from_it(report: Report) -> None:

@@ -511,6 +511,7 @@ def multi_tensor_launches(tensors: int, elements: int, lists: int) -> int:
     )
 
 
+@_describes("_amp_foreach_non_finite_check_and_unscale_")
 def _foreach(call: Call, recorder: Recording) -> list[Described]:
     """One multi-tensor operation over lists of tensors."""
     lists = [
@@ -590,7 +591,7 @@ _BY_ROLE = {
         rand_like randn_like gelu gelu_backward softplus_backward hardsigmoid hardsigmoid_backward softplus
         silu silu_backward glu glu_backward where masked_fill masked_fill_ clamp _prelu_kernel
         _prelu_kernel_backward rrelu_with_noise hardswish hardswish_backward threshold_backward bitwise_and
-        bitwise_or eq ne _amp_foreach_non_finite_check_and_unscale_ lerp addcmul addcdiv isin complex
+        bitwise_or eq ne lerp addcmul addcdiv isin complex
         view_as_real_copy polar real imag logspace heaviside abs hardtanh hardtanh_backward
     """,
 }

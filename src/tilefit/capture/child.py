@@ -1,38 +1,30 @@
 """Capture in a process of its own: a model file that hangs or aborts takes nothing with it.
 
-The child reads its options as JSON from standard input and writes each step, after a line about what it
-depends on, or its error, as JSON to a file in the folder it is given. What the model's code prints goes to
-standard error.
+The child (:mod:`tilefit.capture.worker`) reads its options as JSON from standard input and writes each step,
+after a line about what it depends on, or its error, as JSON to a file in the folder it is given. What the
+model's code prints goes to standard error.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
-from tilefit.capture.naming import require_readable
+from tilefit.capture.naming import has_source, require_readable
+from tilefit.capture.worker import begin, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import TargetOptions
-
-_POLL_S = 0.02
-#: Where this package is, and what the child runs. Unlike ``-m``, ``-P -c`` does not search the current
-#: folder: a file of the user's called like a module of the standard library is not to take its place.
-_ROOT = str(Path(__file__).parents[2])
-_START = "import sys; sys.path.append(sys.argv[2]); from tilefit.capture.child import main; main()"
+from tilefit.options import ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
@@ -132,59 +124,46 @@ def _nothing() -> Generator[Step | TilefitError]:
 def _captures(
     target: str, options: Sequence[TargetOptions], timeout_s: float
 ) -> Generator[Step | TilefitError]:
-    with tempfile.TemporaryDirectory(prefix="tilefit-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, folder, _ROOT],
-            stdin=subprocess.PIPE,
-            stdout=2,  # what the model prints must not mix with the report
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends the child
-            env={**os.environ},  # not what C libraries have put beside it
-        )
-        request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
-        try:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError), process.stdin:  # a child that died is noticed below
-                process.stdin.write(json.dumps(request))
-            for index, each in enumerate(options):
-                text = _read(process, _result(folder, index), target, timeout_s)
-                if text.startswith('{"error"'):
-                    yield _error(**json.loads(text))
-                    continue
-                witness, _, text = text.partition("\n")
-                if not each.sources:  # tried for a moment, and never again
-                    remember(target, each, witness, text)
-                yield Step.from_json(text)
-        finally:
-            process.kill()
-            process.wait()
+    request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
+    with working(request) as worker:
+        for index, each in enumerate(options):
+            text = worker.read(_result(index), target, timeout_s)
+            if text.startswith('{"error"'):
+                yield _error(**json.loads(text))
+                continue
+            witness, _, text = text.partition("\n")
+            if not each.sources:  # tried for a moment, and never again
+                remember(target, each, witness, text)
+            yield Step.from_json(text)
 
 
-def _result(folder: str, index: int) -> Path:
-    return Path(folder) / f"{index}.json"
+def capture_program_in_child(
+    program: ProgramOptions,
+    gpu: str,
+    timeout_s: float = 600.0,
+    told: Callable[[str], None] = lambda text: None,
+) -> Step:
+    """Run a program under an emulated GPU in a child process, and capture the step that it makes.
+
+    Args:
+        program: The program, and which of its steps.
+        gpu: Name of the GPU that it is told that it runs on.
+        timeout_s: How long that may take.
+        told: Gets what the program is at.
+
+    Raises:
+        CaptureError: the child ran out of time or died, or no step can be captured.
+        TilefitError: the program failed.
+    """
+    with working({"program": asdict(program), "gpu": gpu, "path": sys.path}, told) as worker:
+        text = worker.read(_result(0), program.program, timeout_s)
+    if text.startswith('{"error"'):
+        raise _error(**json.loads(text))
+    return Step.from_json(text)
 
 
-def _read(process: subprocess.Popen[str], result: Path, target: str, timeout_s: float) -> str:
-    """What the child writes to a file, once it is there."""
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None and not result.exists():
-        if time.monotonic() > deadline:
-            raise CaptureError(
-                f"{target} did not finish within {timeout_s:.0f} s",
-                hint="Give it longer with --timeout, or a smaller input.",
-            )
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_POLL_S)
-    if not result.exists():
-        killed = process.returncode == -signal.SIGKILL
-        raise CaptureError(
-            f"the process that ran {target} {_ending(process.returncode)}",
-            hint="Most likely memory ran out: with --on-cpu weights and activations are real. Take a smaller "
-            "batch or model, or leave --on-cpu out."
-            if killed
-            else "Its last words are above; run the model alone to see more.",
-        )
-    return result.read_text()
+def _result(index: int) -> str:
+    return f"{index}.json"
 
 
 def _error(error: str, what: str, where: str, hint: str) -> TilefitError:
@@ -192,33 +171,56 @@ def _error(error: str, what: str, where: str, hint: str) -> TilefitError:
     return kind(what, where=where, hint=hint)
 
 
-def _ending(returncode: int) -> str:
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"exited with status {returncode} before it had a result"
-
-
 def main() -> None:
     """The child's side."""
     witness = Witness()
-    request = json.load(sys.stdin)
+    folder, request = begin()
     sys.path[:] = [*request["path"], *(p for p in sys.path if p not in request["path"])]
-    # Before the user's folders come first on the path, for the same reason.
+    # Before the user's folders come first on the path, where a file may be called like one of its modules.
     import_module("tilefit.capture.targets")
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - a model that asks for input must not wait for it
+    if "program" in request:
+        _run_program(request, folder)
     for index, options in enumerate(request["options"]):
         try:
             wanted = TargetOptions(**{**options, "input": tuple(options["input"])})
-            step = capture_target(request["target"], wanted).to_json()
+            step = _captured(request["target"], wanted).to_json()
             text = f"{witness.to_json()}\n{step}"
         except TilefitError as error:
-            text = json.dumps(
-                {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-            )
-        result = _result(sys.argv[1], index)
-        partial = result.with_suffix(".partial")
-        partial.write_text(text)
-        partial.rename(result)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # taking PyTorch down module by module would take half a second
+            text = _told(error)
+        write(folder, _result(index), text)
+    leave()
+
+
+def _captured(target: str, options: TargetOptions) -> Step:
+    """A target's step; of a function that shapes alone do not do for, on the emulated GPU."""
+    from tilefit.capture.failures import needs_device
+
+    try:
+        return capture_target(target, options)
+    except TilefitError as error:
+        if options.on_cpu or not has_source(target) or not needs_device(error):
+            raise
+        from tilefit.capture.program.function import capture_function
+
+        step = capture_function(target, options)
+        if step is None:
+            raise
+        return step
+
+
+def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
+    from tilefit import gpus
+    from tilefit.capture.program.run import capture_program
+
+    def done(result: Step | TilefitError) -> NoReturn:
+        write(folder, _result(0), _told(result) if isinstance(result, TilefitError) else result.to_json())
+        leave()
+
+    options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
+    capture_program(options, gpus.get(request["gpu"]), folder, done, partial(say, folder))
+
+
+def _told(error: TilefitError) -> str:
+    return json.dumps(
+        {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+    )

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tilefit.capture.sites import user_line
-from tilefit.errors import CaptureError
+from tilefit.errors import CaptureError, TilefitError
 
 #: What to do where the step's tensors are on several devices, or on none that is watched.
 ELSEWHERE = (
@@ -106,3 +106,8 @@ def explained(error: Exception, *, on_shapes: bool) -> CaptureError:
         type=type(error).__name__, line=line, sentence=line.partition(". ")[0], before=line.partition(": ")[0]
     )
     return CaptureError(what, where=user_line(error), hint=meaning.hint)
+
+
+def needs_device(error: TilefitError) -> bool:
+    """Whether a capture failed for want of values, or of a device that the code names."""
+    return error.hint in (ELSEWHERE, ON_CPU) or "not compiled with CUDA" in error.what

@@ -17,7 +17,7 @@ from tilefit.capture.autocast import AutocastState, simulated
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.failures import ELSEWHERE, ON_CPU, explained
 from tilefit.capture.inputs import batch_of, describe_inputs
-from tilefit.capture.optimizer import OptimizerSteps, intercepted
+from tilefit.capture.optimizer import OptimizerSteps, intercepted, scaled
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
@@ -72,6 +72,7 @@ class Modes:
             stack.enter_context(_eager())
             stack.enter_context(simulated(self.autocast))
             stack.enter_context(intercepted(self.steps))
+            stack.enter_context(scaled(self.steps))
             stack.enter_context(self.sites.following())
             if not self.of_module:
                 # A step callable makes its own tensors, and says nothing of a device where there is no GPU.
@@ -141,6 +142,10 @@ class Modes:
         if not self.recorder.ops:
             raise CaptureError(
                 f"the step did nothing on the {self.device} device, where it is watched", hint=ELSEWHERE
+            )
+        for line in self.recorder.host_products:
+            raise CaptureError(
+                "a part of the step computes on tensors of another device", where=line, hint=ELSEWHERE
             )
 
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:

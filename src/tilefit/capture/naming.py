@@ -32,9 +32,23 @@ def require_readable(target: str) -> None:
             hint=f"Write file.py:factory, package.module:factory, {', '.join(usages)} or {last}.",
         )
     path = Path(target.rpartition(":")[0])
-    if has_source(target) and path.suffix == ".py" and not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path()
-        near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
-        raise TargetError(
-            f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else ""
-        )
+    if has_source(target) and path.suffix == ".py":
+        _require_file(path)
+
+
+def require_program(program: str, is_module: bool) -> None:
+    """Check that a program is there; a module is looked for when it is run.
+
+    Raises:
+        TargetError: it is not.
+    """
+    if not is_module:
+        _require_file(Path(program))
+
+
+def _require_file(path: Path) -> None:
+    if path.is_file():
+        return
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
+    raise TargetError(f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else "")

@@ -62,7 +62,7 @@ class OptimizerSteps:
         self.optimizer_bytes = 0
         self.name = ""
         self.fused = False
-        self._known: list[torch.optim.Optimizer] = []
+        self.known: list[torch.optim.Optimizer] = []
         self._unscaled: list[torch.optim.Optimizer] = []
         self._stepping = ExitStack()
 
@@ -85,8 +85,8 @@ class OptimizerSteps:
         enter(self.recorder.phase(OPTIMIZER))
         enter(torch.device("cpu"))
         enter(torch.no_grad())
-        if not any(known is optimizer for known in self._known):
-            self._known.append(optimizer)
+        if not any(known is optimizer for known in self.known):
+            self.known.append(optimizer)
             self._make_state(optimizer, args)
         if self.fused:
             enter(self.recorder.silent())
@@ -172,12 +172,25 @@ class OptimizerSteps:
 
 
 @contextmanager
-def intercepted(steps: OptimizerSteps) -> Iterator[None]:
-    """Within the block every optimizer's step, and every GradScaler, is recorded as CUDA would run it."""
+def scaled(steps: OptimizerSteps) -> Iterator[None]:
+    """Within the block every GradScaler is recorded as CUDA would run it, and finds no infinity."""
 
     def scale(self: GradScaler, outputs: Any) -> Any:
         return tree_map(lambda output: output * 1.0, outputs) if steps.scaling(self) else outputs
 
+    with patch.multiple(
+        GradScaler,
+        scale=scale,
+        unscale_=lambda self, optimizer: steps.unscale_once(self, optimizer),
+        step=lambda self, optimizer, *args, **kwargs: steps.scaled_step(self, optimizer, *args, **kwargs),
+        update=lambda self, new_scale=None: None,
+    ):
+        yield
+
+
+@contextmanager
+def intercepted(steps: OptimizerSteps) -> Iterator[None]:
+    """Within the block every optimizer's step is recorded as CUDA would run it."""
     # The decorator of these two imports the whole compiler, which takes longer than a capture.
     undecorated = {
         name: getattr(method, "__wrapped__", method)
@@ -189,17 +202,6 @@ def intercepted(steps: OptimizerSteps) -> Iterator[None]:
         stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
         stack.callback(register_optimizer_step_post_hook(steps.after).remove)
         stack.enter_context(patch.multiple(torch.optim.Optimizer, **undecorated))
-        stack.enter_context(
-            patch.multiple(
-                GradScaler,
-                scale=scale,
-                unscale_=lambda self, optimizer: steps.unscale_once(self, optimizer),
-                step=lambda self, optimizer, *args, **kwargs: steps.scaled_step(
-                    self, optimizer, *args, **kwargs
-                ),
-                update=lambda self, new_scale=None: None,
-            )
-        )
         # Clipping takes the multi-tensor path on CUDA; on meta it would take one kernel for each tensor.
         stack.enter_context(
             patch.multiple(

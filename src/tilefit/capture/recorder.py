@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +48,10 @@ def _result_layout(value: Any) -> Any:
     return None
 
 
+#: Operations that hardly any step does on the host.
+PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that turns what PyTorch executes into :class:`~tilefit.ops.StepOp`.
 
@@ -75,6 +80,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameter_of: dict[int, str] = {}
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
+        #: Lines of products on another device, which are not recorded.
+        self.host_products: dict[str, None] = {}
         # By the number of the autograd node of each product: None if no parameter is multiplied, else the
         # parameter that is its input rather than its weight (a learned query), mostly the empty name.
         self._input_of: dict[int, str | None] = {}
@@ -122,6 +129,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.keep(tensors)
         self._allocations[:] = [*self._allocations[count:], *self._allocations[:count]]
         self.peak_bytes = peak_bytes + self.live_bytes - live_bytes
+
+    def restart(self) -> None:
+        """Forget what was recorded: the step begins here, and what is alive was there before it."""
+        self.ops.clear()
+        alive: Counter[int] = Counter()
+        for number, size in self._allocations:
+            alive[number] += size
+        self._allocations[:] = [(number, size) for number, size in alive.items() if size]
+        self._kept.update(number for number, _ in self._allocations)
+        self.peak_bytes = self.live_bytes
 
     def moments(self, stay: Collection[int]) -> tuple[Moment, ...]:
         """The moments that are the fullest on some batch.
@@ -242,6 +259,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = Call(func, args, kwargs, out)
         tensors = (*call.inputs, *call.outputs)
         if not any(t.device.type == self.device and t.numel() for t in tensors):
+            if call.packet in PRODUCTS:
+                self.host_products[self.sites.source_line()] = None
             return out  # the host's work, or none
         if self._on_host and call.inputs and self.identify(call.inputs[0]) in self._on_host:
             return out

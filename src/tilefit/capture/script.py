@@ -66,26 +66,33 @@ def run_script(
     watch.on_end = end
     try:
         with redirect_stdout(sys.stderr), watch:
-            _run(script)
+            run_as_main(script)
     except _Enough:
         return None
-    except SystemExit as leaving:
-        if isinstance(leaving.code, int) and leaving.code:
-            return TargetError(f"the script left with exit code {leaving.code}", where=str(script))
-        if leaving.code:
-            return TargetError(f"the script left, saying: {leaving.code}", where=str(script))
-    except Exception as error:  # noqa: BLE001 - whatever a user's script may raise, it is theirs to see
-        return TargetError(
-            f"{type(error).__name__}: {error}",
-            where=user_line(error) or str(script),
-            hint="The script failed; what was found until then is reported.",
-        )
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's script may raise
+        return failure(error, str(script), "The script failed; what was found until then is reported.")
     finally:
         sys.argv, sys.path = argv, path
     return None
 
 
-def _run(script: Path) -> None:
+def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetError | None:
+    """What a script's end means to its user; None where it left well.
+
+    Args:
+        error: As the script let it out.
+        script: Its name.
+        hint: What to say of an exception.
+    """
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int) and error.code:
+            return TargetError(f"the script left with exit code {error.code}", where=script)
+        return TargetError(f"the script left, saying: {error.code}", where=script) if error.code else None
+    return TargetError(f"{type(error).__name__}: {error}", where=user_line(error) or script, hint=hint)
+
+
+def run_as_main(script: Path) -> None:
+    """Run a script in this process as Python runs one that it is started with."""
     package, root = package_of(script)
     if package and imports_relatively(script):
         sys.path.insert(0, str(root))

@@ -44,13 +44,20 @@ class SiteTracker:
     Args:
         on_root: Told of every model that runs, once, with what its names begin with.
         on_backward: Called when a backward pass begins.
+        is_model: Whether a module that runs, and is no part of a known model, is to be named.
     """
 
-    def __init__(self, on_root: Callable[[str, nn.Module], None], on_backward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_root: Callable[[str, nn.Module], None],
+        on_backward: Callable[[], None],
+        is_model: Callable[[nn.Module], bool] = lambda module: True,
+    ) -> None:
         #: The models that ran, by what the names of their modules and parameters begin with.
         self.roots: list[tuple[str, nn.Module]] = []
         self._on_root = on_root
         self._on_backward = on_backward
+        self._is_model = is_model
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
         self._types: dict[str, type[nn.Module]] = {}
@@ -69,7 +76,11 @@ class SiteTracker:
 
     def is_running(self, kind: type[nn.Module]) -> bool:
         """Whether the innermost module that runs is of a class."""
-        return bool(self._stack) and issubclass(self._types[self._stack[-1]], kind)
+        return bool(self._stack) and issubclass(self._types.get(self._stack[-1], object), kind)
+
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether a module is a known model, about to run within none."""
+        return not self._stack and any(module is root for _, root in self.roots)
 
     def is_repeated_forward(self) -> bool:
         """Whether what runs within a backward pass is a forward pass again (activation checkpointing).
@@ -96,9 +107,9 @@ class SiteTracker:
         """Within the block, modules that run are noticed."""
 
         def entered(module: nn.Module, args: Any) -> None:
-            if id(module) not in self._names:
+            if id(module) not in self._names and self._is_model(module):
                 self.name_modules(module)
-            self._stack.append(self._names[id(module)])
+            self._stack.append(self._names.get(id(module), ""))
 
         def left(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilefit.capture.naming import require_readable
+from tilefit.capture.naming import require_program, require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile, Libraries
-from tilefit.cli.option_groups import grouped
+from tilefit.cli.option_groups import grouped, refuse_given
+from tilefit.options import ProgramOptions, TargetOptions
 
+#: Options that describe the step of a model.
+_OF_MODELS = [each.name for each in fields(TargetOptions) if "help" in each.metadata]
 #: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
 _MANY_OPS = 100_000
 
@@ -20,7 +24,18 @@ _MANY_OPS = 100_000
 @grouped
 def check(
     context: typer.Context,
-    target: step_options.Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET|PROGRAM",
+            help=f"{step_options.TARGETS}; or a program, train.py.",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="The program's own.", show_default=False),
+    ] = None,
     *,
     gpu: Annotated[
         list[str] | None,
@@ -33,14 +48,26 @@ def check(
     options: step_options.Options,
     split: step_options.SplitOver,
     capture: step_options.Capture,
+    program: step_options.OfProgram,
     selection: step_options.Rules,
     shown: report_output.Shown,
 ) -> int:
-    """Check a model: what a step costs on a GPU, where it wastes it, what to change and what that saves.
+    """Check a model, or a program: what a step costs on a GPU, where it wastes it, what a change saves.
 
-    Nothing is downloaded and no GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
+    A program's own arguments stand after --. Nothing is downloaded and no GPU is needed. Exit code: 0
+    nothing found, 1 findings, 2 could not run.
     """
-    require_readable(target)
+    is_program = program.is_module or step_options.is_script(target)
+    if arguments and arguments[0] == "--":  # train.py -- --epochs 3
+        arguments = arguments[1:]
+    if is_program:
+        refuse_given(
+            context, _OF_MODELS, "a program makes its own steps, by its own arguments, which stand after --"
+        )
+        require_program(target, program.is_module)
+    else:
+        refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
+        require_readable(target)
     from tilefit.cost.priced import resolve, with_libraries
     from tilefit.rules import select
 
@@ -51,12 +78,17 @@ def check(
     found = resolve(gpu or settled.gpu or None, calibration)
     gpus = tuple(with_libraries(device, libraries) for device in found)
 
-    from tilefit.capture.child import capture_in_child
+    from tilefit.capture.child import capture_in_child, capture_program_in_child
     from tilefit.session import Session
 
     captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
-    session = Session(captured, gpus, selection, split)
-    with output.progress(f"Capturing {target}"):
+    if is_program:
+        program = replace(program, program=target, arguments=tuple(arguments or ()))
+    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}") as tell:
+        if is_program:
+            run = partial(capture_program_in_child, program, gpus[0].name)
+            captured = partial(run, capture.timeout, tell)
+        session = Session(captured, gpus, selection, split)
         step = session.step
     if len(step.ops) > _MANY_OPS:
         output.note(

@@ -25,6 +25,7 @@ from tilefit.cli import (
     report,
     rule,
     rules,
+    step_options,
     sweep,
 )
 from tilefit.errors import TilefitError
@@ -59,7 +60,7 @@ for _verb in _VERBS:
     app.command()(_verb)
 # What stands behind the script is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(precision.precision)
-app.command(cls=profile.ProfileCommand)(profile.profile)
+app.command(cls=step_options.ScriptCommand)(profile.profile)
 #: Verbs with kinds of their own.
 _GROUPS = {"bench": bench.app, "curve": curve.app}
 for _group in _GROUPS.values():

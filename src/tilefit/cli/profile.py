@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from tilefit import gpus
 from tilefit.capture.naming import require_readable
@@ -43,20 +42,6 @@ class Window:
         metavar="N",
     )
     plain: int = option(5, "Steps then timed without the profiler, to tell what it adds.", min=0, metavar="N")
-
-
-class ProfileCommand(TyperCommand):
-    """What stands behind a script is the script's own."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """What follows a script is the script's."""
-        if any(_is_script(each) for each in args):
-            ctx.allow_interspersed_args = False
-        return super().parse_args(ctx, args)
-
-
-def _is_script(text: str) -> bool:
-    return text.endswith(".py")
 
 
 def _is_trace(text: str) -> bool:
@@ -112,7 +97,7 @@ def profile(
     select(selection.select, selection.ignore)
     if gpu is not None:
         gpus.get(gpu)
-    if arguments and not _is_script(target):
+    if arguments and not step_options.is_script(target):
         raise UsageError(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
@@ -143,7 +128,7 @@ def _run(
 
         with output.progress(f"Reading {target}"):
             return Imported(Path(target), **{name: how[name] for name in how.keys() - {*steps}}), None
-    if _is_script(target):
+    if step_options.is_script(target):
         refuse_given(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments)
         run, error = _script(Path(target), arguments, **how)

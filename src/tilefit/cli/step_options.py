@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from tilefit.cli.option_groups import Group
-from tilefit.options import Selection, Split, StepOptions, TargetOptions, option
+from tilefit.options import ProgramOptions, Selection, Split, StepOptions, TargetOptions, option
 
 _STEP = "The step"
 _RULES = "Rules"
@@ -20,12 +21,15 @@ SPLIT = "Split over GPUs"
 #: Seconds a capture may take before it counts as hanging.
 TIMEOUT_S = 300.0
 
+TARGETS = (
+    "file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), torchvision:resnet50, "
+    "timm:vit_base_patch16_224"
+)
 Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="file.py:factory, package.module:factory, hf:gpt2 (or hf:config.json), "
-        "torchvision:resnet50, timm:vit_base_patch16_224.",
+        help=f"{TARGETS}.",
         show_default=False,
     ),
 ]
@@ -38,6 +42,7 @@ OfRun = Annotated[
 ]
 #: Where each operation is looked at by itself.
 OfOperations = Annotated[TargetOptions, Group(_STEP, without=("on_cpu", "compile"))]
+OfProgram = Annotated[ProgramOptions, Group("A program")]
 SplitOver = Annotated[Split, Group(SPLIT)]
 Rules = Annotated[Selection, Group(_RULES)]
 Codes = Annotated[Selection, Group(_RULES, without=("min_gain",))]
@@ -62,6 +67,21 @@ class CaptureOptions:
 Capture = Annotated[CaptureOptions, Group(_STEP)]
 #: Where the points of a sweep are what is made anew.
 Timeout = Annotated[CaptureOptions, Group(_STEP, without=("fresh",))]
+
+
+class ScriptCommand(TyperCommand):
+    """A command to whose scripts belongs what stands behind them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What follows a script, or the module after ``-m``, is the program's."""
+        if any(map(is_script, args)) or "-m" in args:
+            ctx.allow_interspersed_args = False
+        return super().parse_args(ctx, args)
+
+
+def is_script(text: str) -> bool:
+    """Whether a target is a script."""
+    return text.endswith(".py")
 
 
 def note_misplaced(context: typer.Context, script: str, arguments: Sequence[str]) -> None:

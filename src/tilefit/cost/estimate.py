@@ -55,6 +55,8 @@ class Estimate:
 
 #: The host's launches are what a step waits for; a bound of a step, never of one operation.
 LAUNCH = "launch"
+#: The queue runs empty where the program waits, and copies between host and GPU: a bound of a program's step.
+WAITS = "waits"
 
 
 def bound(math_s: float, memory_s: float, time_s: float) -> str:
@@ -101,13 +103,15 @@ class StepEstimate:
 
     Attributes:
         ops: Estimates, aligned with ``Step.ops``.
-        time_s: Wall time: the host launching against the GPU executing.
+        time_s: Wall time: the host launching against the GPU executing, and what the program's waits add.
         low_s, high_s: An interval that should hold the truth in 80 % of cases.
         gpu_time_s: Sum of the operations' GPU times: the time if launches cost nothing.
-        host_time_s: Sum of the host's launch times: the time if the GPU were infinitely fast.
+        host_time_s: Sum of the host's launch times, and of its calls that wait or copy: the time if the GPU
+            were infinitely fast.
         flop: Floating-point operations.
         bound_time_s: Wall time by what limits it: ``math``, ``memory``, ``latency`` (GPU times of the
-            operations with that bound) and ``launch`` (the GPU waits for the host). Sums to ``time_s``.
+            operations with that bound), ``launch`` (the GPU waits for the host) and, of a program, ``waits``
+            (its queue is empty because the host waited, or a copy runs). Sums to ``time_s``.
     """
 
     ops: tuple[Estimate, ...]
@@ -121,7 +125,7 @@ class StepEstimate:
 
     @property
     def launch_share(self) -> float:
-        """The share of the step that the GPU waits for the host."""
+        """The share of the step that the GPU waits for the host's launches."""
         return self.bound_time_s.get(LAUNCH, 0.0) / self.time_s if self.time_s else 0.0
 
     @property

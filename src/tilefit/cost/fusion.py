@@ -28,7 +28,7 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -106,12 +106,31 @@ _Roots = dict[_Value, int]
 def fuse(step: Step) -> Step:
     """The step as a compiled model would run it."""
     fusion = _Fusion(list(_lowered(step)))
+    ops = tuple(fusion.kernels())
     return replace(
         step,
-        ops=tuple(fusion.kernels()),
+        ops=ops,
+        program=step.program and step.program.moved(_places(step.ops, ops)),
         memory=fusion.memory(step.memory, tensors_that_stay(step.ops, step.parameters)),
         settings=replace(step.settings, compiled=True),
     )
+
+
+def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int], int]:
+    """Where something is among kernels that was so far among operations: behind as large a share of its part
+    of the step (which kernel an operation went into is not told)."""
+    before, after = ([entry.phase.partition("-")[0] for entry in each] for each in (ops, kernels))
+    places = {part: [index for index, each in enumerate(after, 1) if each == part] for part in set(before)}
+
+    def place(index: int) -> int:
+        earlier = before[:index]
+        made = places[earlier[-1]] if earlier else []
+        if not made:
+            return 0
+        part = earlier[-1]
+        return made[-(-earlier.count(part) * len(made) // before.count(part)) - 1]
+
+    return place
 
 
 @dataclass(slots=True)

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import hypot
 
-from tilefit.cost.estimate import BOUNDS, LAUNCH, Estimate, StepEstimate
+from tilefit.cost.estimate import BOUNDS, LAUNCH, WAITS, Estimate, StepEstimate
 from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
+from tilefit.cost.waits import call_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
 #: Half-width of the 80 % interval of the time the GPU waits for the host: hosts differ by this much.
-_LAUNCH_SPREAD = 0.4
+LAUNCH_SPREAD = 0.4
 
 
 def estimate_step(
@@ -32,7 +33,8 @@ def estimate_step(
 ) -> StepEstimate:
     """Predicted wall time of a step.
 
-    The host launches operation after operation and runs ahead of the GPU, into the next step too.
+    The host launches operation after operation and runs ahead of the GPU, into the next step too, as far as
+    the program lets it (:mod:`tilefit.cost.waits`).
 
     Args:
         step: The step.
@@ -50,6 +52,7 @@ def estimate_step(
     scale = device.launch_scale if launch_scale is None else launch_scale
     gpu_s = 0.0
     host_s = scale * python_s
+    launches_s: list[float] = []
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
     begun: set[str] = set()
@@ -61,16 +64,24 @@ def estimate_step(
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         launch_s = launch(entry.op, entry.phase, device, step.settings).host_s
-        host_s += scale * (around + (GRAPHED_S if replayed else launch_s))
+        launches_s.append(scale * (around + (GRAPHED_S if replayed else launch_s)))
+        host_s += launches_s[-1]
         gpu_s += predicted.time_s
         bound_s[predicted.bound] += predicted.time_s
         path = (predicted.kernel_family, predicted.bound)
         widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
+    host_s += call_s(step.program, scale)
     time_s = max(gpu_s, host_s)
     bound_s[LAUNCH] = time_s - gpu_s
+    if step.program is not None:
+        launches_s[:1] = [scale * python_s + first for first in launches_s[:1]]
+        times_s = [predicted.time_s for predicted in estimates]
+        paced = max(time_s, paced_s(step.program, launches_s, times_s, device, scale))
+        bound_s[WAITS] = paced - time_s
+        time_s = paced
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
     common_s = device.common_spread * gpu_s
-    width = hypot(*widths.values(), common_s, _LAUNCH_SPREAD * bound_s[LAUNCH])
+    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * (time_s - gpu_s))
     return StepEstimate(
         ops=estimates,
         time_s=time_s,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tilefit.ops.entries import Site
 
 #: Values of :attr:`HostEvent.kind`: the host reads a value of a GPU tensor and so waits for all that it has
 #: launched; a copy from the host to the GPU; one from the GPU to the host.
 WAIT, TO_GPU, TO_HOST = "wait", "to_gpu", "to_host"
+_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,23 @@ class Program:
     loaders: tuple[Loader, ...] = ()
     habits: tuple[Habit, ...] = ()
     fake: tuple[str, ...] = ()
+
+    def moved(self, place: Callable[[int], int]) -> Program:
+        """With its operations elsewhere: ``place`` says how many there are now before what had so many."""
+        return replace(
+            self,
+            events=tuple(replace(event, index=place(event.index)) for event in self.events),
+            habits=tuple(
+                replace(habit, first=place(habit.first), last=place(habit.last)) for habit in self.habits
+            ),
+        )
+
+    def on_batch(self, factor: float) -> Program:
+        """With ``factor`` times the samples: what is copied to the GPU grows, but for single numbers."""
+        events = (
+            replace(event, bytes=round(factor * event.bytes))
+            if event.kind == TO_GPU and event.bytes > _NUMBER_BYTES
+            else event
+            for event in self.events
+        )
+        return replace(self, events=tuple(events))

@@ -105,8 +105,9 @@ def rank_step(divided: SplitStep, gpus: Sequence[Gpu]) -> Step:
 
 
 def _part(step: Step, *, optimizer: bool) -> Step:
-    """What is done once for a step, or for each micro-batch."""
-    return replace(step, ops=tuple(entry for entry in step.ops if (entry.phase == OPTIMIZER) == optimizer))
+    """What is done once for a step, or for each micro-batch, which has the program's copies and waits."""
+    ops = tuple(entry for entry in step.ops if (entry.phase == OPTIMIZER) == optimizer)
+    return replace(step, ops=ops, program=None if optimizer else step.program)
 
 
 def _communication_s(step: Step, estimate: StepEstimate, parts: int) -> float:

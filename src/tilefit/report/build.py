@@ -10,6 +10,7 @@ from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
 from tilefit.ops.scaling import scale_batch
+from tilefit.report.program import Around
 from tilefit.report.report import BatchPoint, Device, MemoryUse, OpRow, Report, StepSummary, Unmodelled
 from tilefit.rules import all_rules
 from tilefit.rules.finding import Finding
@@ -68,6 +69,7 @@ def build(
         environment=dict(environment or {}),
         safe_gain_s=safe_gain_s,
         rules=pages((finding.code for finding in findings), all_rules()),
+        program=Around.of(step.program) if step.program else None,
     )
 
 

@@ -139,11 +139,21 @@ def _behind(first: Report, second: Report) -> Iterator[_Differing]:
     yield "GPU", first.gpu, second.gpu
     for each in fields(first.settings):
         yield each.name, getattr(first.settings, each.name), getattr(second.settings, each.name)
+    counts = [_host_waits(report) for report in (first, second)]
+    if None not in counts and (first.program or second.program):
+        yield "host waits a step", counts[0], counts[1]
     before, after = ("measured" if report.measured else "predicted" for report in (first, second))
     yield "times", before, after
     if first.gpu == second.gpu:
         yield "measurements", first.profile, second.profile
     yield "tilefit", first.version, second.version
+
+
+def _host_waits(report: Report) -> int | None:
+    """How often the host waits in a step; None where neither a program nor a profiled run tells."""
+    if report.measured is not None:
+        return sum(wait.count for wait in report.measured.waits)
+    return report.program.waits if report.program is not None else None
 
 
 def _told(pairs: Iterable[_Differing]) -> Iterator[str]:

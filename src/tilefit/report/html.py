@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape as _escape
 
 from tilefit import units
 from tilefit.formats import renders
-from tilefit.report import text
+from tilefit.report import program, text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import Alarm, Finding
@@ -48,6 +48,8 @@ def render(document: Document) -> str:
         parts.append(_table(["saves", "", *(report.gpu for report in reports)], rows))
     else:
         parts += [*map(_item, first.findings)] or [f"<p>{text.NOTHING}</p>"]
+        if first.program is not None:
+            parts += _program(first.program)
         parts.append(_footer(first))
     return _element(parts)
 
@@ -88,6 +90,13 @@ def _item(item: Finding | Alarm) -> str:
         f"<code>{escape(place)}</code><br>{escape(item.message)}</summary>{lines}"
         f'<div>→ {escape(item.fix)}{safety}</div><div class="quiet">{escape(more)}</div></details>'
     )
+
+
+def _program(around: program.Around) -> Iterator[str]:
+    yield _table(["", "the program"], [*program.headline(around), *program.footer(around)])
+    for title, lines in program.everything(around):
+        listed = "".join(f'<div class="quiet">{escape(line)}</div>' for line in lines)
+        yield f"<details><summary>{escape(title)}</summary>{listed}</details>"
 
 
 def _footer(report: Report) -> str:

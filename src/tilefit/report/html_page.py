@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from tilefit import units
+from tilefit.cost.estimate import WAITS
 from tilefit.formats import renders
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
-from tilefit.report import html_figures, html_measured, html_modules, html_operations, text
+from tilefit.report import html_figures, html_measured, html_modules, html_operations, program, text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import ERROR
@@ -75,6 +76,7 @@ def _view(report: Report) -> dict[str, Any]:
         "roofline": html_figures.roofline(report, [row.group for row in rows], [row.rate for row in rows]),
         "data": html_operations.data(report, rows),
         "gpu_s": sum(op.time_s for op in report.ops),
+        "program": _program(report.program) if report.program else None,
     }
 
 
@@ -85,7 +87,14 @@ def _bars(report: Report) -> list[tuple[str, list[tuple[str, str, float]]]]:
     colored = [(name, name, time_s) for name, time_s in kinds if name in html_figures.COLORED_KINDS]
     rest_s = sum(step.kinds_s.values()) - sum(time_s for *_, time_s in colored)
     return [
-        ("limited by", [(name, name, time_s) for name, time_s in step.bounds_s.items() if time_s]),
+        (
+            "limited by",
+            [
+                ("copy" if name == WAITS else name, name, time_s)
+                for name, time_s in step.bounds_s.items()
+                if time_s
+            ],
+        ),
         (
             "by pass",
             [
@@ -96,6 +105,14 @@ def _bars(report: Report) -> list[tuple[str, list[tuple[str, str, float]]]]:
         ),
         ("by kind", [*colored, *([("other", "other kinds", rest_s)] if rest_s > 0 else [])]),
     ]
+
+
+def _program(around: program.Around) -> dict[str, Any]:
+    """Lines on the program, and lists to unfold."""
+    return {
+        "lines": [*program.headline(around), *program.footer(around)],
+        "lists": list(program.everything(around)),
+    }
 
 
 def _memory(report: Report) -> list[tuple[str, str, int]]:

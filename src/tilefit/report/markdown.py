@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.formats import renders
-from tilefit.report import text
+from tilefit.report import program, text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import Alarm, Finding
@@ -102,11 +102,23 @@ def _checked(document: Document, ops: bool) -> list[Part]:
         if report.measured is not None:
             lines = [f"- {label}: {escape(words)}" for label, words in text.measured(report.measured)]
             parts.append(Part("\n".join(["## The run\n", *lines]), noun="the run"))
+        if report.program is not None and report is first:
+            parts += _program(report.program)
         covers = f"Covers {escape(text.coverage(report))}."
         times = f"Times {text.times(report.step.provenance, report.profile)}."
         parts.append(Part(f"{covers} {times}", noun="the coverage"))
         parts += [Part(escape(note), noun="a note") for note in report.notes]
     return parts
+
+
+def _program(around: program.Around) -> Iterator[Part]:
+    lines = [*program.headline(around), *program.footer(around)]
+    said = "\n".join(f"- {label}: {escape(words)}" for label, words in lines)
+    yield Part(f"## The program\n\n{said}", noun="the program")
+    for title, each in program.everything(around):
+        yield Part(
+            f"### {title}\n", tuple(f"- {escape(line)}" for line in each), noun=title.lower(), optional=True
+        )
 
 
 def _watched(document: Watched) -> list[Part]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilefit import units
 from tilefit.formats import make, render, renders
 from tilefit.ops import Settings
+from tilefit.report.program import Around
 from tilefit.rules.finding import SAFE, Finding, RulePage
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class StepSummary:
     Attributes:
         time_s: Predicted wall time; ``low_s`` and ``high_s`` bound it (80 %).
         gpu_time_s: Time in which the GPU works.
-        host_time_s: Time the host needs to launch everything.
+        host_time_s: Time the host needs to launch everything, its own waits left out.
         flop: Floating-point operations.
         tensor_flop: Of them, those of matrix products, convolutions, attention and recurrence.
         flop_per_s: ``tensor_flop / time_s``.
@@ -79,7 +80,8 @@ class StepSummary:
         parameter_count: Parameters of the model, shared ones counted once.
         op_count: Operations.
         bounds_s: The step's time by what limits it: ``math``, ``memory`` and ``latency`` of the GPU, and
-            ``launch``, in which the GPU waits for the host.
+            ``launch``, in which the GPU waits for the host; of a program ``waits``, in which its queue is
+            empty because the host waited, or a copy runs.
         phases_s: GPU time by phase.
         kinds_s: GPU time by kind of operation.
         provenance: Where most of the predicted time comes from: ``datasheet``, ``estimated`` or ``measured``.
@@ -351,6 +353,7 @@ class Report(Document):
             counted twice; None where it was not priced. See :func:`tilefit.rules.safe_gain_s`.
         rules: The documentation of the rules behind the findings.
         measured: The profiled run that the times are from; None where they are predicted.
+        program: The program around the step; None where a model was captured.
     """
 
     model: str
@@ -373,6 +376,7 @@ class Report(Document):
     safe_gain_s: float | None = None
     rules: tuple[RulePage, ...] = ()
     measured: MeasuredStep | None = None
+    program: Around | None = None
 
     @property
     def waste(self) -> float:
@@ -392,7 +396,10 @@ class Report(Document):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
-        return {"schema_version": REPORT_SCHEMA, **asdict(self)}
+        values = {"schema_version": REPORT_SCHEMA, **asdict(self)}
+        if self.program is None:
+            del values["program"]
+        return values
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tilefit import units
 from tilefit.formats import renders
-from tilefit.report import text
+from tilefit.report import program, text
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm, Finding
@@ -36,6 +36,7 @@ _BOUND_BAR = {
     "memory": ("▒", "yellow"),
     "latency": ("░", "magenta"),
     "launch": ("·", "red"),
+    "waits": ("╌", "blue"),
 }
 
 
@@ -102,6 +103,9 @@ def _headline(report: Report, width: int) -> RenderableType:
     title = Text.assemble((text.heading(report), "bold"), f" on {text.plain(report.device.title)}")
     setup = Text(_flowed(text.setup(report), width), style="dim")
     grid = _labelled()
+    around = program.headline(report.program) if report.program else []
+    for label, words in around:
+        grid.add_row(label, Text(text.plain(words)))
     grid.add_row("Time", _time(report))
     grid.add_row("Rate", _rate(report))
     grid.add_row("Bound", _bounds(report))
@@ -167,7 +171,7 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
         head.append(f"  {source}", style="dim")
     lines = finding.arithmetic if show_all else finding.arithmetic[:1]
     body = _body(finding, lines, f" ({finding.safety})", source if show_all else "")
-    if show_all and finding.severity != ERROR:
+    if show_all and finding.gain_s:
         between = units.interval(finding.gain_low_s, finding.gain_high_s)
         body.add_row(Text("±", style="dim"), Text(f"80 % interval {between}", style="dim"))
     if show_all and finding.next_command:
@@ -249,6 +253,10 @@ def _totals(report: Report, show_all: bool) -> RenderableType:
     grid.add_row("Times", text.times(report.step.provenance, report.profile))
     for note in report.notes:
         grid.add_row("Note", Text(text.plain(note)))
+    for label, words in program.footer(report.program) if report.program else ():
+        grid.add_row(label, Text(text.plain(words)))
+    for title, lines in program.everything(report.program) if report.program and show_all else ():
+        grid.add_row("", Text("\n".join([f"{title}:", *map(text.plain, lines)])))
     for index, command in enumerate(text.next_commands(report)):
         grid.add_row("" if index else "Next", Text(command, style="cyan"))
     return grid

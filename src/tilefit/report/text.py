@@ -112,9 +112,11 @@ def measured(run: MeasuredStep) -> list[tuple[str, str]]:
 
 
 def gain(finding: Finding) -> str:
-    """``saves 24.3 ms (16.4 %)``; an error has no price."""
+    """``saves 24.3 ms (16.4 %)``; not everything has a price."""
     if finding.severity == ERROR:
         return "cannot run"
+    if not finding.gain_s:
+        return "not priced"
     return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
 
 
@@ -204,7 +206,9 @@ def gain_cell(finding: Finding | None) -> str:
     """A finding's gain in a table, a dash where the GPU does not have it."""
     if finding is None:
         return "–"
-    return "cannot run" if finding.severity == ERROR else units.share(finding.gain_fraction)
+    if finding.severity == ERROR or not finding.gain_s:
+        return gain(finding)
+    return units.share(finding.gain_fraction)
 
 
 @dataclass(frozen=True, slots=True)

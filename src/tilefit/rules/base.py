@@ -60,8 +60,8 @@ class Place:
 class Proposal:
     """What a rule proposes, before it is priced; see :class:`~tilefit.rules.finding.Finding` for the fields.
 
-    ``change`` is None only where nothing can be gained because the step cannot run at all
-    (``severity="error"``).
+    ``change`` is None only where the step cannot run at all (``severity="error"``), or where nothing that
+    was captured tells what it costs; ``severity`` is then said.
     """
 
     place: Place
@@ -95,19 +95,20 @@ class Case:
         model, inputs: Expressions, with ``torch``, ``nn`` and ``F`` at hand.
         options: How the step runs, as ``tilefit check`` takes it; on an H200 unless a GPU is named.
         code: What the expressions need, such as a class.
+        program: A whole program in their place.
     """
 
-    model: str
-    inputs: str
+    model: str = ""
+    inputs: str = ""
     options: str = ""
     code: str = ""
+    program: str = ""
 
     def but(self, old: str, new: str) -> Case:
         """The same program with a piece of its text replaced wherever it stands."""
-        texts = (self.model, self.inputs, self.code)
-        assert any(old in text for text in texts), f"{old!r} stands nowhere in {self}"
-        model, inputs, code = (text.replace(old, new) for text in texts)
-        return Case(model, inputs, self.options, code)
+        texts = {name: getattr(self, name) for name in ("model", "inputs", "code", "program")}
+        assert any(old in text for text in texts.values()), f"{old!r} stands nowhere in {self}"
+        return replace(self, **{name: text.replace(old, new) for name, text in texts.items()})
 
     def under(self, options: str) -> Case:
         """The same program under other options."""

@@ -10,7 +10,9 @@ from math import hypot
 from typing import Unpack
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.cost.estimate import WAITS
 from tilefit.cost.priced import priced
+from tilefit.cost.step import LAUNCH_SPREAD
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.options import Selection, SelectionKeywords, taken
@@ -31,7 +33,7 @@ _OWN_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A finding with the change that it was priced by; None where the step cannot run at all."""
+    """A finding with the change that it was priced by; None where it has no price."""
 
     finding: Finding
     change: Change | None
@@ -48,8 +50,8 @@ def run(
 
 
 def find(context: Context, selection: Selection) -> list[Found]:
-    """What is worth changing in a step on a GPU, best first; errors before everything, and throughput, which
-    makes no step shorter, behind everything.
+    """What is worth changing in a step on a GPU, best first; errors before everything, then warnings that
+    have no price, and throughput, which makes no step shorter, behind everything.
 
     Every proposal is priced by estimating the whole step again with the change made, its costs (padded
     arithmetic, copies, larger activations) included.
@@ -78,6 +80,7 @@ def find(context: Context, selection: Selection) -> list[Found]:
         found,
         key=lambda f: (
             f.finding.severity != ERROR,
+            f.change is not None or f.finding.severity == NOTE,
             f.finding.safety == THROUGHPUT,
             -f.finding.gain_s,
             f.finding.code,
@@ -116,9 +119,12 @@ def changed(step: Step, change: Change) -> Step:
     if change.step is not None:
         return change.step
     ops: list[StepOp] = []
+    before = [0]
     for index, op in enumerate(step.ops):
         ops.extend(change.replace.get(index, (op,)))
-    return replace(step, ops=tuple(ops))
+        before.append(len(ops))
+    program = step.program and step.program.moved(lambda index: before[min(index, len(step.ops))])
+    return replace(step, ops=tuple(ops), program=program)
 
 
 def gain(before: StepEstimate, after: StepEstimate, change: Change) -> tuple[float, float, float]:
@@ -156,8 +162,10 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
 
 
 def _is_worth(context: Context, proposal: Proposal, finding: Finding, min_gain: float) -> bool:
-    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten."""
-    assert proposal.change is not None
+    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten; and
+    what has no price."""
+    if proposal.change is None:
+        return True
     touched_s = sum(context.estimate.ops[index].time_s for index in proposal.change.replace)
     return (
         finding.gain_fraction >= min_gain
@@ -193,7 +201,10 @@ def _spread_s(
         for sign, estimates in ((1, before.ops), (-1, after.ops)):
             for estimate in estimates:
                 paths[estimate.kernel_family, estimate.bound] += sign * width_s(estimate)
-        return hypot(*paths.values())
+        waits_s = before.bound_time_s.get(WAITS, 0.0) - after.bound_time_s.get(WAITS, 0.0)
+        if before.ops == after.ops:  # nothing but what the host does has changed
+            waits_s = before.time_s - after.time_s
+        return hypot(*paths.values(), LAUNCH_SPREAD * waits_s)
     pairs: Counter[tuple[Estimate, tuple[Estimate, ...]]] = Counter()
     shift = 0
     for index in sorted(change.replace):

@@ -61,6 +61,19 @@ def load_factory(path: str, name: str, options: TargetOptions) -> Target:
     return Target(model, inputs, f"{Path(path).name if path.endswith('.py') else path}:{name}", hint=hint)
 
 
+def made_by(path: str, name: str, options: TargetOptions) -> Any:
+    """What a factory returns, called as it is.
+
+    Raises:
+        TargetError: there is none, or it fails.
+    """
+    factory = _factory(path, name)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        return factory
+    arguments = named_sizes(options.arguments, _parameters(factory), f"{path}:{name}")
+    return guarded(lambda: factory(**arguments), f"{path}:{name}")
+
+
 def _factory(path: str, name: str) -> Any:
     """What a file or a module has under this name."""
     module = _import_file(Path(path)) if path.endswith(".py") or os.sep in path else _import_module(path)

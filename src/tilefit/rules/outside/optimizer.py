@@ -11,12 +11,17 @@ from tilefit.rules.finding import SAFE
 from tilefit.units import count, size
 
 #: Optimizers with a fused kernel on CUDA (torch.optim, the ``fused`` argument).
-_FUSED = ("adam", "adamw", "sgd", "adagrad")
+FUSED = ("adam", "adamw", "sgd", "adagrad")
 #: Multi-tensor kernels process this many elements per launch at most: 320 blocks of 65536
 #: (PyTorch, ATen/native/cuda/MultiTensorApply.cuh), and 36 tensors at four lists.
 _ELEMENTS_PER_LAUNCH = 320 * 65536
 _TENSORS_PER_LAUNCH = 36
 _SCALER = "non_finite_check_and_unscale"
+
+
+def multi_tensor_launches(tensors: int, elements: int) -> int:
+    """Kernels of an operation on several tensors at once."""
+    return max(-(-tensors // _TENSORS_PER_LAUNCH), -(-elements // _ELEMENTS_PER_LAUNCH))
 
 
 class UnfusedOptimizer(Rule):
@@ -47,7 +52,7 @@ class UnfusedOptimizer(Rule):
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step
         settings = step.settings
-        if settings.fused_optimizer or settings.optimizer not in _FUSED:
+        if settings.fused_optimizer or settings.optimizer not in FUSED:
             return
         unfused = [
             index
@@ -59,7 +64,7 @@ class UnfusedOptimizer(Rule):
             return
         elements = sum(prod(p.shape) for p in trained)
         values, state = step.memory.gradient_bytes, step.memory.optimizer_bytes
-        launches = max(-(-len(trained) // _TENSORS_PER_LAUNCH), -(-elements // _ELEMENTS_PER_LAUNCH))
+        launches = multi_tensor_launches(len(trained), elements)
         fused = Streaming(
             "optimizer", elements, 2 * values + state, values + state, "fp32", 12.0, kernels=launches
         )

@@ -1,0 +1,54 @@
+"""What stands around a program that is run to see a step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilefit.capture.program.fake_data import Sources, fake_data
+from tilefit.capture.program.loaders import Loaders
+from tilefit.capture.sites import user_line
+from tilefit.capture.torchvision_import import tolerated
+from tilefit.errors import TargetError, TilefitError
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What was seen around a program.
+
+    Attributes:
+        found: Data that were made up, as texts.
+        loaders: Its data loaders.
+        sources: Its sources of data.
+    """
+
+    found: list[str]
+    loaders: Loaders
+    sources: Sources
+
+    def explained(self, error: BaseException) -> TilefitError | None:
+        """What to tell of an error that ended the program, where its surroundings are the cause."""
+        if isinstance(error, EOFError):
+            return TargetError(
+                "the program reads from standard input, where there is nothing",
+                where=user_line(error),
+                hint="Give it what it asks for by its own arguments, after --.",
+            )
+        return self.sources.explained(error)
+
+
+@contextmanager
+def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
+    """Within the block a program runs without a network and writes no files of the user's.
+
+    Args:
+        folder: Where its files go; exists, and is deleted by who made it.
+        fake: Random data take the place of data that are missing.
+    """
+    found: list[str] = []
+    with tolerated(), fake_data(found, folder, fake=fake) as sources:
+        loaders = Loaders(lambda: sources.handed_out, found)
+        with loaders.watching():
+            yield Surroundings(found, loaders, sources)

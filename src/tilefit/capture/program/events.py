@@ -1,0 +1,104 @@
+"""Where host and GPU meet while a program runs, and what it was told that nobody knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
+from tilefit.capture.recorder import PRODUCTS
+from tilefit.emulation.values import is_tensor, leaves
+from tilefit.ops import StepOp
+from tilefit.ops.program import WAIT, Assumption, HostEvent
+
+
+class Meetings:
+    """Launches what the device is told to, and notes events and assumptions.
+
+    Args:
+        recorder: Runs and records operations on shapes.
+        calls: Knows which call of the program's is being made.
+    """
+
+    def __init__(self, recorder: ProgramRecorder, calls: ProgramCalls) -> None:
+        self.recorder = recorder
+        self.calls = calls
+        self.events: list[HostEvent] = []
+        #: A CUDA graph was replayed.
+        self.graphs = False
+        self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Each place once, with the first answer that it was given."""
+        return tuple(
+            Assumption(name, what, value, source, count)
+            for (name, what, source), (value, count) in self._assumptions.items()
+        )
+
+    def restart(self) -> None:
+        """The step begins here."""
+        self.events.clear()
+        self.recorder.host_products.clear()
+
+    def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on shapes, recorded."""
+        out = self.recorder.launch(func, args, kwargs)
+        for leaf in leaves(out):
+            if is_tensor(leaf) and leaf.device.type == "meta":
+                self.recorder.identify(leaf)
+        return out
+
+    def ran_on_host(self, func: Any) -> None:
+        """An operation on tensors of the host's."""
+        if not self.recorder.muted and func._overloadpacket.__name__ in PRODUCTS:
+            self.recorder.host_products[self.recorder.sites.source_line()] = None
+
+    def waited(self, name: str) -> None:
+        """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""
+        self._met(WAIT, self.calls.asking.strip("_") or name if name == "item" else name)
+
+    def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
+        """Something is copied."""
+        size = tensor.numel() * tensor.element_size()
+        self._met(kind, "to", bytes=size, pinned=pinned, non_blocking=non_blocking)
+
+    def _met(self, kind: str, name: str, **fields: Any) -> None:
+        if not self.recorder.muted:
+            site = self.recorder.sites.forward_site()
+            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, **fields))
+
+    def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
+        """A value was made up."""
+        what = f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"
+        key = name, what, self.recorder.sites.source_line()
+        self._assumptions.setdefault(key, [value, 0])[1] += 1
+
+    def captured(self) -> Captured:
+        """A CUDA graph is captured."""
+        return Captured(self.recorder)
+
+    def replayed(self, captured: Captured) -> None:
+        """A CUDA graph runs."""
+        if not self.recorder.muted:
+            self.graphs = True
+            self.recorder.ops += captured.ops
+
+
+class Captured:
+    """The operations of a CUDA graph, recorded within the block and not counted there."""
+
+    def __init__(self, recorder: ProgramRecorder) -> None:
+        self._recorder = recorder
+        self.ops: list[StepOp] = []
+
+    def __enter__(self) -> Captured:
+        recorder = self._recorder
+        self._kept = recorder.ops, recorder.muted
+        recorder.ops, recorder.muted = self.ops, False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.ops, self._recorder.muted = self._kept

@@ -1,0 +1,217 @@
+"""Data sets of torchvision that are not there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tilefit.capture.program.fake_data import made
+from tilefit.capture.program.fake_data.sources import Sources, is_missing
+from tilefit.capture.program.late import Change
+
+
+class _Facts(NamedTuple):
+    """What is known of a data set.
+
+    Attributes:
+        train, test: Images.
+        classes: How many there are; 0 where the target is something else.
+        size: Width and height.
+        mode: Of PIL.
+        layout: How its attribute ``data`` holds the images: ``hw`` or ``hwc`` or ``chw``; with ``tensor``
+            as one; empty where each image is a file.
+        target: ``class``, ``mask``, ``boxes``, ``captions``, ``attributes``.
+    """
+
+    train: int
+    test: int
+    classes: int
+    size: tuple[int, int] = made.PHOTO
+    mode: str = "RGB"
+    layout: str = ""
+    target: str = "class"
+
+
+_DIGITS = _Facts(60000, 10000, 10, (28, 28), "L", "hw tensor")
+_UNKNOWN = _Facts(10000, 2000, 100)
+#: From the pages of the data sets. Sizes of photos are typical ones.
+_KNOWN = {
+    "MNIST": _DIGITS,
+    "FashionMNIST": _DIGITS,
+    "KMNIST": _DIGITS,
+    "QMNIST": _DIGITS,
+    "EMNIST": _Facts(112800, 18800, 47, (28, 28), "L", "hw tensor"),
+    "USPS": _Facts(7291, 2007, 10, (16, 16), "L", "hw"),
+    "CIFAR10": _Facts(50000, 10000, 10, (32, 32), "RGB", "hwc"),
+    "CIFAR100": _Facts(50000, 10000, 100, (32, 32), "RGB", "hwc"),
+    "SVHN": _Facts(73257, 26032, 10, (32, 32), "RGB", "chw"),
+    "STL10": _Facts(5000, 8000, 10, (96, 96), "RGB", "chw"),
+    "ImageFolder": _Facts(50000, 50000, 1000),
+    "DatasetFolder": _Facts(50000, 50000, 1000),
+    "ImageNet": _Facts(1281167, 50000, 1000),
+    "Imagenette": _Facts(9469, 3925, 10),
+    "EuroSAT": _Facts(27000, 27000, 10, (64, 64)),
+    "FER2013": _Facts(28709, 3589, 7, (48, 48), "L"),
+    "Caltech101": _Facts(8677, 8677, 101, (300, 200)),
+    "Caltech256": _Facts(30607, 30607, 257),
+    "Country211": _Facts(31650, 21100, 211),
+    "DTD": _Facts(1880, 1880, 47),
+    "FGVCAircraft": _Facts(3334, 3333, 100, (1024, 768)),
+    "Flowers102": _Facts(1020, 6149, 102, (667, 500)),
+    "Food101": _Facts(75750, 25250, 101, (512, 512)),
+    "GTSRB": _Facts(26640, 12630, 43, (50, 50)),
+    "OxfordIIITPet": _Facts(3680, 3669, 37),
+    "PCAM": _Facts(262144, 32768, 2, (96, 96)),
+    "Places365": _Facts(1803460, 36500, 365, (256, 256)),
+    "StanfordCars": _Facts(8144, 8041, 196, (700, 480)),
+    "SUN397": _Facts(108754, 108754, 397),
+    "CelebA": _Facts(162770, 19962, 0, (178, 218), target="attributes"),
+    "VOCSegmentation": _Facts(1464, 1449, 21, target="mask"),
+    "SBDataset": _Facts(8498, 2857, 21, target="mask"),
+    "Cityscapes": _Facts(2975, 500, 19, (2048, 1024), target="mask"),
+    "CocoDetection": _Facts(118287, 5000, 90, (640, 480), target="boxes"),
+    "CocoCaptions": _Facts(82783, 40504, 0, (640, 480), target="captions"),
+}
+_STATE = "_tilefit_facts"
+
+
+def changes(sources: Sources) -> dict[str, Change]:
+    """Answers torchvision."""
+    return {"torchvision.datasets": lambda module: _datasets(sources, module)}
+
+
+def _datasets(sources: Sources, module: ModuleType) -> None:
+    public = [getattr(module, name) for name in module.__all__]
+    kinds = [kind for kind in public if isinstance(kind, type) and issubclass(kind, module.VisionDataset)]
+    own = {each for kind in kinds for each in kind.__mro__}
+    for kind in own - {module.VisionDataset, module.FakeData}:
+        for method, change in (("__init__", _made), ("__getitem__", _item), ("__len__", _length)):
+            if kind.__module__.startswith(module.__name__) and method in vars(kind):
+                sources.replace(kind, method, change(vars(kind)[method], sources))
+
+
+def _made(original: Any, sources: Sources) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        if "download" in given.arguments:
+            given.arguments["download"] = False
+        try:
+            original(*given.args, **given.kwargs)
+        except Exception as error:
+            if not is_missing(error):
+                raise
+            name = next((each.__name__ for each in type(self).__mro__ if each.__name__ in _KNOWN), "")
+            name = name or next(
+                e.__name__ for e in type(self).__mro__ if e.__module__.startswith("torchvision.")
+            )
+            sources.note(f"torchvision.datasets.{name}")
+            if not sources.fake:
+                raise
+            given.apply_defaults()
+            _fill(self, name, {**given.arguments, **given.arguments.get("kwargs", {})}, sources)
+
+    return init
+
+
+def _fill(self: Any, name: str, given: dict[str, Any], sources: Sources) -> None:
+    """Make a data set that could not be made."""
+    from torchvision.datasets import VisionDataset
+
+    handed = {key: given.get(key) for key in ("transform", "target_transform", "transforms")}
+    VisionDataset.__init__(self, given.get("root") or given.get("img_folder"), **handed)
+    facts = _KNOWN.get(name, _UNKNOWN)
+    split = next((given[key] for key in ("train", "split", "image_set", "mode") if key in given), True)
+    tests = split is False or (isinstance(split, str) and split.startswith(("test", "val")))
+    count = facts.test if tests else facts.train
+    # Of a class with names for its classes they are kept.
+    classes = getattr(self, "classes", None) or [f"class{index}" for index in range(facts.classes)]
+    targets = made.labels(count, max(facts.classes, 2))
+    vars(self).update(
+        {
+            _STATE: (facts, count),
+            "train": split is True or split == "train",
+            "split": split,
+            "_labels": targets,
+        }
+    )
+    attributes = {
+        "classes": classes,
+        "class_to_idx": {each: index for index, each in enumerate(classes)},
+        "targets": targets.tolist(),
+        "labels": targets,
+        "samples": [("image.jpg", each) for each in targets.tolist()] if not facts.layout else None,
+    }
+    if facts.layout:
+        attributes |= _arrays(facts, count, targets)
+    for key, value in attributes.items():
+        if value is not None and not isinstance(getattr(type(self), key, None), property):
+            setattr(self, key, value)
+    what = f"{count} random images of {facts.size[0]} x {facts.size[1]}"
+    kinds = f", {facts.classes} classes" if facts.classes else ""
+    sources.state(f"torchvision.datasets.{name}", what + kinds)
+
+
+def _arrays(facts: _Facts, count: int, targets: Any) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    width, height = facts.size
+    shape = {"hw": (height, width), "hwc": (height, width, 3), "chw": (3, height, width)}[
+        facts.layout.split()[0]
+    ]
+    values = np.frombuffer(np.random.default_rng(3).bytes(count * int(np.prod(shape))), np.uint8)
+    data = values.reshape(count, *shape).copy()
+    if facts.layout.endswith("tensor"):
+        return {"data": torch.from_numpy(data), "targets": torch.from_numpy(targets)}
+    return {"data": data}
+
+
+def _item(original: Any, sources: Sources) -> Any:
+    @functools.wraps(original)
+    def getitem(self: Any, index: int) -> Any:
+        facts, count = vars(self).get(_STATE, (None, 0))
+        if facts is None:
+            return original(self, index)
+        sources.used += 1
+        if facts.layout:
+            return original(self, index)
+        if index >= count:
+            raise IndexError(index)
+        image, target = made.image(index, facts.mode, facts.size), _target(self, facts, index)
+        if self.transforms is not None:
+            image, target = self.transforms(image, target)
+        return image, target
+
+    return getitem
+
+
+def _length(original: Any, sources: Sources) -> Any:
+    @functools.wraps(original)
+    def length(self: Any) -> int:
+        facts, count = vars(self).get(_STATE, (None, 0))
+        return int(original(self) if facts is None else count)
+
+    return length
+
+
+def _target(self: Any, facts: _Facts, index: int) -> Any:
+    import torch
+
+    label = int(self._labels[index])
+    if facts.target == "mask":
+        return made.image(index, "L", facts.size).point(lambda value: value * facts.classes // 256)
+    if facts.target == "boxes":
+        width, height = facts.size
+        box = [width * 0.1, height * 0.1, width * 0.5, height * 0.5]
+        fields = {"bbox": box, "category_id": label + 1, "area": box[2] * box[3], "iscrowd": 0}
+        return [{**fields, "id": each, "image_id": index, "segmentation": []} for each in range(7)]
+    if facts.target == "captions":
+        return [made.sentence(index * 5 + each, 10) for each in range(5)]
+    if facts.target == "attributes":
+        return torch.from_numpy(made.labels(40, 2))
+    return label

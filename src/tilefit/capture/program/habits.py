@@ -1,0 +1,180 @@
+"""Ways of writing a program that cost time on a GPU, noticed while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.autograd import anomaly_mode
+from torch.nn.modules import module as nn_module
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from tilefit.ops import Habit, HostEvent, Site, StepOp
+from tilefit.ops.program import WAIT
+
+_ANOMALY, _DETERMINISTIC = "detect_anomaly", "deterministic"
+#: What anomaly mode runs on every gradient.
+_CHECKS = ("aten.isnan", "aten._is_any_true", "aten.any")
+
+
+class Habits:
+    """Notices what a program has switched on, and how it calls its models.
+
+    Args:
+        line: The line of the program that is running, such as ``train.py:41``.
+        recorded: The operations and events of the step so far.
+    """
+
+    def __init__(
+        self,
+        line: Callable[[], str],
+        recorded: Callable[[], tuple[list[StepOp], list[HostEvent]]] = lambda: ([], []),
+    ) -> None:
+        self._line = line
+        self._recorded = recorded
+        #: Where a switch was thrown last; empty where that was not seen.
+        self._switched: Counter[str] = Counter()
+        self._lines: dict[str, str] = {}
+        self._depth = 0
+        #: Calls whose reads are named for them, with the number of events before.
+        self._calls: list[tuple[str, int]] = []
+        #: Calls in eval mode whose graph may yet be used, by model, and those whose graph never was, by line.
+        self._pending: dict[int, list[str]] = {}
+        self._evaluations: Counter[str] = Counter()
+        #: Whether the next backward pass sums the gradients over all ranks, and how many did since a step.
+        self._sums = ""
+        self._summed: list[str] = []
+        self._micro_batches: dict[str, int] = {}
+
+    def found(self) -> tuple[Habit, ...]:
+        """What there is to say so far: with the operations of anomaly mode, of the others first and last
+        are 0."""
+        # A step ends within the call that makes it, of which it is the end here.
+        for call in reversed(self._calls):
+            self._name_reads(*call)
+        for pending in self._pending.values():
+            self._evaluations.update(pending)
+        self._pending.clear()
+        return tuple(
+            [
+                Habit(name, Site("", line), *span, detail=detail)
+                for name, line, detail in self._switches()
+                for span in (self._checks() if name == _ANOMALY else ()) or [(0, 0)]
+            ]
+            + [
+                Habit("evaluates_with_gradients", Site("", line), detail=f"{count} call{'s' * (count > 1)}")
+                for line, count in self._evaluations.items()
+            ]
+            + [
+                Habit("synchronizes_micro_batches", Site("", line), detail=f"{count} micro-batches")
+                for line, count in self._micro_batches.items()
+            ]
+        )
+
+    def _checks(self) -> list[tuple[int, int]]:
+        """The operations of the step in which anomaly mode looks for NaN."""
+        ops, _ = self._recorded()
+        return [
+            (index, index + 1)
+            for index, entry in enumerate(ops)
+            if entry.phase.startswith("backward") and entry.name in _CHECKS
+        ]
+
+    def _switches(self) -> Iterator[tuple[str, str, str]]:
+        if self._switched[_ANOMALY] or torch.is_anomaly_enabled():
+            yield _ANOMALY, self._lines.get(_ANOMALY, ""), ""
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            yield "launch_blocking", "", ""
+        if torch.are_deterministic_algorithms_enabled():
+            yield _DETERMINISTIC, self._lines.get(_DETERMINISTIC, ""), "torch.use_deterministic_algorithms"
+        elif torch.backends.cudnn.deterministic:
+            yield _DETERMINISTIC, "", "torch.backends.cudnn.deterministic"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block habits are noticed."""
+        with ExitStack() as stack:
+            stack.enter_context(self._noted(anomaly_mode.set_detect_anomaly, "__init__", _ANOMALY))
+            stack.enter_context(self._noted(anomaly_mode.detect_anomaly, "__enter__", _ANOMALY, 1))
+            stack.enter_context(self._noted(torch, "use_deterministic_algorithms", _DETERMINISTIC))
+            engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+            scaled = torch.amp.GradScaler._maybe_opt_step
+
+            def run_backward(*args: Any, **kwargs: Any) -> Any:
+                out = self._within(_ANOMALY, engine, *args, **kwargs)
+                self._passed_backward()
+                return out
+
+            def scaled_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._within("found_inf", scaled, scaler, optimizer, *args, **kwargs)
+
+            stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
+            stack.enter_context(patch.object(torch.amp.GradScaler, "_maybe_opt_step", scaled_step))
+            for hook in (
+                nn_module.register_module_forward_pre_hook(self._entered),
+                nn_module.register_module_forward_hook(self._left, always_call=True),
+                register_optimizer_step_post_hook(lambda *_: self._stepped()),
+            ):
+                stack.callback(hook.remove)
+            yield
+
+    def _within(self, why: str, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call, with the reads in it named for why they are made."""
+        self._calls.append((why, len(self._recorded()[1])))
+        out = called(*args, **kwargs)
+        self._name_reads(*self._calls.pop())
+        return out
+
+    def _name_reads(self, why: str, first: int) -> None:
+        events = self._recorded()[1]
+        if why != _ANOMALY or torch.is_anomaly_enabled():
+            events[first:] = [
+                replace(each, name=why) if each.kind == WAIT else each for each in events[first:]
+            ]
+
+    def _noted(self, owner: Any, name: str, habit: str, once: int = 0) -> Any:
+        """Calls of a switch, with their lines; one that is left again counts for having been there."""
+        called = getattr(owner, name)
+
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            self._lines[habit] = self._line()
+            self._switched[habit] += once
+            return called(*args, **kwargs)
+
+        return patch.object(owner, name, switch)
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and module.training:
+            # Who trains on does not come back to the graph of an evaluation.
+            self._evaluations.update(self._pending.pop(id(module), ()))
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth or not torch.is_grad_enabled():
+            return
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            if not module.training:
+                self._pending.setdefault(id(module), []).append(self._line())
+            if getattr(module, "require_backward_grad_sync", False):
+                self._sums = self._line()
+
+    def _passed_backward(self) -> None:
+        self._pending.clear()
+        if self._sums:
+            self._summed.append(self._sums)
+            self._sums = ""
+
+    def _stepped(self) -> None:
+        if len(self._summed) > 1:
+            self._micro_batches[self._summed[0]] = len(self._summed)
+        self._summed.clear()

@@ -1,0 +1,64 @@
+"""What must hold of a captured step, so that none is reported of which a part was not seen."""
+
+from __future__ import annotations
+
+import torch
+
+from tilefit.capture.program.modes import ProgramModes
+from tilefit.emulation.tensor import CudaTensor
+from tilefit.errors import CaptureError
+
+_ON_CPU = (
+    'Move the model and its batches to the GPU: device = "cuda" if torch.cuda.is_available() else "cpu", '
+    "model.to(device)."
+)
+
+
+def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> None:
+    """Check what was recorded from one optimizer step to the next.
+
+    Args:
+        modes: What it ran under.
+        stepped: The optimizers that stepped in it.
+
+    Raises:
+        CaptureError: parameters were stepped on the CPU, or with a gradient that no recorded operation made,
+            or nothing was computed on the GPU.
+    """
+    ops = modes.recorder.ops
+    host = modes.recorder.host_products
+    where = next(iter(host), "")
+    if not any(entry.op.flop for entry in ops if entry.op.multiplies or entry.phase != "optimizer"):
+        raise CaptureError(
+            "the step computes on the CPU, and nothing of it on the GPU"
+            if host or stepped
+            else "nothing ran on the GPU in the step",
+            where=where,
+            hint=_ON_CPU,
+        )
+    written = {ref.id for entry in ops for ref in entry.outputs}
+    names = {
+        id(p): prefix + name for prefix, root in modes.sites.roots for name, p in root.named_parameters()
+    }
+    for optimizer in stepped:
+        for group in optimizer.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                name = names.get(id(parameter), f"parameter {number} of {type(optimizer).__name__}")
+                if not isinstance(_own_part(parameter), CudaTensor):
+                    raise CaptureError(
+                        f"{name} {tuple(parameter.shape)} is trained on the CPU", where=where, hint=_ON_CPU
+                    )
+                memory = modes.recorder.identify(_own_part(parameter.grad))
+                if memory not in written and memory not in modes.alive_before:
+                    raise CaptureError(
+                        f"{name} was stepped with a gradient that no recorded operation made",
+                        hint="This is a part of the step that tilefit does not see; please report it.",
+                    )
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that is spread over several."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part

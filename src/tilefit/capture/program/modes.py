@@ -1,0 +1,168 @@
+"""The modes that a program runs under: those of a capture, on tensors that say they are CUDA's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.amp import autocast_mode
+
+from tilefit.capture.autocast import AutocastState
+from tilefit.capture.modes import Modes
+from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes
+from tilefit.capture.program.events import Meetings
+from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
+from tilefit.capture.sites import SiteTracker
+from tilefit.emulation.device import Device
+from tilefit.emulation.rules import RULES
+from tilefit.emulation.tensor import CudaTensor
+from tilefit.emulation.torch_cuda import install
+from tilefit.gpus import Gpu
+
+
+class _Steps(OptimizerSteps):
+    """A program's own optimizers, which have made their state when a step is recorded."""
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """As of any capture, but a closure is called whenever the optimizer calls it."""
+        _, closure = (*args, kwargs.get("closure"), None)[:2]
+        muted = self.recorder.muted
+        super().before(optimizer, (optimizer,), {})
+        if closure is None:
+            return args, kwargs
+
+        def within(*more: Any) -> Any:
+            kept, self.recorder.muted = self.recorder.muted, muted
+            try:
+                with self.recorder.phase(""), torch.enable_grad():
+                    return closure(*more)
+            finally:
+                self.recorder.muted = kept
+
+        return (optimizer, within), {}
+
+    def _make_state(self, optimizer: torch.optim.Optimizer, args: Any) -> None:
+        """The first step makes it; nothing is recorded before."""
+
+
+class ProgramModes(Modes):
+    """The modes of a program, and what they have learnt.
+
+    Args:
+        gpu: What the program is told that it runs on.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__("meta", None, of_module=True)
+        self.gpu = gpu
+        self.sites = SiteTracker(self._adopt, self._keep_saved, _is_on_gpu)
+        self.recorder: ProgramRecorder = ProgramRecorder(
+            self.sites, "meta", tf32_matmul=False, tf32_conv=True
+        )
+        self.recorder.muted = True
+        self.autocast = AutocastState()
+        self.semantic = ProgramCalls(self.recorder, self.autocast)
+        self.steps = _Steps(self.recorder, self.autocast)
+        self.meetings = Meetings(self.recorder, self.semantic)
+        self.device_mode = Device(self.meetings, RULES)
+        self.compiles = False
+        #: Numbers of the memory that was there when the step began.
+        self.alive_before: set[int] = set()
+
+    @property
+    def unseen_notes(self) -> list[str]:
+        """What a part of the step did elsewhere."""
+        lines = ", ".join(self.recorder.host_products)
+        return [f"Products on the CPU are not counted: {lines}."] if lines else []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block a program runs on the GPU."""
+        install(self.device_mode, self.gpu)
+        with ExitStack() as stack:
+            stack.enter_context(self._compiled())
+            stack.enter_context(_followed(self.autocast))
+            stack.enter_context(intercepted(self.steps))
+            stack.enter_context(
+                patch.object(
+                    torch.amp.GradScaler,
+                    "_unscale_grads_",
+                    self.steps.in_phase(torch.amp.GradScaler._unscale_grads_),
+                )
+            )
+            stack.enter_context(self.sites.following())
+            stack.enter_context(self.semantic)
+            stack.enter_context(self.device_mode)
+            yield
+
+    def start(self) -> None:
+        """The step begins here."""
+        self.recorder.tf32_matmul = torch.backends.cuda.matmul.allow_tf32
+        self.recorder.tf32_conv = torch.backends.cudnn.allow_tf32
+        self.autocast.seen = None
+        self.saved_bytes = 0
+        self.recorder.restart()
+        self.alive_before = self.recorder.alive
+        self.meetings.restart()
+        self.recorder.muted = False
+
+    def _keep_saved(self) -> None:
+        """Activations are what is alive beside the model, its gradients and the optimizer's state."""
+        if self.recorder.muted:
+            return
+        parameters = {id(p): p for _, root in self.sites.roots for p in root.parameters()}.values()
+        gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+        held = self._held_bytes + self.count_optimizer_state() + gradients
+        self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - held)
+
+    def count_optimizer_state(self) -> int:
+        """Bytes of the state of all optimizers that have stepped; they are noted."""
+        self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
+        return self.steps.optimizer_bytes
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Compiled models run as plain Python, and are known for compiled."""
+
+        def compiled(model: Any = None, **options: Any) -> Any:
+            if model is None:
+                return lambda function: compiled(function, **options)
+            self.compiles |= isinstance(model, nn.Module)
+            return model
+
+        def in_place(model: nn.Module, *args: Any, **options: Any) -> None:
+            self.compiles = True
+
+        with patch.object(torch, "compile", compiled), patch.object(nn.Module, "compile", in_place):
+            torch.compiler.set_stance("force_eager")
+            yield
+
+
+@contextmanager
+def _followed(state: AutocastState) -> Iterator[None]:
+    """Within the block, ``state`` knows which of PyTorch's own autocast regions for CUDA are open."""
+    region: Any = autocast_mode.autocast
+    enter, leave = region.__enter__, region.__exit__
+
+    def entered(self: Any) -> Any:
+        out = enter(self)
+        if self.device == "cuda":
+            state.enter(self._enabled, self.fast_dtype, self._cache_enabled)
+        return out
+
+    def left(self: Any, *error: Any) -> Any:
+        if self.device == "cuda":
+            state.leave()
+        return leave(self, *error)
+
+    with patch.multiple(region, __enter__=entered, __exit__=left):
+        yield
+
+
+def _is_on_gpu(module: nn.Module) -> bool:
+    """Whether a module has something on the GPU: others are the host's work, such as transforms of data."""
+    return any(isinstance(p, CudaTensor) for p in module.parameters())

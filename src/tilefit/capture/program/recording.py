@@ -1,0 +1,59 @@
+"""What a program runs and calls, as the modes of a capture see it on tensors that say they are CUDA's."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from tilefit.capture.fused import REPLACEMENTS
+from tilefit.capture.recorder import Recorder
+from tilefit.capture.semantic import SemanticMode
+from tilefit.emulation.tensor import CudaTensor
+from tilefit.emulation.values import leaves
+
+
+class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """Records what runs on the ``meta`` tensors within the emulated GPU's."""
+
+    def identify(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory."""
+        return super().identify(tensor.on_meta if isinstance(tensor, CudaTensor) else tensor)
+
+    @property
+    def alive(self) -> set[int]:
+        """Numbers of the memory that is there."""
+        return set(self._ids.values())
+
+    def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on ``meta`` tensors, recorded unless muted."""
+        return self._dispatched(func, args, kwargs)
+
+
+class ProgramCalls(SemanticMode):
+    """Sees the program's calls, and replaces those that CUDA runs as one kernel.
+
+    The device needs no pretending here, and autocast is PyTorch's own.
+    """
+
+    #: The last call: what a read is told as.
+    asking = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return func(*args, **kwargs)
+        if isinstance(func, FunctionType):
+            return self._call_entered(func, args, kwargs)
+        replacement = REPLACEMENTS.get(name)
+        if replacement is not None and any(isinstance(leaf, CudaTensor) for leaf in leaves(args)):
+            if self.autocast.enabled:
+                args, kwargs = self.autocast.cast_arguments(name, args, kwargs)
+            with self:
+                result = replacement(self.fused, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        self.asking = name
+        return func(*args, **kwargs)

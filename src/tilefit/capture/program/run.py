@@ -1,0 +1,134 @@
+"""Runs a program until its step is captured."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tilefit.capture.program.contained import Surroundings, contained
+from tilefit.capture.program.distributed import one_rank, rank_notes
+from tilefit.capture.program.finding import StepFinder
+from tilefit.capture.program.modes import ProgramModes
+from tilefit.capture.program.window import Window
+from tilefit.capture.script import failure, run_as_main
+from tilefit.capture.sites import user_line
+from tilefit.errors import CaptureError, TilefitError
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+from tilefit.options import ProgramOptions
+
+#: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
+Done = Callable[[Step | TilefitError], NoReturn]
+
+
+def capture_program(
+    options: ProgramOptions, gpu: Gpu, folder: Path, done: Done, told: Callable[[str], None]
+) -> NoReturn:
+    """Run a program in this process, which ends with it, and capture the step that it makes.
+
+    Args:
+        options: The program, its arguments, and which of its steps.
+        gpu: What it is told that it runs on.
+        folder: Where the files go that it writes.
+        done: Takes what came of it.
+        told: Gets what it is at.
+    """
+    try:
+        with contained(folder, fake=options.fake_data) as around:
+            modes = ProgramModes(gpu)
+            capture = _Capture(modes, options, around, done, told)
+            with one_rank(), modes.running(), capture.finder.watching(), capture.window.watching():
+                error = _run(options, around)
+        result = error or _no_step(capture.finder, options)
+    except TilefitError as refused:
+        result = refused
+    done(result)
+
+
+def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
+    """Run the program as Python does; returns what went wrong in it."""
+    script = Path(options.program)
+    sys.argv = [options.program, *options.arguments]
+    sys.path.insert(0, os.getcwd() if options.is_module else str(script.resolve().parent))
+    try:
+        if options.is_module:
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        else:
+            run_as_main(script)
+    except TilefitError as error:
+        error.where = error.where or user_line(error)
+        return error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's program may raise
+        if explained := around.explained(error):
+            return explained
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        return failure(error, options.program, "The program failed on the emulated GPU; see above.")
+    return None
+
+
+def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
+    wanted = options.skip + options.steps
+    if finder.taken:
+        return CaptureError(
+            f"the program ended after {finder.taken} of the {wanted} optimizer steps that are needed",
+            where=options.program,
+            hint="Give it more data or epochs by its own arguments.",
+        )
+    return CaptureError(
+        "the program ended without a training step: no optimizer stepped, and no backward pass ran",
+        where=options.program,
+        hint="Give the arguments with which it trains, after --.",
+    )
+
+
+class _Capture:
+    """What is noted while the step runs, and made of it at its end."""
+
+    def __init__(
+        self,
+        modes: ProgramModes,
+        options: ProgramOptions,
+        around: Surroundings,
+        done: Done,
+        told: Callable[[str], None],
+    ) -> None:
+        self.window, self.options, self.around = Window(modes), options, around
+        self.done, self.told = done, told
+        self.finder = StepFinder(options.skip, options.steps, self._begin, self._end)
+
+    def _begin(self) -> None:
+        self.told("its step")
+        self.around.loaders.stepped()
+        self.window.begin()
+
+    def _end(self) -> NoReturn:
+        # Within the program, which may catch whatever is raised.
+        with torch._C.DisableTorchFunction():
+            try:
+                result: Step | TilefitError = self._step()
+            except TilefitError as error:
+                result = error
+            except Exception as error:  # noqa: BLE001 - told as it would be outside of the program
+                traceback.print_exc()
+                result = CaptureError(f"{type(error).__name__}: {error}", hint="This is a bug in tilefit.")
+            self.done(result)
+
+    def _step(self) -> Step:
+        name = self.options.program
+        command = " ".join([name, *self.options.arguments])
+        step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
+        assert step.program is not None
+        with _disable_current_modes():
+            loaders = self.around.loaders.of_step()
+        program = replace(step.program, loaders=loaders, fake=tuple(self.around.found))
+        return replace(step, program=program, notes=(*step.notes, *rank_notes()))

@@ -1,0 +1,277 @@
+"""A program's files: what it writes lands in a folder that is deleted afterwards, and is read from there.
+
+A program that is run to see a step of it would otherwise overwrite the user's checkpoints and logs with those
+of a training that never was. Python's own functions are redirected; what a library opens in C is not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+#: Not files of the user's: devices, and what the system says of itself.
+_SYSTEM = ("/dev", "/proc", "/sys")
+#: Larger files are not copied, to be changed in the copy.
+_MOST_COPIED_BYTES = 1 << 30
+#: Makes what is at a path that a program asks a function for (``open``, ``stat``, ``listdir``, ``scandir``)
+#: and that is not there; false where it cannot.
+Supply = Callable[[str, str], bool]
+
+
+class Scratch:
+    """Where a program's files are.
+
+    Args:
+        folder: Exists, and is left alone: what lies in it is where it is. The files of the program go into
+            ``files`` in it, each under its own path.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._kept = os.path.realpath(folder)
+        self._root = os.path.join(self._kept, "files")
+        self._gone: set[str] = set()
+        self._given: set[str] = set()
+        #: How often a file was opened that :meth:`write` has made.
+        self.handed_out = 0
+        self._os = {
+            name: getattr(os, name) for name in ("stat", "mkdir", "rmdir", "rename", "listdir", "scandir")
+        }
+        self._open, self._rmtree, self._os_open = io.open, shutil.rmtree, os.open
+
+    def twin(self, path: str) -> str:
+        """Where a file is that the program has written or was given."""
+        return self._root + os.path.abspath(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Give the program a file."""
+        twin = self.twin(path)
+        self._parents(twin)
+        with self._open(twin, "wb") as file:
+            file.write(data)
+        self._given.add(twin)
+
+    def read_path(self, path: Any) -> Any:
+        """The path under which a file of the program's is read.
+
+        Raises:
+            FileNotFoundError: the program has deleted it.
+        """
+        if not self._is_own(path):
+            return path
+        twin = self.twin(path)
+        if self._exists(twin):
+            return twin
+        if self.is_gone(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        return path
+
+    def write_path(self, path: Any, *, keeps: bool = False) -> Any:
+        """The path under which a file of the program's is written; ``keeps`` what is in it."""
+        if not self._is_own(path):
+            return path
+        twin = self.twin(path)
+        parent = os.path.dirname(os.path.abspath(path))
+        if not self._is_there(parent):
+            return path  # and fails as it would
+        self._parents(twin)
+        if keeps and not self._exists(twin) and not self.is_gone(path) and os.path.isfile(path):
+            if os.path.getsize(path) > _MOST_COPIED_BYTES:
+                raise OSError(errno.EFBIG, "the program changes a file that is too large to copy", path)
+            with self._open(path, "rb") as original, self._open(twin, "wb") as copy:
+                shutil.copyfileobj(original, copy)
+        return twin
+
+    def _is_own(self, path: Any) -> bool:
+        """Whether a path is a name of a file of the program's."""
+        if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
+            return False
+        full = os.path.abspath(name)
+        return not any(full == each or full.startswith(each + os.sep) for each in (*_SYSTEM, self._kept))
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._os["stat"](path)
+        except OSError:
+            return False
+        return True
+
+    def _is_there(self, path: str) -> bool:
+        return self._exists(self.twin(path)) or (self._exists(path) and not self.is_gone(path))
+
+    def is_gone(self, path: str) -> bool:
+        """Whether the program has deleted it."""
+        full = os.path.abspath(path)
+        return any(full == each or full.startswith(each + os.sep) for each in self._gone)
+
+    def _parents(self, twin: str) -> None:
+        missing = []
+        while not self._exists(twin := os.path.dirname(twin)):
+            missing.append(twin)
+        for folder in reversed(missing):
+            self._os["mkdir"](folder)
+
+    # ---- what takes the place of Python's functions ----
+
+    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        """``open``."""
+        writes = set(mode) & set("wax+")
+        place = self.write_path(file, keeps="w" not in mode) if writes else self.read_path(file)
+        self.handed_out += place in self._given
+        return self._open(place, mode, *args, **kwargs)
+
+    def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``."""
+        if dir_fd is None:
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            path = self.write_path(path, keeps=not flags & os.O_TRUNC) if writes else self.read_path(path)
+        return self._os_open(path, flags, mode, dir_fd=dir_fd)
+
+    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        """``os.mkdir``."""
+        if dir_fd is None and self._is_own(path):
+            if self._is_there(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            path = self.write_path(path)
+        self._os["mkdir"](path, mode, dir_fd=dir_fd)
+
+    def removing(self, original: Callable[..., None]) -> Callable[..., None]:
+        """``os.remove``, ``os.unlink``, ``os.rmdir``."""
+
+        def remove(path: Any, *, dir_fd: int | None = None) -> None:
+            if dir_fd is not None or not self._is_own(path):
+                original(path, dir_fd=dir_fd)
+            elif original is not os_rmdir or not self.listdir(path):
+                self._forget(path, original)
+            else:
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+        os_rmdir = self._os["rmdir"]
+        return remove
+
+    def _forget(self, path: Any, delete: Callable[..., None]) -> None:
+        """The program has deleted a file or a folder."""
+        if not self._is_there(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        if self._exists(twin := self.twin(path)):
+            delete(twin)
+        if self._exists(path):
+            self._gone.add(os.path.abspath(path))
+
+    def rmtree(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """``shutil.rmtree``."""
+        if not self._is_own(path):
+            self._rmtree(path, *args, **kwargs)
+        elif self._is_there(path) or not (args or kwargs):
+            self._forget(path, self._rmtree)
+
+    def rename(self, source: Any, target: Any, **kwargs: Any) -> None:
+        """``os.rename`` and ``os.replace``."""
+        origin, place = self.read_path(source), self.write_path(target)
+        if origin == source and self._is_own(source):  # the user's stays where it is
+            shutil.copytree(origin, place) if os.path.isdir(origin) else shutil.copyfile(origin, place)
+            self._gone.add(os.path.abspath(source))
+        else:
+            self._os["rename"](origin, place, **kwargs)
+
+    def listdir(self, path: Any = ".") -> list[Any]:
+        """``os.listdir``."""
+        return (
+            [entry.name for entry in self.scandir(path)] if self._is_own(path) else self._os["listdir"](path)
+        )
+
+    def scandir(self, path: Any = ".") -> Any:
+        """``os.scandir``."""
+        if not self._is_own(path):
+            return self._os["scandir"](path)
+        twin = self.twin(path)
+        if not self._exists(twin):
+            return _Entries(self._left(self.read_path(path)))
+        entries = {entry.name: entry for entry in self._left(path)} if self._exists(path) else {}
+        return _Entries([*{**entries, **{entry.name: entry for entry in self._os["scandir"](twin)}}.values()])
+
+    def _left(self, path: Any) -> list[Any]:
+        with self._os["scandir"](path) as entries:
+            return [entry for entry in entries if not self.is_gone(entry.path)]
+
+
+class _Entries(list[Any]):
+    """What ``os.scandir`` returns: an iterator that is closed."""
+
+    def __enter__(self) -> Iterator[Any]:
+        return iter(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __next__(self) -> Any:
+        if not self:
+            raise StopIteration
+        return self.pop(0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@contextmanager
+def redirected(
+    folder: str | os.PathLike[str], supply: Supply = lambda path, function: False
+) -> Iterator[Scratch]:
+    """Within the block, what is written goes into a folder.
+
+    Args:
+        folder: Exists; see :class:`Scratch`.
+        supply: Asked for what is read and not there.
+    """
+    scratch = Scratch(folder)
+
+    def supplied(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def asked(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(path, *args, **kwargs)
+            except FileNotFoundError:
+                wanted = isinstance(path, str | os.PathLike) and not scratch.is_gone(os.fsdecode(path))
+                if not wanted or not supply(os.fsdecode(path), name):
+                    raise
+            return function(path, *args, **kwargs)
+
+        return asked
+
+    def placed(function: Callable[..., Any], *, writes: bool = False) -> Callable[..., Any]:
+        def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is None:
+                path = scratch.write_path(path, keeps=True) if writes else scratch.read_path(path)
+            return function(path, *args, **kwargs)
+
+        return asked
+
+    opened = supplied(scratch.open, "open")
+    functions: list[tuple[Any, str, Any]] = [
+        (builtins, "open", opened),
+        (io, "open", opened),
+        (shutil, "rmtree", scratch.rmtree),
+        (os, "open", scratch.os_open),
+        (os, "stat", supplied(placed(os.stat), "stat")),
+        *((os, name, placed(getattr(os, name))) for name in ("lstat", "access", "readlink")),
+        *((os, name, placed(getattr(os, name), writes=True)) for name in ("chmod", "utime", "truncate")),
+        *((os, name, scratch.removing(getattr(os, name))) for name in ("remove", "unlink", "rmdir")),
+        *((os, name, scratch.rename) for name in ("rename", "replace")),
+        (os, "mkdir", scratch.mkdir),
+        (os, "listdir", supplied(scratch.listdir, "listdir")),
+        (os, "scandir", supplied(scratch.scandir, "scandir")),
+    ]
+    with ExitStack() as stack:
+        temporary = os.path.join(folder, "tmp")
+        os.makedirs(temporary, exist_ok=True)
+        os.makedirs(os.path.join(folder, "files"), exist_ok=True)
+        stack.enter_context(patch.object(tempfile, "tempdir", temporary))
+        for owner, name, function in functions:
+            stack.enter_context(patch.object(owner, name, function))
+        yield scratch

@@ -1,0 +1,268 @@
+"""The emulated device: runs on shapes what a program runs on CUDA, and answers what it reads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilefit.emulation.tensor import META, CudaTensor, replace_memory
+from tilefit.emulation.value import Value
+from tilefit.emulation.values import (
+    MOST_NUMBERS,
+    Schema,
+    Values,
+    is_choice,
+    is_tensor,
+    leaves,
+    mapped,
+    of_host,
+)
+from tilefit.ops.program import TO_GPU
+
+aten = torch.ops.aten
+
+
+class Watch(Protocol):
+    """Who looks on while the device works."""
+
+    def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on ``meta`` tensors, as the GPU is told to."""
+
+    def ran_on_host(self, func: Any) -> None:
+        """An operation on tensors of the host's alone."""
+
+    def waited(self, name: str) -> None:
+        """The host reads a value, or asks to be told when the GPU is done."""
+
+    def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
+        """A copy between host and GPU, of ``tensor``'s size; ``kind`` as of :mod:`tilefit.ops.program`."""
+
+    def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
+        """A value was asked for that is not known, and answered."""
+
+    def captured(self) -> AbstractContextManager[object]:
+        """Within the block a CUDA graph is captured, instead of anything running."""
+
+    def replayed(self, captured: Any) -> None:
+        """What :meth:`captured` returned runs."""
+
+
+_OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
+#: What initial values of parameters are made with.
+_INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
+#: What an operation of this name does instead of being launched.
+Rule = Callable[["Device", Any, Any, Any], Any]
+
+
+class _Marks:
+    """Memory of the host's of which something is known, until it is freed."""
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """It is known of this tensor's memory."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            weakref.finalize(storage, self._storages.discard, storage._cdata).atexit = False
+
+
+class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode under which the device ``cuda`` is there.
+
+    Args:
+        watch: Told of everything that happens.
+        rules: By the operation's name, what runs it where launching it on shapes is not all.
+    """
+
+    def __init__(self, watch: Watch, rules: dict[str, Rule]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+        self.rules = rules
+        self.values = Values()
+        self._losses_read = 0
+        self._pinned, self._unfilled = _Marks(), _Marks()
+        CudaTensor.launched = self.run
+        CudaTensor.read = self.read
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What keeps torch.compile out costs more than most operations, and nothing is compiled here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it takes itself apart
+        if _names_cuda(kwargs.get("device")) or _has_cuda(leaves(args)) or _has_cuda(leaves(kwargs)):
+            return self.run(func, args, kwargs)
+        name = func._overloadpacket.__name__
+        if name in _OF_PINNED:
+            return self.run(func, args, kwargs)
+        if self._leaves_unfilled(name, args):
+            return args[0]
+        self.watch.ran_on_host(func)
+        if kwargs.get("pin_memory"):
+            return self.pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that has tensors of the GPU's among its arguments, or makes some."""
+        with torch._C.DisableTorchFunction():
+            if func._overloadpacket.__name__ in self.rules:
+                out = self.rules[func._overloadpacket.__name__](self, func, args, kwargs)
+                if out is not NotImplemented:
+                    return out
+            if _is_composite(func):  # in inference mode nothing has taken it apart
+                with self:
+                    return func.decompose(*args, **kwargs)
+            return self.launch(func, args, kwargs)
+
+    def launch(self, func: Any, args: Any, kwargs: Any, *, from_host: bool = False) -> Any:
+        """Run an operation on shapes, and carry the values that are known.
+
+        Args:
+            func, args, kwargs: The operation.
+            from_host: It may read tensors of the host's, as copies do.
+
+        Raises:
+            RuntimeError: it mixes tensors of host and GPU, which CUDA refuses.
+        """
+        outer: dict[int, CudaTensor] = {}
+
+        def inner(leaf: Any) -> Any:
+            if isinstance(leaf, CudaTensor):
+                outer[id(leaf.on_meta)] = leaf
+                return leaf.on_meta
+            if isinstance(leaf, torch.Tensor):
+                if leaf.dim() and not from_host:
+                    raise RuntimeError(
+                        "Expected all tensors to be on the same device, but found at least two devices, "
+                        f"cuda:0 and cpu! (in {func})"
+                    )
+                return leaf.to(META)
+            if isinstance(leaf, torch.device):
+                return META if leaf.type == "cuda" else leaf
+            return None if isinstance(leaf, torch.Generator) else leaf
+
+        shapes, keywords = mapped((args, kwargs), inner)
+        keywords.pop("pin_memory", None)
+        out = self.watch.launch(func, shapes, keywords)
+        made = [leaf for leaf in leaves(out) if is_tensor(leaf)]
+        values = self.values.through(func, args, kwargs, made)
+        known = dict(zip(map(id, made), values, strict=True))
+
+        def wrap(leaf: Any) -> Any:
+            if not is_tensor(leaf) or leaf.device != META:
+                return leaf
+            same = outer.get(id(leaf))
+            return CudaTensor(leaf, known[id(leaf)]) if same is None else same
+
+        wrapped = mapped(out, wrap)
+        if Schema.of(func).writes:
+            for written in Schema.of(func).written(args, kwargs):
+                _follow(written)
+        return wrapped
+
+    # ---- the host's memory -----------------------------------------------------------------------
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, whose memory is taken for page-locked from now on."""
+        self._pinned.add(tensor)
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the host's is page-locked."""
+        return not isinstance(tensor, CudaTensor) and tensor in self._pinned
+
+    def _leaves_unfilled(self, name: str, args: Any) -> bool:
+        """Whether a large parameter is given random numbers: nobody looks, and its memory is not touched."""
+        if name not in _INITIALISES or not isinstance(args[0], torch.nn.Parameter):
+            return False
+        if name in ("normal_", "uniform_") and args[0].numel() > MOST_NUMBERS:
+            self._unfilled.add(args[0])
+        return args[0] in self._unfilled
+
+    def copied(self, kind: str, tensor: torch.Tensor, non_blocking: bool) -> None:
+        """A copy is made; one to the host that is not to block goes into pinned memory of its own."""
+        pinned = self.is_pinned(tensor) if kind == TO_GPU else non_blocking
+        if tensor.numel():
+            self.watch.copied(kind, tensor, pinned, non_blocking)
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def read(self, tensor: CudaTensor, name: str) -> torch.Tensor:
+        """What a tensor holds, as the host is told: it waits, and where nobody knows it is an assumption."""
+        self.watch.waited(name)
+        return self.told(tensor, name)
+
+    def told(self, tensor: CudaTensor, name: str) -> torch.Tensor:
+        """What a tensor holds, or what is assumed of it."""
+        value = tensor.value
+        known = value.tensor() if value is not None else None
+        if known is None:
+            known = self._assumed(tensor)
+            if is_choice(tensor.dtype):  # the same answer next time
+                tensor.value = Value(known)
+                tensor.value.state.assumed = True
+        if value is None or value.state.assumed or value.state.lost:
+            self.watch.assumed(name, tensor, _described(known))
+        return known.clone()
+
+    def _assumed(self, tensor: CudaTensor) -> torch.Tensor:
+        if not tensor.dim() and tensor.dtype.is_floating_point:
+            # A loss, most likely: it falls.
+            self._losses_read += 1
+            return torch.tensor(0.999**self._losses_read, dtype=tensor.dtype)
+        if tensor.dtype == torch.bool and not tensor.dim():
+            return torch.tensor(False)
+        return self.values.stand_in(tensor.shape, tensor.dtype, torch.rand).contiguous()
+
+    def to_gpu(self, tensor: torch.Tensor, like: torch.Tensor) -> CudaTensor:
+        """A tensor of the host's on the GPU, laid out as ``like`` on ``meta``."""
+        return CudaTensor(like, of_host(tensor))
+
+
+def _has_cuda(arguments: list[Any]) -> bool:
+    return any(isinstance(each, CudaTensor) for each in arguments)
+
+
+def _names_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _follow(tensor: torch.Tensor) -> None:
+    """Give a tensor that was changed in place the shape that it has on ``meta``."""
+    if isinstance(tensor, CudaTensor):
+        inner = tensor.on_meta
+        if (
+            tensor.shape != inner.shape
+            or tensor.stride() != inner.stride()
+            or tensor.storage_offset() != inner.storage_offset()
+        ):
+            replace_memory(tensor, CudaTensor(inner, None))
+
+
+def _described(value: torch.Tensor) -> str:
+    if value.numel() == 1:
+        return f"{value.item():.4g}" if value.dtype.is_floating_point else str(value.item())
+    if value.dtype == torch.bool:
+        return f"{int(value.sum())} of {value.numel()} true"
+    if is_choice(value.dtype):
+        return f"{value.min()} to {value.max()}" if value.numel() else "none"
+    return "random numbers"

@@ -1,0 +1,223 @@
+"""Operations that are more, or something else, than a kernel on shapes.
+
+Reads and copies, at which host and GPU meet; those whose result's size is in the values; those that have no
+kernel on ``meta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilefit.emulation.device import Device, Rule
+from tilefit.emulation.tensor import META, CudaTensor
+from tilefit.emulation.value import Value
+from tilefit.emulation.values import is_tensor, mapped
+from tilefit.ops.program import TO_GPU, TO_HOST
+
+aten = torch.ops.aten
+
+#: By name; see :class:`~tilefit.emulation.device.Device`.
+RULES: dict[str, Rule] = {}
+
+
+def _rule(names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return register
+
+
+# ---- where host and GPU meet ---------------------------------------------------------------------
+
+
+@_rule("_local_scalar_dense")
+def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    return device.read(args[0], "item").item()
+
+
+@_rule("equal")
+def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    return torch.equal(*(device.read(each, "equal") for each in args))
+
+
+@_rule("allclose")
+def _allclose(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
+    """Where nothing is known of one of them, nothing is wrong."""
+    known = [
+        each.value.tensor() if isinstance(each, CudaTensor) and each.value else None for each in args[:2]
+    ]
+    device.watch.waited("allclose")
+    if any(each is None for each in known):
+        device.watch.assumed("allclose", args[0], "True")
+        return True
+    return bool(func(*known, *args[2:], **kwargs))
+
+
+@_rule("_to_copy")
+def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    source, target = args[0], kwargs.get("device")
+    kind = source.device.type if target is None else torch.device(target).type
+    non_blocking = bool(kwargs.get("non_blocking"))
+    if isinstance(source, CudaTensor) and kind == "cpu":
+        device.copied(TO_HOST, source, non_blocking)
+        rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
+        return aten._to_copy(device.told(source, "to"), **rest)
+    if not isinstance(source, CudaTensor) and kind == "cuda":
+        rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
+        device.copied(TO_GPU, source, non_blocking)
+        host = source.to(rest["dtype"]) if rest.get("dtype") else source
+        return device.to_gpu(host, aten._to_copy(source, device=META, **rest))
+    return NotImplemented
+
+
+@_rule("copy_")
+def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[:2]
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    if not isinstance(target, CudaTensor):
+        device.copied(TO_HOST, source, non_blocking)
+        return target.copy_(device.told(source, "copy_"))
+    if not isinstance(source, CudaTensor):
+        device.copied(TO_GPU, source, non_blocking)
+        device.values.through(func, args, kwargs, [])
+        return target
+    return NotImplemented
+
+
+@_rule("pin_memory _pin_memory")
+def _pin_memory(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], CudaTensor):
+        raise RuntimeError(f"cannot pin '{args[0].dtype}' only dense CPU tensors can be pinned")  # noqa: TRY004
+    return device.pinned(args[0] if device.is_pinned(args[0]) else args[0].clone())
+
+
+@_rule("is_pinned")
+def _is_pinned(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
+    return device.is_pinned(args[0])
+
+
+# ---- results whose size is in the values -----------------------------------------------------------
+
+
+@_rule("nonzero")
+def _nonzero(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    rows = device.read(args[0], "nonzero").nonzero()
+    device.watch.launch(aten.ne.Scalar, (args[0].on_meta, 0), {})  # it looks at every element
+    return _of_host(rows, args[0])
+
+
+@_rule("masked_select")
+def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    x, mask = args
+    if not isinstance(x, CudaTensor):
+        return NotImplemented
+    wide_x, wide_mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
+    return wide_x[wide_mask]
+
+
+@_rule("_unique2 unique_dim unique_consecutive bincount")
+def _counted(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    name = func._overloadpacket.__name__
+    on_host = mapped((args, kwargs), lambda x: device.read(x, name) if isinstance(x, CudaTensor) else x)
+    out = func(*on_host[0], **on_host[1])
+    device.watch.launch(aten.sort.default, (args[0].on_meta.flatten(),), {})
+    return mapped(out, lambda x: _of_host(x, args[0]) if is_tensor(x) else x)
+
+
+@_rule("repeat_interleave")
+def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    if func._overloadname != "Tensor":
+        return NotImplemented
+    size = kwargs.get("output_size")
+    if size is not None:
+        return NotImplemented
+    return _of_host(torch.repeat_interleave(device.read(args[0], "repeat_interleave")), args[0])
+
+
+def _of_host(result: torch.Tensor, source: CudaTensor) -> CudaTensor:
+    """A result that was made of read values, on the GPU; as sure as what it was made of."""
+    value = Value(result)
+    value.state.assumed = source.value is not None and source.value.state.assumed
+    return CudaTensor(result.to(META), value)
+
+
+@_rule("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put")
+def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """A mask among the indices is first made into numbers of rows; indices may come from the host."""
+    x, indices, *rest = args
+    if not isinstance(x, CudaTensor):
+        return NotImplemented
+    numbers: list[Any] = []
+    for index in indices:
+        if is_tensor(index) and index.dtype in (torch.bool, torch.uint8):
+            numbers += (index if index.dim() else index.unsqueeze(0)).nonzero().unbind(1)
+        else:
+            numbers.append(index)
+    for index in numbers:
+        if is_tensor(index) and not isinstance(index, CudaTensor):
+            device.copied(TO_GPU, index, False)
+    return device.launch(func, (x, numbers, *rest), kwargs, from_host=True)
+
+
+# ---- no kernel on meta -----------------------------------------------------------------------------
+
+
+@_rule("_fused_sdp_choice")
+def _sdp_choice(device: Device, func: Any, args: Any, kwargs: Any) -> int:
+    return 0  # its parts: whoever wants a fused one replaces the call
+
+
+@_rule("_use_cudnn_ctc_loss _use_miopen_ctc_loss")
+def _no(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@_rule("empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full")
+def _like(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of a tensor that is elsewhere, or nowhere, they take the shape."""
+    return device.launch(func, args, kwargs, from_host=True)
+
+
+@_rule("_ctc_loss _ctc_loss_backward")
+def _ctc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Lengths are mostly the host's."""
+    return device.launch(func, args, kwargs, from_host=True)
+
+
+def _ctc_shapes(scores: torch.Tensor, targets: torch.Tensor, *lengths: Any, **_: Any) -> Any:
+    """[time, batch, classes] and padded or concatenated targets: losses, and the lattice of each sample."""
+    steps, batch = scores.shape[:2] if scores.dim() == 3 else (scores.shape[0], 1)
+    longest = targets.shape[-1] if targets.dim() == 2 or batch == 1 else targets.shape[0] // batch
+    return scores.new_empty(batch), scores.new_empty(batch, steps, 2 * longest + 1)
+
+
+def _ctc_backward_shapes(grad: torch.Tensor, scores: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(scores)
+
+
+def register_shapes() -> None:
+    """Give operations a kernel on ``meta`` that have none in PyTorch."""
+    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    for overload in ("", ".Tensor"):
+        library.impl(f"_ctc_loss{overload}", _ctc_shapes)
+        library.impl(f"_ctc_loss_backward{overload}", _ctc_backward_shapes)
+    _kept.append(library)
+
+
+_kept: list[torch.library.Library] = []
+
+
+@_rule("_pack_padded_sequence")
+def _pack(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """The lengths are the host's, and are needed."""
+    x, lengths, batch_first = args
+    rows = lengths.tolist()
+    data = x.on_meta.transpose(0, 1) if not batch_first else x.on_meta
+    counts = torch.tensor([sum(n > step for n in rows) for step in range(max(rows, default=0))])
+    packed = data.new_empty((sum(rows), *data.shape[2:]))
+    device.watch.launch(aten.copy_.default, (packed, packed.clone()), {})
+    return CudaTensor(packed), counts

@@ -1,0 +1,123 @@
+"""The tensors of the emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from tilefit.emulation.value import Value
+
+META = torch.device("meta")
+CUDA = torch.device("cuda", 0)
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on ``cuda:0`` as far as PyTorch knows: shapes and strides, and what is known of its values.
+
+    Attributes:
+        on_meta: The same tensor on ``meta``: views of one memory share theirs.
+        value: What is known of its values, or None.
+    """
+
+    on_meta: torch.Tensor
+    value: Value | None
+
+    #: Runs an operation that has such a tensor among its arguments: ``(function, arguments, keywords)``.
+    launched: ClassVar[Callable[[Any, Any, Any], Any]]
+    #: Reads the values: ``(tensor, what asks)`` to a tensor on the CPU.
+    read: ClassVar[Callable[[CudaTensor, str], torch.Tensor]]
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, value: Value | None = None) -> CudaTensor:
+        """A tensor around one on ``meta``."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            storage_offset=inner.storage_offset(),
+            device=CUDA,
+        )
+
+    def __init__(self, inner: torch.Tensor, value: Value | None = None) -> None:
+        self.on_meta, self.value = inner, value
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return CudaTensor.launched(func, args, kwargs or {})
+
+    # ---- what reads memory past the dispatcher ---------------------------------------------------
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return CudaTensor.read(self, "tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of any tensor on CUDA: refused, unless forced."""
+        if not force:
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            )
+        return self.detach().cpu().numpy()
+
+    def data_ptr(self) -> int:
+        """An address of its own for each memory."""
+        storage = self.on_meta.untyped_storage()
+        return int(storage._cdata + self.on_meta.storage_offset() * self.on_meta.element_size())
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage, which has a size and no memory."""
+        return self.on_meta.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        value = CudaTensor.read(self, "print")
+        return f"{value!r}".rstrip(")") + ", device='cuda:0')"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self.dim() else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        others = {k: v for k, v in vars(self).items() if k not in ("on_meta", "value")}
+        made.__dict__.update(others)
+        if self.grad is not None:
+            made.grad = self.grad.detach().clone()
+        memo[id(self)] = made
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history; assigning to it takes the other's place in memory."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        replace_memory(self, other)
+
+
+def replace_memory(tensor: CudaTensor, other: torch.Tensor) -> None:
+    """Make ``tensor`` lie where ``other`` does, with its shape.
+
+    Raises:
+        RuntimeError: the other is not on the GPU.
+    """
+    if not isinstance(other, CudaTensor):
+        raise RuntimeError(  # noqa: TRY004 - what PyTorch raises
+            "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible "
+            "tensor type."
+        )
+    torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
+    tensor.on_meta, tensor.value = other.on_meta, other.value

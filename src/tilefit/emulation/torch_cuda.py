@@ -1,0 +1,337 @@
+"""What ``torch.cuda`` and its neighbours answer where there is the emulated GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._dynamo  # keeps the functions of torch.cuda that it finds: not ours
+import torch.amp.grad_scaler
+import torch.utils.data
+
+from tilefit.emulation import distributed, guard
+from tilefit.emulation.device import Device
+from tilefit.emulation.rules import register_shapes
+from tilefit.emulation.tensor import CUDA, CudaTensor
+from tilefit.gpus import Gpu
+
+#: PyTorch, some of whose functions are replaced.
+_torch: Any = torch
+
+_NOTHING = """set_device empty_cache manual_seed manual_seed_all init reset_peak_memory_stats ipc_collect
+set_rng_state set_rng_state_all seed seed_all set_per_process_memory_fraction reset_max_memory_allocated
+reset_accumulated_memory_stats set_sync_debug_mode _lazy_init _check_capability _lazy_call""".split()
+_ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device
+initial_seed utilization temperature power_draw memory_cached max_memory_cached device_memory_used""".split()
+
+
+class _Stream:
+    """A stream, or an event: everything is in order, and done."""
+
+    cuda_stream = stream_id = device_index = 0
+    device = CUDA
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.recorded = True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds, which nobody knows."""
+        return 1.0
+
+    def query(self) -> bool:
+        """Everything is done."""
+        return True
+
+    def wait_stream(self, *args: Any) -> None:
+        """Streams are one."""
+
+    record = wait_event = record_event = wait = wait_stream
+
+
+class _Generator(torch.Generator):
+    """A generator of the GPU's is one of the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls)
+
+
+def _device_index(device: Any, *args: Any, **kwargs: Any) -> int:
+    if device is None or isinstance(device, int):
+        return max(0, device or 0)
+    return torch.device(device).index or 0
+
+
+def install(device: Device, gpu: Gpu) -> None:
+    """Make this process take ``gpu`` for present, with ``device`` at work; it is not taken back.
+
+    Raises:
+        CaptureError: this build of PyTorch cannot be lent one.
+    """
+    guard.lend()
+    torch.autograd.set_multithreading_enabled(False).__enter__()  # else hooks lose the user's line
+    _torch._C._set_only_lift_cpu_tensors(True)
+    register_shapes()
+    _answer(gpu, device)
+    _types()
+    _functions(device)
+    _graphs(device)
+    _streams(device)
+    _modules_move_in_place()
+    _threads_see(device)
+    _files()
+    _loaders()
+    _optimizers()
+    if torch.distributed.is_available():
+        distributed.install()
+
+
+def _answer(gpu: Gpu, device: Device) -> None:
+    cuda = _torch.cuda
+    major, minor = gpu.compute_capability
+    memory = int(gpu.memory_bytes)
+    properties = SimpleNamespace(
+        name=gpu.title,
+        total_memory=memory,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.sms,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=gpu.shared_memory_bytes_per_sm,
+        L2_cache_size=getattr(gpu, "l2_bytes", 0),
+        gcnArchName="",
+        uuid="emulated",
+    )
+    answers: dict[str, Any] = {
+        **dict.fromkeys(_NOTHING, None),
+        **dict.fromkeys(_ZERO, 0),
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "get_device_name": gpu.title,
+        "get_device_capability": (major, minor),
+        "get_device_properties": properties,
+        "mem_get_info": (memory, memory),
+        "is_bf16_supported": (major, minor) >= (8, 0),
+        "is_tf32_supported": (major, minor) >= (8, 0),
+        "get_arch_list": [f"sm_{major}{minor}"],
+        "memory_stats": {},
+        "memory_summary": "",
+        "can_device_access_peer": False,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *a, _answer=answer, **k: _answer)
+    cuda.memory.mem_get_info = cuda.mem_get_info
+    cuda.get_rng_state = lambda *a, **k: torch.zeros(16, dtype=torch.uint8)  # seed and offset
+    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()]
+    cuda._utils._get_device_index = _device_index
+    _torch._utils._get_all_device_indices = lambda: [0]
+    _torch._C._cuda_getDevice = lambda: 0
+    _torch.version.cuda = "12.8"
+    cudnn = _torch.backends.cudnn
+    cudnn.is_available = lambda: True
+    cudnn.is_acceptable = lambda tensor: True
+    cudnn.version = lambda: 91002
+    _torch.backends.cuda.is_built = lambda: True
+    _torch._C._scatter = lambda tensor, *_: (tensor.to(CUDA),)  # nn.DataParallel over one GPU
+    _torch.distributed.is_nccl_available = lambda: True
+    accelerator = torch.accelerator
+    for name, answer in {
+        "current_device_index": 0,
+        "set_device_index": None,
+        "max_memory_allocated": 0,
+    }.items():
+        setattr(accelerator, name, lambda *a, _answer=answer, **k: _answer)
+
+
+def _streams(device: Device) -> None:
+    """Streams are one; whoever synchronises waits."""
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        device.watch.waited("synchronize")
+
+    class Event(_Stream):
+        def synchronize(self) -> None:
+            device.watch.waited("synchronize")
+
+    cuda = _torch.cuda
+    cuda.synchronize = _torch.accelerator.synchronize = synchronize
+    for name in ("Event", "Stream", "ExternalStream"):
+        setattr(cuda, name, Event)
+    cuda.current_stream = cuda.default_stream = lambda *a, **k: Event()
+    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = lambda *a, **k: nullcontext()
+    cuda.set_stream = lambda *a, **k: None
+    _torch.Stream = _torch.Event = Event
+    _torch.Tensor.record_stream = lambda *a, **k: None
+    _torch.Generator = _Generator
+
+
+def _types() -> None:
+    """Constructors of tensors by their type, as old code has them."""
+    names = {"Float": torch.float32, "Long": torch.int64, "Half": torch.float16, "Int": torch.int32}
+    names |= {"Double": torch.float64, "Byte": torch.uint8, "Bool": torch.bool, "BFloat16": torch.bfloat16}
+
+    def constructor(dtype: torch.dtype) -> Any:
+        def make(*given: Any) -> torch.Tensor:
+            if given and not isinstance(given[0], int):
+                return torch.tensor(given[0], dtype=dtype, device=CUDA)
+            return torch.empty(*given, dtype=dtype, device=CUDA)
+
+        return make
+
+    for name, dtype in names.items():
+        setattr(_torch.cuda, f"{name}Tensor", constructor(dtype))
+
+
+def _functions(device: Device) -> None:
+    """CTC takes its lengths on the host, and moves them; those of the GPU are waited for."""
+    ctc = _torch.ctc_loss
+
+    def ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        lengths = rest[:2]
+        if isinstance(scores, CudaTensor) and all(isinstance(each, torch.Tensor) for each in lengths):
+            for each in lengths:
+                if isinstance(each, CudaTensor):
+                    device.watch.waited("ctc_loss")
+            rest = (*(each.to(CUDA) for each in lengths), *rest[2:])
+            targets = targets.to(CUDA)
+        return ctc(scores, targets, *rest, **kwargs)  # type: ignore[no-any-return]
+
+    _torch.ctc_loss = ctc_loss
+
+
+def _graphs(device: Device) -> None:
+    """What runs while a graph is captured runs again with each replay."""
+
+    class CUDAGraph:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.captured: Any = None
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.captured = device.watch.captured()
+            self.captured.__enter__()
+
+        def capture_end(self) -> None:
+            self.captured.__exit__(None, None, None)
+
+        def replay(self) -> None:
+            device.watch.replayed(self.captured)
+
+        def pool(self) -> tuple[int, int]:
+            return (0, 0)
+
+        reset = capture_end
+
+    @contextmanager
+    def graph(captured: CUDAGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
+        captured.capture_begin()
+        try:
+            yield
+        finally:
+            captured.capture_end()
+
+    cuda = _torch.cuda
+    cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
+    cuda.graph_pool_handle = lambda: (0, 0)
+    cuda.make_graphed_callables = lambda callables, *args, **kwargs: callables
+    cuda.is_current_stream_capturing = lambda: False
+
+
+def _modules_move_in_place() -> None:
+    """``.to("cuda")`` keeps Parameter objects, as on CUDA, where an optimizer may hold them already.
+
+    A parameter without a size remembers where it is to be made.
+    """
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    module, lazy = _torch.nn.Module, _torch.nn.parameter.UninitializedTensorMixin
+    apply, materialize = module._apply, lazy.materialize
+
+    def moved(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        held = {name: p for name, p in self._parameters.items() if isinstance(p, lazy)}
+        held_buffers = {name: b for name, b in self._buffers.items() if isinstance(b, lazy)}
+        for store, names in ((self._parameters, held), (self._buffers, held_buffers)):
+            for name, tensor in names.items():
+                tensor._made_on = function(torch.empty(0)).device
+                store[name] = None
+        out = apply(self, function, *args, **kwargs)
+        self._parameters.update(held)
+        self._buffers.update(held_buffers)
+        return out
+
+    def made(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        where = torch.device(device or getattr(self, "_made_on", "cpu"))
+        materialize(self, shape, "cpu", dtype)
+        if where.type == "cuda":
+            kind = type(self) if isinstance(self, torch.nn.Parameter) else None
+            there = self.detach().to(where)
+            _torch.utils.swap_tensors(self, torch.nn.Parameter(there) if kind else there)
+
+    module._apply, lazy.materialize = moved, made
+
+
+def _threads_see(device: Device) -> None:
+    """Modes belong to one thread; the threads of a program's have the GPU, too."""
+    run = threading.Thread.run
+
+    def under_device(self: threading.Thread) -> None:
+        with device:
+            run(self)
+
+    thread: Any = threading.Thread
+    thread.run = under_device
+
+
+def _files() -> None:
+    """What is loaded for the GPU goes there from the CPU; what is saved is not written."""
+    load = torch.load
+
+    def loaded(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        plain = isinstance(map_location, str | torch.device)
+        on_host = "cpu" if map_location is None or plain else map_location
+        out = load(f, map_location=on_host, **kwargs)
+        if not plain or torch.device(map_location).type != "cuda":
+            return out
+        return torch.utils._pytree.tree_map(
+            lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf, out
+        )
+
+    _torch.load = loaded
+    _torch.save = lambda *args, **kwargs: None
+
+
+def _loaders() -> None:
+    """Batches are made in this process: what does it, and how fast, is not the step's."""
+    loader = _torch.utils.data.DataLoader
+    single = _torch.utils.data.dataloader._SingleProcessDataLoaderIter
+
+    def iterator(self: Any) -> Any:
+        kept = self.num_workers, self.timeout
+        self.num_workers = self.timeout = 0
+        try:
+            return single(self)
+        finally:
+            self.num_workers, self.timeout = kept
+
+    loader._get_iterator = iterator
+
+
+def _optimizers() -> None:
+    """Lists of the GPU's tensors take the multi-tensor path."""
+    optimizers: Any = sys.modules["torch.optim.optimizer"]
+    optimizers._foreach_supported_types.append(CudaTensor)

@@ -1,0 +1,140 @@
+"""What a report says of the program around a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilefit import units
+from tilefit.ops import Assumption, HostEvent, Loader, Program
+from tilefit.ops.program import TO_GPU, WAIT
+from tilefit.units import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A line at which host and GPU meet in every step.
+
+    Attributes:
+        kind: ``wait`` (the host reads a value), ``to_gpu`` or ``to_host`` (a copy).
+        name: What the program calls there.
+        source: The line.
+        blocks: The host waits there.
+        count: How often in a step.
+        bytes: What the copies move, together.
+    """
+
+    kind: str
+    name: str
+    source: str
+    blocks: bool
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The program around a step.
+
+    Attributes:
+        command: As it was started.
+        step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
+        steps: Optimizer steps that were run, the captured one included.
+        meetings: Where host and GPU meet, by line.
+        assumptions: Values that were asked of the GPU, which nobody has computed, and the answers.
+        loaders: The data loaders, as timed on the machine that ran it.
+        fake: Data that were made up.
+    """
+
+    command: str
+    step: str
+    steps: int
+    meetings: tuple[Meeting, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    loaders: tuple[Loader, ...] = ()
+    fake: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, program: Program) -> Around:
+        """What is told of a program."""
+        return cls(
+            program.command,
+            program.step,
+            program.steps,
+            tuple(_meetings(program)),
+            program.assumptions,
+            program.loaders,
+            program.fake,
+        )
+
+    @property
+    def assumed(self) -> int:
+        """How often a value was assumed."""
+        return sum(each.count for each in self.assumptions)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits in a step."""
+        return sum(each.count for each in self.meetings if each.blocks)
+
+
+def _meetings(program: Program) -> Iterator[Meeting]:
+    lines: dict[tuple[str, str, str, bool], list[HostEvent]] = {}
+    for event in program.events:
+        lines.setdefault((event.kind, event.name, event.site.source, event.blocks), []).append(event)
+    for key, same in lines.items():
+        yield Meeting(*key, len(same), sum(event.bytes for event in same))
+
+
+def headline(around: Around) -> list[tuple[str, str]]:
+    """The program and its step in a few lines: (label, words)."""
+    ran = f"{around.command}, stopped after {counted(around.steps, 'step')}"
+    lines = [("Program", ran), ("Step", around.step)]
+    copies = [each for each in around.meetings if each.kind != WAIT]
+    met = f"{counted(around.waits, 'time')} a step"
+    if copies:
+        count, moved = (sum(getattr(each, name) for each in copies) for name in ("count", "bytes"))
+        met += f"; {count:,} {'copy' if count == 1 else 'copies'} of {units.size(moved)}"
+    return [*lines, ("Waits", met)]
+
+
+def footer(around: Around) -> Iterator[tuple[str, str]]:
+    """What the step rests on: (label, words)."""
+    for each in around.loaders:
+        yield "Loader", loader(each)
+    if around.assumptions:
+        yield "Assumed", f"{counted(around.assumed, 'value')}, such as {assumption(around.assumptions[0])}"
+    for made_up in around.fake:
+        yield "Made up", made_up
+
+
+def everything(around: Around) -> Iterator[tuple[str, list[str]]]:
+    """What the lines above sum up, in full: (title, lines)."""
+    if around.meetings:
+        yield "Where host and GPU meet", [meeting(each) for each in around.meetings]
+    if around.assumptions:
+        yield "Values that were assumed", [assumption(each) for each in around.assumptions]
+
+
+def loader(each: Loader) -> str:
+    """``train.py:20: batches of 64, 2 workers, pinned; 410 samples/s a process on this machine``."""
+    workers = counted(each.workers, "worker") if each.workers else "no workers"
+    memory = "pinned" if each.pinned else "not pinned"
+    rate = "not timed"
+    if each.batch_s and each.batch:
+        rate = f"{units.number(each.batch / each.batch_s)} samples/s a process where it was timed"
+    return f"{each.source}: batches of {each.batch}, {workers}, {memory}; {rate}"
+
+
+def assumption(each: Assumption) -> str:
+    """``item of fp32[] at train.py:41: 2.31``."""
+    times = f" ({each.count} times)" if each.count > 1 else ""
+    return f"{each.name} of {each.what} at {each.source}: {each.value}{times}"
+
+
+def meeting(each: Meeting) -> str:
+    """``train.py:41 item: the host waits``."""
+    times = f" ({each.count} times)" if each.count > 1 else ""
+    moved = f", {units.size(each.bytes)} {'to the GPU' if each.kind == TO_GPU else 'to the host'}"
+    waits = "the host waits" if each.blocks else "the host goes on"
+    return f"{each.source} {each.name}{times}: {waits}{moved if each.bytes else ''}"

@@ -1,0 +1,1 @@
+"""SYN, DAT, ANO, FOR, GRD: what the program around a step wastes."""

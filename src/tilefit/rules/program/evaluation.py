@@ -1,0 +1,68 @@
+"""GRD002: evaluation with gradients on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.finding import NOTE, SAFE
+from tilefit.rules.program.habits import habits
+
+
+class Evaluation(Rule):
+    """A model is evaluated as if a backward pass would follow.
+
+    What it sees: A forward pass of a module in `eval()` mode with gradients on, of which no backward pass
+    came.
+
+    Why it costs time: Every operation keeps what its gradient would need, so that the memory of a training
+    step is taken, and smaller batches fit; the host makes the graph besides.
+
+    Arithmetic: None. No kernel goes away, so the finding has no price: what is gained is memory.
+
+    Example: `with torch.no_grad():`, or `@torch.inference_mode()` on the function.
+
+    Source: PyTorch, "Autograd mechanics", locally disabling gradient computation.
+    """
+
+    code = "GRD002"
+    title = "evaluation with gradients on"
+    wrong = Case(
+        program="""
+        import torch
+        from torch import nn
+        from torch.nn import functional as F
+
+        net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to("cuda")
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        x = torch.randn(4096, 1024, device="cuda")
+
+
+        def evaluate():
+            net.eval()
+            loss = F.mse_loss(net(x), x)
+            net.train()
+            return loss
+
+
+        for step in range(100):
+            evaluate()
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), x)
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    right = wrong.but("def evaluate", "@torch.no_grad()\n        def evaluate")
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        for first, *_ in habits(context.step, "evaluates_with_gradients"):
+            yield Proposal(
+                place=Place(source=first.site.source),
+                message="a model is evaluated with gradients on"
+                + (f": {first.detail}" if first.detail else ""),
+                fix="Evaluate under torch.no_grad() or torch.inference_mode().",
+                safety=SAFE,
+                change=None,
+                severity=NOTE,
+            )

@@ -1,0 +1,100 @@
+"""SYN001: the host waits for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilefit.ops.program import TO_GPU
+from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.finding import ADVICE
+from tilefit.rules.outside.optimizer import FUSED
+from tilefit.rules.program.events import free, listed, named, waits, with_events
+from tilefit.units import counted, seconds
+
+#: The read of a ``GradScaler``, and the reads of anomaly mode, which has a rule of its own.
+FOUND_INF, ANOMALY = "found_inf", "detect_anomaly"
+#: What has as many elements as values say.
+_SIZED = frozenset(
+    """nonzero argwhere where masked_select index bincount repeat_interleave unique _unique2 unique_dim
+    unique_consecutive""".split()
+)
+_ON_GPU = "Leave shapes to sizes: torch.where, or a product with the mask, in place of an index by it."
+_FUSED = "Pass fused=True to the optimizer: GradScaler then leaves to it what it reads."
+_COPIES = "Copy without waiting (SYN002)."
+_LATER = "Keep it on the GPU (total += loss.detach()) and read it every hundredth step."
+
+
+class HostWaits(Rule):
+    """The host waits for the GPU in every step, and the GPU then for the host.
+
+    What it sees: A value of a GPU tensor that the program reads between two steps of the optimizer:
+    `loss.item()`, `print(loss)`, `if torch.isnan(loss)`, `.cpu()`, an index by a mask, `synchronize()`.
+
+    Why it costs time: The host launches ahead of the GPU. A value is there when all has run that was launched
+    before, so the host waits, and what it would have launched meanwhile comes late: the queue is empty, and
+    the GPU does nothing until it fills again.
+
+    Arithmetic: The step is gone through in order with the host's clock and the GPU's. At a wait the host's
+    becomes the GPU's; without waits the slower of the two sets the pace. All reads that need not be are taken
+    out at once, and copies no longer block: of several waits one alone often gains nothing, since the next
+    one takes as long.
+
+    Not every read can go. `GradScaler` reads whether a gradient was infinite before it lets the optimizer
+    step; only an optimizer that is fused does without.
+
+    Example: `total += loss.detach()` in each step and `total.item()` every hundredth, in place of
+    `total += loss.item()`.
+
+    Source: PyTorch, "Performance Tuning Guide", avoid unnecessary CPU-GPU synchronization;
+    `torch.amp.GradScaler`.
+    """
+
+    code = "SYN001"
+    title = "the host waits for the GPU"
+    wrong = Case(
+        program="""
+        import torch
+        from torch import nn
+        from torch.nn import functional as F
+
+        layers = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU()) for _ in range(24)]
+        net = nn.Sequential(nn.Embedding(128256, 512), *layers, nn.Linear(512, 128256)).to("cuda")
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        words = torch.randint(128256, (8193,), device="cuda")
+        total = 0.0
+        for step in range(100):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(net(words[:-1]), words[1:])
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        """
+    )
+    right = wrong.but("loss.item()", "loss.detach()")
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step, estimate = context.step, context.estimate
+        events = step.program.events if step.program else ()
+        read = [event for event in events if waits(event) and event.name != ANOMALY]
+        scaler = [event for event in read if event.name == FOUND_INF]
+        stays = scaler and (step.settings.optimizer not in FUSED or step.settings.fused_optimizer)
+        gone = [event for event in read if not (stays and event.name == FOUND_INF)]
+        if not gone:
+            return
+        copies = [event for event in events if event.kind == TO_GPU and event.blocks]
+        sized = sum(event.name in _SIZED for event in gone)
+        values = len(gone) - sized - (0 if stays else len(scaler))
+        cures = {_LATER: values, _ON_GPU: sized, _FUSED: 0 if stays else len(scaler), _COPIES: len(copies)}
+        lines = [
+            f"host {seconds(estimate.host_time_s)}, GPU {seconds(estimate.gpu_time_s)}; with what each waits "
+            f"for the other {seconds(estimate.time_s)}"
+        ]
+        yield Proposal(
+            place=Place(source=gone[0].site.source),
+            message=f"the host waits for the GPU {counted(len(gone), 'time')} a step: {listed(named(gone))}",
+            fix=" ".join(cure for cure, number in cures.items() if number),
+            safety=ADVICE,
+            change=with_events(step, (free(event) for event in events if event not in gone)),
+            arithmetic=(*lines, *(["GradScaler's own read stays"] if stays else [])),
+        )

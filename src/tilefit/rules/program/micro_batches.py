@@ -1,0 +1,73 @@
+"""GRD003: gradients are reduced in every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.finding import SAFE, WARNING
+from tilefit.rules.program.habits import habits, made, without
+from tilefit.units import size
+
+
+class SynchronizedMicroBatches(Rule):
+    """Gradients that are still accumulated are summed over the GPUs in every micro-batch.
+
+    What it sees: Under `DistributedDataParallel`, a backward pass that is not the last before the optimizer's
+    step, and reduces the gradients all the same.
+
+    Why it costs time: The sum of the gradients over the GPUs is needed once a step. Each further one moves
+    all gradients over the link between the GPUs again.
+
+    Arithmetic: The step without the reductions of all micro-batches but the last; of one process there are
+    none to price.
+
+    Example: `with net.no_sync():` around all but the last; a trainer's own setting for accumulation does it.
+
+    Source: PyTorch, `torch.nn.parallel.DistributedDataParallel.no_sync`.
+    """
+
+    code = "GRD003"
+    title = "gradients reduced in every micro-batch"
+    wrong = Case(
+        program="""
+        import contextlib
+        import os
+
+        import torch
+        from torch import distributed, nn
+        from torch.nn import functional as F
+
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}
+        distributed.init_process_group("nccl")
+        net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to("cuda")
+        net = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        x = torch.randn(1024, 1024, device="cuda")
+        for step in range(100):
+            optimizer.zero_grad()
+            for micro in range(4):
+                apart = contextlib.nullcontext()
+                with apart:
+                    loss = F.mse_loss(net(x), x) / 4
+                    loss.backward()
+            optimizer.step()
+        """
+    )
+    right = wrong.but("contextlib.nullcontext()", "net.no_sync() if micro < 3 else contextlib.nullcontext()")
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step = context.step
+        for same in habits(step, "synchronizes_micro_batches"):
+            indices = made(same)
+            moved = sum(step.ops[index].op.moved_bytes for index in indices)
+            yield Proposal(
+                place=Place(source=same[0].site.source),
+                message="gradients are summed over the GPUs in every micro-batch"
+                + (f": {same[0].detail}" if same[0].detail else ""),
+                fix="Accumulate under no_sync() in all micro-batches but the last.",
+                safety=SAFE,
+                change=without(step, same) if indices else None,
+                severity="" if indices else WARNING,
+                arithmetic=(f"{size(moved)} moved for nothing",) if indices else (),
+            )

@@ -1,0 +1,139 @@
+"""FOR001: a loop over the parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tilefit.ops import Step, StepOp, Streaming
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.finding import SAFE
+from tilefit.rules.outside.optimizer import multi_tensor_launches
+from tilefit.units import count, counted, size
+
+#: So many alike from one line are a loop.
+_MANY = 8
+#: The share of them that have a parameter's shape.
+_OF_PARAMETERS = 0.9
+_ROLES = ("pointwise", "copy", "reduction", "other")
+
+
+class ParameterLoop(Rule):
+    """A Python loop does to each parameter what one multi-tensor operation does to all.
+
+    What it sees: From one line outside of all modules, an operation for each of many tensors that have the
+    parameters' shapes: an exponential moving average of the weights, clipping, a norm, a penalty, an
+    optimizer written by hand.
+
+    Why it costs time: Each operation is a launch of the host's, and most parameters are so small that the
+    GPU has done it long before the next one arrives.
+
+    Arithmetic: One operation for all tensors, in as few kernels as multi-tensor kernels need, that moves the
+    same bytes.
+
+    Example: `torch._foreach_lerp_(averaged, parameters, 1 - decay)` in place of a loop of `lerp_`;
+    `torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))` does that, and
+    `nn.utils.clip_grad_norm_` and `clip_grad_value_` do it by themselves.
+
+    Source: PyTorch, `torch.optim` (the argument `foreach`) and `torch.optim.swa_utils`.
+    """
+
+    code = "FOR001"
+    title = "a loop over the parameters"
+    wrong = Case(
+        program="""
+        import copy
+
+        import torch
+        from torch import nn
+        from torch.nn import functional as F
+
+        net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to("cuda")
+        averaged = copy.deepcopy(net).requires_grad_(False)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        x = torch.randn(256, 256, device="cuda")
+
+
+        @torch.no_grad()
+        def average(decay=0.999):
+            for mean, value in zip(averaged.parameters(), net.parameters()):
+                mean.lerp_(value, 1 - decay)
+
+
+        for step in range(100):
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), x)
+            loss.backward()
+            optimizer.step()
+            average()
+        """
+    )
+    right = wrong.but(
+        """for mean, value in zip(averaged.parameters(), net.parameters()):
+                mean.lerp_(value, 1 - decay)""",
+        "torch._foreach_lerp_(list(averaged.parameters()), list(net.parameters()), 1 - decay)",
+    )
+
+    def check(self, context: Context) -> Iterator[Proposal]:
+        step = context.step
+        if step.program is None:
+            return
+        for source, loops in _loops(step).items():
+            replaced: dict[int, tuple[StepOp, ...]] = {}
+            for indices in loops:
+                replaced |= dict.fromkeys(indices, ()) | {indices[0]: (_together(step, indices),)}
+            entries = [step.ops[index] for index in replaced]
+            moved = sum(entry.op.moved_bytes for entry in entries)
+            each = max(map(len, loops))
+            yield Proposal(
+                place=Place(source=source),
+                message=f"a loop over {counted(each, 'tensor')} of the parameters' shapes: "
+                f"{', '.join(dict.fromkeys(entry.name.removeprefix('aten.') for entry in entries))}",
+                fix="Do it to all of them at once: torch._foreach_…, or PyTorch's own function.",
+                safety=SAFE,
+                change=Change(replaced),
+                arithmetic=(
+                    f"{count(len(entries))} launches for {size(moved)}, at once "
+                    f"{sum(step_op.op.kernels for ops in replaced.values() for step_op in ops)} kernels",
+                ),
+            )
+
+
+def _loops(step: Step) -> dict[str, list[list[int]]]:
+    """By line, operations of a kind that a loop over parameters makes."""
+    shapes = {parameter.shape for parameter in step.parameters.values()}
+    alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for index, entry in enumerate(step.ops):
+        if _may_be_looped(entry):
+            alike[entry.site.source, entry.phase, entry.name].append(index)
+    loops: dict[str, list[list[int]]] = defaultdict(list)
+    for (source, _, _), indices in alike.items():
+        fitting = sum(
+            any(ref.shape in shapes for ref in (*entry.inputs, *entry.outputs))
+            for entry in (step.ops[index] for index in indices)
+        )
+        if source and len(indices) >= _MANY and fitting >= _OF_PARAMETERS * len(indices):
+            loops[source].append(indices)
+    return loops
+
+
+def _may_be_looped(entry: StepOp) -> bool:
+    """Whether it is a small step of the program's own: not autograd's, and no zeroing, which GRD001 sees."""
+    if not isinstance(entry.op, Streaming) or entry.op.role not in _ROLES or not entry.op.read_bytes:
+        return False
+    return not entry.site.module and not entry.phase.startswith("backward")
+
+
+def _together(step: Step, indices: list[int]) -> StepOp:
+    first = step.ops[indices[0]]
+    ops = [op for index in indices if isinstance(op := step.ops[index].op, Streaming)]
+    elements = sum(op.elements for op in ops)
+    op = Streaming(
+        ops[0].role,
+        elements,
+        sum(op.read_bytes for op in ops),
+        sum(op.write_bytes for op in ops),
+        ops[0].dtype,
+        kernels=multi_tensor_launches(len(ops), elements),
+    )
+    return StepOp(op, first.phase, first.site, f"foreach_{first.name.removeprefix('aten.')}")

@@ -1,0 +1,63 @@
+"""Programs that do what a well-behaved one does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tilefit.capture.child import capture_program_in_child
+from tilefit.errors import TilefitError
+from tilefit.ops import Step
+from tilefit.options import ProgramOptions
+
+TRAIN = """
+import os, sys, threading
+import torch
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def step():
+    optimizer.zero_grad()
+    net(torch.randn(32, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def _run(folder: Path, code: str, **options: object) -> Step:
+    path = folder / "program.py"
+    path.write_text(TRAIN + code)
+    told = ProgramOptions(program=str(path), **options)  # type: ignore[arg-type]
+    return capture_program_in_child(told, "h200", timeout_s=60)
+
+
+def _line(text: str, code: str) -> str:
+    return f"program.py:{(TRAIN + code).splitlines().index(text) + 1}"
+
+
+def test_one_that_catches_everything_and_never_ends_is_left(tmp_path: Path) -> None:
+    code = (
+        "open('losses.csv', 'w').write('')\n"
+        "while True:\n    try:\n        step()\n    except:\n        pass\n    finally:\n"
+        "        print('x' * 1000)\n"
+    )
+    (tmp_path / "losses.csv").write_text("kept")
+    assert _run(tmp_path, f"os.chdir({str(tmp_path)!r})\n" + code).ops
+    assert (tmp_path / "losses.csv").read_text() == "kept"
+
+
+def test_one_that_trains_in_a_process_of_its_own(tmp_path: Path) -> None:
+    assert _run(tmp_path, "if os.fork() == 0:\n    for _ in range(9): step()\nelse:\n    os.wait()\n").ops
+
+
+@pytest.mark.parametrize(
+    ("code", "what", "where"),
+    [
+        ("step()\nsys.exit(0)\n", "ended after 1 of the 3 optimizer steps", "program.py"),
+        ("answer = input('go on? ')\n", "reads from standard input", "answer = input('go on? ')"),
+    ],
+)
+def test_one_without_its_steps_is_told_why(tmp_path: Path, code: str, what: str, where: str) -> None:
+    with pytest.raises(TilefitError, match=what) as caught:
+        _run(tmp_path, code)
+    assert caught.value.where.endswith(_line(where, code) if where != "program.py" else where)
+    assert caught.value.hint

@@ -1,0 +1,210 @@
+"""Programs, run unmodified under an emulated GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tilefit.capture.child import capture_in_child, capture_program_in_child, capture_target
+from tilefit.cost import estimate_step
+from tilefit.cost.priced import resolve
+from tilefit.errors import TilefitError
+from tilefit.ops import Step
+from tilefit.ops.program import TO_GPU, WAIT
+from tilefit.options import ProgramOptions, TargetOptions
+
+_NET = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3)
+        self.norm = nn.BatchNorm2d(32)
+        self.rnn = nn.LSTM(32, 64, batch_first=True)
+        self.attention = nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, images):
+        x = F.relu(self.norm(self.conv(images))).flatten(2).transpose(1, 2)
+        x, _ = self.rnn(x)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        return self.out(x.mean(1))
+
+def build():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+        def forward(self, images, labels):
+            return {"loss": F.cross_entropy(self.net(images), labels)}
+    return WithLoss(), {"images": torch.randn(16, 3, 18, 18), "labels": torch.zeros(16, dtype=torch.long)}
+"""
+
+_TRAIN = (
+    _NET
+    + """
+if __name__ == "__main__":
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--log", action="store_true")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = Net().to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    data = torch.utils.data.TensorDataset(torch.randn(320, 3, 18, 18), torch.randint(0, 10, (320,)))
+    loader = torch.utils.data.DataLoader(data, 16, shuffle=True, num_workers=2, pin_memory=True)
+    for step, (images, labels) in enumerate(loader, 1):
+        images, labels = images.to(device, non_blocking=True), labels.to(device)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = F.cross_entropy(net(images), labels)
+        loss.backward()
+        if step % arguments.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if arguments.log:
+            print(step, loss.item())
+    raise SystemExit("ran too far")
+"""
+)
+
+
+def _run(folder: Path, text: str, *arguments: str, **options: int) -> Step:
+    path = folder / "train.py"
+    path.write_text(text)
+    return capture_program_in_child(ProgramOptions(str(path), arguments, **options), "h100-sxm", 100)
+
+
+def test_a_program_prices_as_its_model_by_a_factory(tmp_path: Path) -> None:
+    step = _run(tmp_path, _TRAIN, "--log")
+    own = capture_target(f"{tmp_path / 'train.py'}:build", TargetOptions(amp="bf16"))
+
+    # PyTorch's own autocast casts the scores within the softmax, the simulated one before it.
+    products = [[e.op for e in each.ops if e.op.multiplies] for each in (step, own)]
+    assert products[0] == products[1]
+    (gpu,) = resolve("h100-sxm")
+    times = [estimate_step(each, gpu).gpu_time_s for each in (step, own)]
+    assert times[0] == pytest.approx(times[1], rel=0.01)
+    # Here what cuDNN reserves is counted, too.
+    reserve = 256 * 16 * 5 * 64 * 2
+    assert step.memory.peak_bytes == pytest.approx(own.memory.peak_bytes + reserve, rel=0.02)
+    assert step.parameter_count == own.parameter_count
+    assert (step.settings.amp, step.settings.optimizer, step.batch) == ("bf16", "adamw", 16)
+    assert step.program is not None
+    assert step.program.step == "a batch of 16, AdamW, bf16 autocast"
+    assert step.program.steps == 3
+    events = [(e.kind, e.name, e.bytes, e.blocks) for e in step.program.events]
+    assert events == [
+        (WAIT, "item", 0, True),
+        (TO_GPU, "to", 16 * 3 * 18 * 18 * 4, False),
+        (TO_GPU, "to", 128, True),
+    ]
+    assert [(a.name, a.what) for a in step.program.assumptions] == [("item", "fp32[]")]
+
+
+def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
+    step = _run(tmp_path, _TRAIN, "--accumulate", "2")
+
+    assert step.program is not None
+    assert step.program.step.startswith("2 micro-batches of 16, AdamW")
+    assert step.batch == 32
+    assert sum(e.name == "aten.lstm" for e in step.ops) == 2
+    assert not any(e.kind == WAIT for e in step.program.events)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch\nprint('nothing to do')", "without a training step"),
+        (
+            _NET + "net = Net()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+            "for _ in range(9):\n    net(torch.randn(2, 3, 9, 9)).sum().backward()\n    optimizer.step()\n",
+            "computes on the CPU",
+        ),
+    ],
+)
+def test_what_trains_nothing_on_the_gpu_is_an_error(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(TilefitError, match=said):
+        _run(tmp_path, text)
+
+
+def test_of_two_optimizers_each_steps_in_the_step(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+generator, critic = nn.Linear(64, 300).cuda(), nn.Linear(300, 1).cuda()
+first = torch.optim.RMSprop(critic.parameters())
+second = torch.optim.Adam(generator.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for step in range(1, 100):
+    made = generator(torch.randn(32, 64, device="cuda"))
+    loss = critic(made.detach()).mean()
+    first.zero_grad(); scaler.scale(loss).backward(); scaler.step(first)
+    if step % 3 == 0:
+        second.zero_grad(); scaler.scale(critic(made).mean()).backward(); scaler.step(second)
+    scaler.update()
+""",
+    )
+
+    assert step.program is not None
+    assert "RMSprop, Adam" in step.program.step
+    assert sum(e.op.multiplies and e.phase == "forward" for e in step.ops) == 3 * 2 + 1
+    assert sum(e.kind == WAIT for e in step.program.events) >= 4  # found_inf, of each step of an optimizer
+
+
+_FACTORIES = """
+import torch, torchvision
+from torch import nn
+
+def plain():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return _step(nn.Linear(479, 1024).to(device), torch.randn(64, 479, device=device))
+
+def regnet():
+    return _step(torchvision.models.regnet_y_400mf(), torch.randn(2, 3, 64, 64))
+
+def partial():
+    net, own = nn.Linear(8, 8), nn.Linear(8, 8, device="cpu")
+    def step():
+        net(torch.randn(4, 8)).sum().backward()
+        own(torch.randn(4, 8, device="cpu")).sum().backward()
+    return step
+
+def _step(net, x):
+    optimizer = torch.optim.AdamW(net.parameters())
+    def step():
+        loss = net(x).mean()
+        if torch.isnan(loss):
+            return
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+"""
+
+
+def test_a_step_that_names_a_device_or_reads_values_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(_FACTORIES)
+
+    def flop(name: str) -> int:
+        step = capture_in_child(f"{tmp_path / 'steps.py'}:{name}", TargetOptions(), 100, fresh=True)
+        assert step.settings.training
+        assert step.settings.optimizer == "adamw"
+        return step.tensor_flop
+
+    assert flop("plain") == 2 * 2 * 64 * 479 * 1024
+    regnet = capture_target("torchvision:regnet_y_400mf", TargetOptions(batch=2, image_size=64))
+    assert flop("regnet") == regnet.tensor_flop
+
+
+def test_a_part_of_a_step_on_the_cpu_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(_FACTORIES)
+    with pytest.raises(TilefitError, match="another device") as error:
+        capture_target(f"{tmp_path / 'steps.py'}:partial", TargetOptions())
+    assert "steps.py:16" in error.value.where

@@ -1,0 +1,252 @@
+"""Run by test_device.py: each case's answer as JSON."""
+
+import contextlib
+import copy
+import json
+import os
+import threading
+
+import torch
+from torch import nn
+
+from tilefit import gpus
+from tilefit.emulation.device import Device
+from tilefit.emulation.rules import RULES
+from tilefit.emulation.torch_cuda import install
+
+CASES = {}
+
+
+class Nobody:
+    captured = contextlib.nullcontext
+
+    def replayed(self, captured): ...
+
+    def launch(self, func, args, kwargs):
+        return func(*args, **kwargs)
+
+    def ran_on_host(self, func): ...
+    def waited(self, name): ...
+    def copied(self, kind, tensor, pinned, non_blocking): ...
+    def assumed(self, name, tensor, value): ...
+
+
+def case(name):
+    def register(function):
+        CASES[name] = function
+        return function
+
+    return register
+
+
+def gpu(*shape):
+    return torch.randn(*shape, device="cuda") if torch.Size(shape).numel() > 1 << 16 else unknown(*shape)
+
+
+def unknown(*shape):
+    """Numbers that nobody knows."""
+    return torch.randn(1 << 17, device="cuda")[: torch.Size(shape).numel()].view(shape)
+
+
+case("available")(lambda: torch.cuda.is_available())
+case("name")(lambda: torch.cuda.get_device_name())
+case("capability")(lambda: torch.cuda.get_device_capability())
+case("memory")(lambda: torch.cuda.get_device_properties(0).total_memory)
+case("known value")(
+    lambda: (torch.arange(12, device="cuda")[None] < torch.tensor([3, 12, 5]).cuda()[:, None]).sum(1).tolist()
+)
+case("known mask")(lambda: list(unknown(4, 4)[torch.tensor([True, False, True, False]).to("cuda")].shape))
+case("known sum")(lambda: torch.ones(2, 3, device="cuda").sum().item())
+case("unknown loss")(lambda: 0 < unknown(4).sum().item() <= 1)
+case("nothing is wrong")(lambda: [bool(torch.isnan(unknown(4)).any()), bool(unknown(3).sum() > 1e3)])
+case("finite")(lambda: bool(torch.isfinite(unknown(3, 4)).all()))
+case("half of a mask")(lambda: 400 < len(unknown(1000)[unknown(1000) > 0]) < 600)
+case("one hot counts")(lambda: nn.functional.one_hot(unknown(64, 8).argmax(1), 8).sum().item())
+case("t_")(lambda: list(unknown(3, 4).t_().shape))
+case("unsqueeze_")(lambda: list(unknown(4, 3).unsqueeze_(0).shape))
+case("resize_")(lambda: list(unknown(12).clone().resize_(2, 6).shape))
+case("generator")(lambda: list(torch.randn(3, device="cuda", generator=torch.Generator("cuda")).shape))
+case("float tensor")(lambda: str(torch.cuda.FloatTensor(3).device))
+case("allclose")(lambda: torch.allclose(unknown(4), unknown(4)))
+case("printed")(lambda: "device='cuda:0'" in str(unknown(2)) and f"{unknown(1).sum():.3f}".startswith("0.9"))
+
+
+@case("says cuda")
+def _():
+    x = gpu(1024, 1024)
+    return [str(x.device), x.is_cuda, x.get_device()]
+
+
+@case("takes no memory")
+def _():
+    x = torch.empty(1 << 40, device="cuda")
+    return x.untyped_storage().nbytes() == 1 << 42
+
+
+@case("module keeps its parameters")
+def _():
+    net = nn.Linear(4, 4)
+    weight = net.weight
+    net.to("cuda")
+    return [net.weight is weight, str(weight.device)]
+
+
+case("cpu stays real")(lambda: torch.arange(5).sum().item() * 1.0)
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - the answer
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+case("mixing raises")(lambda: raised(lambda: unknown(3) + torch.ones(3))[:59])
+case("numpy raises")(lambda: raised(lambda: unknown(3).numpy()).split(". ")[0])
+
+
+@case("indices within range")
+def _():
+    x = unknown(64, 10)
+    _, places = x.topk(3)
+    return [int(x.argmax(1).max()) < 10, len(set(places[0].tolist())) == 3]
+
+
+@case("mask assigns")
+def _():
+    x = unknown(4, 4).clone()
+    x[torch.eye(4, device="cuda").bool()] = 0
+    return list(x.shape)
+
+
+@case("data swap")
+def _():
+    p = nn.Parameter(unknown(3))
+    p.data = torch.zeros(5, device="cuda")
+    return list(p.shape)
+
+
+@case("assigned data")
+def _():
+    p = nn.Parameter(torch.zeros(5))
+    p.data = p.data.to("cuda")
+    return [len(p), str(p.device)]
+
+
+@case("autocast")
+def _():
+    with torch.autocast("cuda", dtype=torch.float16):
+        y = unknown(4, 4) @ unknown(4, 4)
+        return [str(y.dtype), str(nn.functional.layer_norm(y, (4,)).dtype)]
+
+
+@case("autograd function")
+def _():
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(str(grad.device))
+            return grad * 2
+
+    Double.apply(nn.Parameter(unknown(3))).sum().backward()
+    return seen[0]
+
+
+@case("hooks")
+def _():
+    seen, p = [], nn.Parameter(unknown(3, 3))
+    p.register_hook(lambda grad: seen.append(str(grad.device)))
+    p.register_post_accumulate_grad_hook(lambda q: seen.append(str(q.grad.device)))
+    (p * 2).sum().backward()
+    return seen
+
+
+@case("thread")
+def _():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(str((torch.ones(3).to("cuda") + 1).device)))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+@case("deepcopy")
+def _():
+    net = nn.Linear(3, 3).cuda()
+    other = copy.deepcopy(net)
+    return [str(other.weight.device), other.weight is not net.weight and other.weight.requires_grad]
+
+
+@case("ctc")
+def _():
+    scores = nn.Parameter(unknown(50, 4, 20))
+    targets = torch.randint(1, 20, (4, 10), device="cuda")
+    lengths = torch.full((4,), 50), torch.full((4,), 10)
+    nn.functional.ctc_loss(scores.log_softmax(2), targets, *lengths).backward()
+    return list(scores.grad.shape)
+
+
+@case("packed")
+def _():
+    packed = nn.utils.rnn.pack_padded_sequence(unknown(3, 12, 8), torch.tensor([12, 5, 3]), batch_first=True)
+    return list(packed.data.shape)
+
+
+@case("checkpoint")
+def _():
+    x = nn.Parameter(unknown(4, 4))
+    torch.utils.checkpoint.checkpoint(lambda x: (x @ x).relu(), x, use_reentrant=False).sum().backward()
+    return list(x.grad.shape)
+
+
+@case("inference mode")
+def _():
+    with torch.inference_mode():
+        return list(nn.Linear(4, 5).cuda()(unknown(2, 4)).shape)
+
+
+@case("pinned")
+def _():
+    x = torch.ones(3)
+    return [x.pin_memory().is_pinned(), x.is_pinned()]
+
+
+@case("cumulative mean")
+def _():
+    net = nn.BatchNorm1d(4, momentum=None).cuda()
+    return str(net(unknown(8, 4)).device)
+
+
+@case("lazy")
+def _():
+    return list(nn.LazyLinear(7).cuda()(unknown(3, 5)).shape)
+
+
+@case("graph")
+def _():
+    x = unknown(4).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+    graph.replay()
+    return list(y.shape)
+
+
+device = Device(Nobody(), RULES)
+install(device, gpus.get("h100-sxm"))
+answers = {}
+with device:
+    for name, function in CASES.items():
+        try:
+            answers[name] = function()
+        except Exception as error:  # noqa: BLE001 - a wrong answer
+            answers[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(answers), flush=True)
+os._exit(0)

@@ -1,0 +1,74 @@
+"""What code sees on the emulated GPU. All in one process, which is then spent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_CASES = Path(__file__).with_name("device_cases.py")
+
+
+@cache
+def _answers() -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, str(_CASES)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("case", "answer"),
+    {
+        "available": True,
+        "name": "NVIDIA H100 SXM 80GB",
+        "capability": [9, 0],
+        "memory": 85_899_345_920,
+        "says cuda": ["cuda:0", True, 0],
+        "takes no memory": True,
+        "module keeps its parameters": [True, "cuda:0"],
+        "cpu stays real": 10.0,
+        "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
+        "numpy raises": "TypeError: can't convert cuda:0 device type tensor to numpy",
+        "known value": [3, 12, 5],
+        "known mask": [2, 4],
+        "known sum": 6.0,
+        "unknown loss": True,
+        "nothing is wrong": [False, False],
+        "finite": True,
+        "indices within range": [True, True],
+        "half of a mask": True,
+        "mask assigns": [4, 4],
+        "one hot counts": 64,
+        "t_": [4, 3],
+        "unsqueeze_": [1, 4, 3],
+        "resize_": [2, 6],
+        "data swap": [5],
+        "assigned data": [5, "cuda:0"],
+        "autocast": ["torch.float16", "torch.float32"],
+        "autograd function": "cuda:0",
+        "hooks": ["cuda:0", "cuda:0"],
+        "thread": "cuda:0",
+        "deepcopy": ["cuda:0", True],
+        "generator": [3],
+        "ctc": [50, 4, 20],
+        "packed": [20, 8],
+        "checkpoint": [4, 4],
+        "inference mode": [2, 5],
+        "pinned": [True, False],
+        "printed": True,
+        "float tensor": "cuda:0",
+        "allclose": True,
+        "cumulative mean": "cuda:0",
+        "lazy": [3, 7],
+        "graph": [4],
+    }.items(),
+)
+def test_code_on_the_emulated_gpu(case: str, answer: Any) -> None:
+    assert _answers()[case] == answer
