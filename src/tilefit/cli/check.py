@@ -58,12 +58,8 @@ def check(
     nothing found, 1 findings, 2 could not run.
     """
     is_program = program.is_module or step_options.is_script(target)
-    if arguments and arguments[0] == "--":  # train.py -- --epochs 3
-        arguments = arguments[1:]
     if is_program:
-        refuse_given(
-            context, _OF_MODELS, "a program makes its own steps, by its own arguments, which stand after --"
-        )
+        refuse_given(context, _OF_MODELS, "a program makes its own steps; its own arguments stand after --")
         require_program(target, program.is_module)
     else:
         refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")

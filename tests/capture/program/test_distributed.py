@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
+
+from tilefit.capture.child import capture_program_in_child
+from tilefit.options import ProgramOptions
+
+_PROGRAM = """
+import os
 import torch
 from torch import distributed, nn
 
-from tilefit.capture.program.distributed import one_rank, rank_notes
-
-
-def test_a_process_that_nobody_started_with_others_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    real = nn.parallel.DistributedDataParallel
-    with one_rank():
-        distributed.init_process_group("nccl")
-        assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
-        assert os.environ["LOCAL_RANK"] == "0"
-        assert rank_notes() == []
-        distributed.all_reduce(torch.ones(2))
-        net = nn.parallel.DistributedDataParallel(nn.Linear(2, 3), device_ids=[0])
-        assert net(torch.ones(1, 2)).shape == (1, 3)
-        assert [name for name, _ in net.named_parameters()] == ["module.weight", "module.bias"]
+def main(rank, expected):
+    assert "RANK" not in os.environ or expected == (3, 8)
+    assert os.environ.get("LOCAL_RANK") is None
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl")
+    assert (distributed.get_rank(), distributed.get_world_size()) == expected
+    total = torch.ones(2, device="cuda")
+    distributed.all_reduce(total)
+    distributed.barrier()
+    net = nn.parallel.DistributedDataParallel(nn.Linear(64, 32).cuda(), device_ids=[0])
+    assert [name for name, _ in net.named_parameters()] == ["module.weight", "module.bias"]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(9):
         with net.no_sync():
             assert not net.require_backward_grad_sync
+            net(torch.randn(16, 64, device="cuda")).mean().backward()
         assert net.require_backward_grad_sync
-        distributed.destroy_process_group()
-    assert nn.parallel.DistributedDataParallel is real
-    assert "WORLD_SIZE" not in os.environ
+        net(torch.randn(16, 64, device="cuda")).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+expected = (3, 8) if "RANK" in os.environ else (0, 1)
+torch.multiprocessing.spawn(main, args=(expected,), nprocs=1)
+"""
 
 
-def test_ranks_are_those_of_the_environment_or_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("RANK", "3")
-    with one_rank():
-        distributed.init_process_group()
-        assert (distributed.get_rank(), distributed.get_world_size()) == (3, 8)
-        assert "one of 8 processes" in rank_notes()[0]
-        distributed.destroy_process_group()
-        distributed.init_process_group("gloo", rank=1, world_size=2)
-        assert (distributed.get_rank(), distributed.get_world_size()) == (1, 2)
-        distributed.destroy_process_group()
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_one_process_of_a_program_runs_alone(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8"}.items():
+        if ranks > 1:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    path = tmp_path / "train.py"
+    path.write_text(_PROGRAM)
+    step = capture_program_in_child(ProgramOptions(str(path)), "h100-sxm", 100)
+
+    assert step.program is not None
+    assert step.program.step.startswith("2 micro-batches of 16, SGD")
+    assert any("one of 8 processes" in note for note in step.notes) == (ranks > 1)
