@@ -167,9 +167,8 @@ def main() -> None:
         if arguments.cost and "error" not in found:
             own = forked(by_target, target, arguments.batch)
             if "s" in own:
-                found["against"] = (
-                    f"{found['s'] / own['s'] - 1:+.2%} {found['flop'] / own['flop'] - 1:+.2%} {found['ops']}/{own['ops']}"
-                )
+                off = [f"{found[each] / own[each] - 1:+.2%}" for each in ("s", "flop")]
+                found["against"] = f"{' '.join(off)} {found['ops']}/{own['ops']}"
         passed += "error" not in found
         print(f"{'ok  ' if 'error' not in found else 'FAIL'} {target:40} {found}", flush=True)
     print(f"{passed} of {len(targets)}")

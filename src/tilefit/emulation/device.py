@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefit.emulation.tensor import META, CudaTensor, replace_memory
+from tilefit.emulation.value import Value
 from tilefit.emulation.values import (
     MOST_NUMBERS,
     Schema,
-    Value,
     Values,
     is_choice,
     is_tensor,

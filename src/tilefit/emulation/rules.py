@@ -13,7 +13,8 @@ import torch
 
 from tilefit.emulation.device import Device, Rule
 from tilefit.emulation.tensor import META, CudaTensor
-from tilefit.emulation.values import Value, is_tensor, mapped
+from tilefit.emulation.value import Value
+from tilefit.emulation.values import is_tensor, mapped
 from tilefit.ops.program import TO_GPU, TO_HOST
 
 aten = torch.ops.aten

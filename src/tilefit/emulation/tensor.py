@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-if TYPE_CHECKING:
-    from tilefit.emulation.values import Value
+from tilefit.emulation.value import Value
 
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)

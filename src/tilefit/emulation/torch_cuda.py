@@ -14,7 +14,7 @@ import torch._dynamo  # keeps the functions of torch.cuda that it finds: not our
 import torch.amp.grad_scaler
 import torch.utils.data
 
-from tilefit.emulation import guard
+from tilefit.emulation import distributed, guard
 from tilefit.emulation.device import Device
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
@@ -93,6 +93,8 @@ def install(device: Device, gpu: Gpu) -> None:
     _files()
     _loaders()
     _optimizers()
+    if torch.distributed.is_available():
+        distributed.install()
 
 
 def _answer(gpu: Gpu, device: Device) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tilefit.emulation.tensor import CudaTensor
+from tilefit.emulation.value import State, Value
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -27,46 +28,6 @@ MOST_NUMBERS = 1 << 16
 MOST_CHOICES = 1 << 20
 #: Elements up to which numbers are drawn for a choice to depend on.
 _MOST_DRAWN = 1 << 22
-
-
-class _State:
-    """What all views of one memory share."""
-
-    __slots__ = ("assumed", "lost")
-
-    def __init__(self, assumed: bool = False) -> None:
-        self.assumed = assumed
-        self.lost = False  # something unknown was written to it
-
-
-class Value:
-    """A known value: there, or to be made when it is asked for.
-
-    Attributes:
-        state: Shared with the values of other views of the same memory.
-    """
-
-    __slots__ = ("_make", "_tensor", "state")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor | None,
-        state: _State | None = None,
-        make: Callable[[], torch.Tensor | None] | None = None,
-    ) -> None:
-        self._tensor, self._make = tensor, make
-        self.state = state or _State(assumed=make is not None)
-
-    @property
-    def is_there(self) -> bool:
-        """It need not be made."""
-        return self._tensor is not None and not self.state.lost
-
-    def tensor(self) -> torch.Tensor | None:
-        """The value on the CPU; None where it is lost, or cannot be made."""
-        if self._make is not None:
-            self._tensor, self._make = self._make(), None
-        return None if self.state.lost else self._tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +213,7 @@ class Values:
         # A view's memory is that of the first tensor it was given.
         shared = known[0].state if schema.aliases and known else None
         return [
-            Value(r, shared or _State(assumed)) if r.shape == o.shape and r.dtype == o.dtype else None
+            Value(r, shared or State(assumed)) if r.shape == o.shape and r.dtype == o.dtype else None
             for r, o in zip(results, outs, strict=True)
         ]
 

@@ -95,6 +95,8 @@ class Window:
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A model's inputs by the names of its arguments."""
+    if isinstance(module.__dict__.get("_modules", {}).get("module"), nn.Module):
+        module = module.module  # type: ignore[assignment]  # what a replica wraps
     try:
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):

@@ -1,0 +1,47 @@
+"""A value of a tensor on the GPU that is known, or can be made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class State:
+    """What all views of one memory share."""
+
+    __slots__ = ("assumed", "lost")
+
+    def __init__(self, assumed: bool = False) -> None:
+        self.assumed = assumed
+        self.lost = False  # something unknown was written to it
+
+
+class Value:
+    """A known value: there, or to be made when it is asked for.
+
+    Attributes:
+        state: Shared with the values of other views of the same memory.
+    """
+
+    __slots__ = ("_make", "_tensor", "state")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor | None,
+        state: State | None = None,
+        make: Callable[[], torch.Tensor | None] | None = None,
+    ) -> None:
+        self._tensor, self._make = tensor, make
+        self.state = state or State(assumed=make is not None)
+
+    @property
+    def is_there(self) -> bool:
+        """It need not be made."""
+        return self._tensor is not None and not self.state.lost
+
+    def tensor(self) -> torch.Tensor | None:
+        """The value on the CPU; None where it is lost, or cannot be made."""
+        if self._make is not None:
+            self._tensor, self._make = self._make(), None
+        return None if self.state.lost else self._tensor
