@@ -192,7 +192,7 @@ class Values:
             answer = results[0]
         else:
             return None
-        return Value(answer.expand(outs[0].shape), _State(assumed=True))
+        return Value(answer.expand(outs[0].shape), State(assumed=True))
 
     def _known(self, tensor: torch.Tensor) -> Value | _Unknown:
         if isinstance(tensor, CudaTensor):
