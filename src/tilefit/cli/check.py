@@ -53,7 +53,7 @@ def check(
 ) -> int:
     """Check a model, or a program: what a step costs on a GPU, where it wastes it, what a change saves.
 
-    Options go before a program, its own behind it. Nothing is downloaded and no GPU is needed. Exit code: 0
+    A program's own arguments stand after --. Nothing is downloaded and no GPU is needed. Exit code: 0
     nothing found, 1 findings, 2 could not run.
     """
     if arguments and arguments[0] == "--":
@@ -62,9 +62,10 @@ def check(
     if arguments and arguments[0] == "--":  # train.py -- --epochs 3
         arguments = arguments[1:]
     if is_program:
-        refuse_given(context, _OF_MODELS, "a program makes its own steps")
+        refuse_given(
+            context, _OF_MODELS, "a program makes its own steps, by its own arguments, which stand after --"
+        )
         require_program(target, program.is_module)
-        step_options.note_misplaced(context, target, arguments or [])
     else:
         refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
         require_readable(target)

@@ -44,6 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _VERBS: tuple[Callable[..., object], ...] = (
+    check.check,
     fix.fix,
     report.report,
     rules.rules,
@@ -55,7 +56,6 @@ _VERBS: tuple[Callable[..., object], ...] = (
     calibrate.calibrate,
     doctor.doctor,
 )
-app.command(cls=step_options.ScriptCommand)(check.check)
 for _verb in _VERBS:
     app.command()(_verb)
 # What stands behind the script is the script's own.

@@ -194,7 +194,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def copied(self, kind: str, tensor: torch.Tensor, non_blocking: bool) -> None:
         """A copy is made; one to the host that is not to block goes into pinned memory of its own."""
         pinned = self.is_pinned(tensor) if kind == TO_GPU else non_blocking
-        self.watch.copied(kind, tensor, pinned, non_blocking)
+        if tensor.numel():
+            self.watch.copied(kind, tensor, pinned, non_blocking)
 
     # ---- values ----------------------------------------------------------------------------------
 

@@ -22,17 +22,19 @@ class Value:
 
     Attributes:
         state: Shared with the values of other views of the same memory.
+        depth: How many others must be made one after the other before it.
     """
 
-    __slots__ = ("_make", "_tensor", "state")
+    __slots__ = ("_make", "_tensor", "depth", "state")
 
     def __init__(
         self,
         tensor: torch.Tensor | None,
         state: State | None = None,
         make: Callable[[], torch.Tensor | None] | None = None,
+        depth: int = 0,
     ) -> None:
-        self._tensor, self._make = tensor, make
+        self._tensor, self._make, self.depth = tensor, make, depth
         self.state = state or State(assumed=make is not None)
 
     @property
@@ -43,5 +45,5 @@ class Value:
     def tensor(self) -> torch.Tensor | None:
         """The value on the CPU; None where it is lost, or cannot be made."""
         if self._make is not None:
-            self._tensor, self._make = self._make(), None
+            self._tensor, self._make, self.depth = self._make(), None, 0
         return None if self.state.lost else self._tensor

@@ -26,6 +26,8 @@ CPU = torch.device("cpu")
 #: Elements up to which floating-point numbers, and all others, are kept.
 MOST_NUMBERS = 1 << 16
 MOST_CHOICES = 1 << 20
+#: A chain of values that are not made yet ends here: making them calls itself.
+_DEEPEST = 30
 #: Elements up to which numbers are drawn for a choice to depend on.
 _MOST_DRAWN = 1 << 22
 
@@ -234,8 +236,13 @@ class Values:
                 made.append(self._drawn(func, name, call, known, layouts))
             return made[0][index]
 
+        depth = 1 + max((each.depth for each in known if isinstance(each, Value)), default=0)
+
         def value(index: int) -> Value:
-            return Value(None, None, lambda: make(index))
+            deferred = Value(None, None, lambda: make(index), depth)
+            if depth >= _DEEPEST:
+                deferred.tensor()
+            return deferred
 
         return [value(index) if each else None for index, each in enumerate(wanted)]
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilefit.capture.program.contained import Surroundings, contained
+from tilefit.capture.program.distributed import one_rank, rank_notes
 from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
@@ -45,7 +46,7 @@ def capture_program(
         with contained(folder, fake=options.fake_data) as around:
             modes = ProgramModes(gpu)
             capture = _Capture(modes, options, around, done, told)
-            with modes.running(), capture.finder.watching(), capture.window.watching():
+            with one_rank(), modes.running(), capture.finder.watching(), capture.window.watching():
                 error = _run(options, around)
         result = error or _no_step(capture.finder, options)
     except TilefitError as refused:
@@ -130,4 +131,4 @@ class _Capture:
         with _disable_current_modes():
             loaders = self.around.loaders.of_step()
         program = replace(step.program, loaders=loaders, fake=tuple(self.around.found))
-        return replace(step, program=program)
+        return replace(step, program=program, notes=(*step.notes, *rank_notes()))

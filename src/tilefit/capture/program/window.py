@@ -43,7 +43,7 @@ class Window:
         sites = self._modes.sites
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if sites.is_outermost(module) and torch.is_grad_enabled():
+            if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
                 self._calls[id(module)] = self._calls.get(id(module), 0) + 1
                 if self._inputs is None:
                     self._inputs = _named(module, args, kwargs)
