@@ -89,8 +89,8 @@ def estimate_loss(model):
     model.eval()
     means = {}
     for split in ("train", "val"):
-        losses = torch.zeros(20)
-        for index in range(20):
+        losses = torch.zeros(10)
+        for index in range(10):
             x, y = get_batch(split)
             with context:
                 losses[index] = model(x, y)[1].item()

@@ -176,6 +176,12 @@ def _no(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+@_rule("empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full")
+def _like(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of a tensor that is elsewhere, or nowhere, they take the shape."""
+    return device.launch(func, args, kwargs, from_host=True)
+
+
 @_rule("_ctc_loss _ctc_loss_backward")
 def _ctc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """Lengths are mostly the host's."""

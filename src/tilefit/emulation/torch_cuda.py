@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -122,7 +123,7 @@ def _answer(gpu: Gpu, device: Device) -> None:
         **dict.fromkeys(_ZERO, 0),
         "is_available": True,
         "is_initialized": True,
-        "device_count": 1,
+        "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "get_device_name": gpu.title,
         "get_device_capability": (major, minor),
         "get_device_properties": properties,
@@ -137,8 +138,8 @@ def _answer(gpu: Gpu, device: Device) -> None:
     for name, answer in answers.items():
         setattr(cuda, name, lambda *a, _answer=answer, **k: _answer)
     cuda.memory.mem_get_info = cuda.mem_get_info
-    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
-    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.get_rng_state = lambda *a, **k: torch.zeros(16, dtype=torch.uint8)  # seed and offset
+    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()]
     cuda._utils._get_device_index = _device_index
     _torch._utils._get_all_device_indices = lambda: [0]
     _torch._C._cuda_getDevice = lambda: 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -189,7 +190,7 @@ def test_nothing_is_downloaded(sources: Sources) -> None:
         (
             lambda: __import__("wandb_is_none_such"),
             "the library wandb_is_none_such is not there",
-            "cannot make",
+            "Install it",
         ),
         (
             lambda: urllib.request.urlopen("https://host.invalid/a.txt"),
@@ -206,6 +207,44 @@ def test_without_the_option_one_message_names_the_source(
     error = _told(ask)
     assert what in error.what
     assert hint in error.hint
+
+
+def test_rows_of_a_data_set_are_mapped_filtered_and_loaded(sources: Sources) -> None:
+    try:
+        from datasets import load_dataset
+    except ImportError:  # caught, it is not answered
+        load_dataset = importlib.import_module("datasets").load_dataset
+    raw = load_dataset("glue", "mrpc")
+    assert {*raw} == {"train", "validation", "test"}
+    assert raw["train"].features["label"].num_classes == 2
+    rows = raw["train"].select(range(64))
+    longer = rows.map(lambda row: {"ids": [1, 2, len(row["sentence1"])]}, remove_columns=["sentence1", "idx"])
+    batch = next(iter(DataLoader(longer.remove_columns("sentence2").with_format("torch"), batch_size=8)))
+    assert {*longer.column_names} == {"sentence2", "label", "ids"}
+    assert batch["label"].shape == (8,)
+    assert len(rows.filter(lambda row: row["label"] == 1)) < 64
+    parts = load_dataset("someone/pictures", split="train").train_test_split(0.1)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 3600, "test": 400}
+    assert "columns by what the program reads" in sources.found[-1]
+
+
+def test_pretrained_language_models(sources: Sources) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("google-bert/bert-base-uncased")
+    assert len(tokenizer) == 30522
+    encoded = tokenizer(["A few words.", "Words"], padding=True, return_tensors="pt")
+    assert encoded["input_ids"].shape == encoded["attention_mask"].shape
+    assert int(encoded["attention_mask"][1].sum()) == 3
+    assert int(encoded["input_ids"].max()) < 30522
+    config = transformers.AutoConfig.from_pretrained("openai-community/gpt2-medium")
+    assert (config.model_type, config.n_embd, config.n_layer) == ("gpt2", 1024, 24)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        "prajjwal1/bert-tiny-v2", num_labels=5, num_hidden_layers=1, hidden_size=16, num_attention_heads=2
+    )
+    assert model.classifier.out_features == 5
+    assert model.config.hidden_size == 16
+    with pytest.raises(OSError, match="names no type of model"):
+        transformers.AutoConfig.from_pretrained("someone/secret-sauce")
 
 
 def test_side_libraries_do_nothing() -> None:

@@ -84,6 +84,20 @@ def test_a_stream_is_not_read_on() -> None:
         assert next(rows).tolist() == [2, 3]
 
 
+def test_a_loader_without_a_batch_size_yields_batches() -> None:
+    class Batches(Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.zeros(32, 5)}
+
+    with Loaders().watching() as loaders:
+        next(iter(DataLoader(Batches(), batch_size=None)))
+        (found,) = loaders.of_step()
+    assert found.batch == 32
+
+
 def test_made_up_data_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tolerated():
         torchvision = pytest.importorskip("torchvision")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
-
-import torch
-import torch.multiprocessing
 
 from tilefit.capture.program.fake_data import Sources, fake_data
 from tilefit.capture.program.loaders import Loaders
@@ -44,13 +39,6 @@ class Surroundings:
         return self.sources.explained(error)
 
 
-def _first_rank(
-    function: Callable[..., Any], args: tuple[Any, ...] = (), *others: Any, **kwargs: Any
-) -> None:
-    """``torch.multiprocessing.spawn``: of processes that do the same, the first, in this one."""
-    function(0, *args)
-
-
 @contextmanager
 def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     """Within the block a program runs without a network and writes no files of the user's.
@@ -61,6 +49,6 @@ def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     """
     found: list[str] = []
     with tolerated(), fake_data(found, folder, fake=fake) as sources:
-        loaders = Loaders(lambda: sources.used, found)
-        with loaders.watching(), patch.object(torch.multiprocessing, "spawn", _first_rank):
+        loaders = Loaders(lambda: sources.handed_out, found)
+        with loaders.watching():
             yield Surroundings(found, loaders, sources)

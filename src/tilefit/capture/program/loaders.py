@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
@@ -45,6 +46,7 @@ class Loaders:
         self._found = [] if found is None else found
         self._lines: weakref.WeakKeyDictionary[DataLoader[Any], str] = weakref.WeakKeyDictionary()
         self._fed: dict[int, DataLoader[Any]] = {}
+        self._sizes: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
         self._slow: weakref.WeakKeyDictionary[DataLoader[Any], _Slow] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -71,6 +73,8 @@ class Loaders:
             before, start = self._made_up(), time.perf_counter()
             batch = draw(iterator)
             seconds = time.perf_counter() - start
+            first = next((each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)), None)
+            self._sizes[loader] = len(first) if first is not None and first.dim() else 1
             if seconds > _PATIENCE_S and isinstance(loader.sampler, Sized):
                 line = self._lines.get(loader, "")
                 self._found.append(
@@ -99,7 +103,9 @@ class Loaders:
         seconds, timed = self._timed(loader)
         return Loader(
             source=self._lines.get(loader, ""),
-            batch=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
+            batch=loader.batch_size
+            or getattr(loader.batch_sampler, "batch_size", None)
+            or self._sizes.get(loader, 1),
             workers=loader.num_workers,
             pinned=bool(loader.pin_memory),
             batch_s=seconds,

@@ -38,6 +38,9 @@ class Scratch:
         self._kept = os.path.realpath(folder)
         self._root = os.path.join(self._kept, "files")
         self._gone: set[str] = set()
+        self._given: set[str] = set()
+        #: How often a file was opened that :meth:`write` has made.
+        self.handed_out = 0
         self._os = {
             name: getattr(os, name) for name in ("stat", "mkdir", "rmdir", "rename", "listdir", "scandir")
         }
@@ -53,6 +56,7 @@ class Scratch:
         self._parents(twin)
         with self._open(twin, "wb") as file:
             file.write(data)
+        self._given.add(twin)
 
     def read_path(self, path: Any) -> Any:
         """The path under which a file of the program's is read.
@@ -120,6 +124,7 @@ class Scratch:
         """``open``."""
         writes = set(mode) & set("wax+")
         place = self.write_path(file, keeps="w" not in mode) if writes else self.read_path(file)
+        self.handed_out += place in self._given
         return self._open(place, mode, *args, **kwargs)
 
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:

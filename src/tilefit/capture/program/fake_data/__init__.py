@@ -40,4 +40,5 @@ def fake_data(found: list[str], folder: Path | None = None, *, fake: bool = True
             side_libraries.answered(sources),
             changed(changes),
         ):
+            sources.files_used = lambda: files.scratch.handed_out
             yield sources

@@ -72,11 +72,16 @@ def datasets_of(sources: Sources) -> ModuleType:
     """A stand-in for the library, where it is not installed."""
     module = ModuleType("datasets")
 
+    def read() -> None:
+        sources.used += 1
+
+    kind = type("Dataset", (Rows,), {"read": staticmethod(read)})
+
     def load_dataset(path: str, name: Any = None, *args: Any, split: Any = None, **kwargs: Any) -> Any:
-        return _load(sources, path, name, split, Rows, RowsDict)
+        return _load(sources, path, name, split, kind, RowsDict)
 
     module.load_dataset = module.load_from_disk = load_dataset  # type: ignore[attr-defined]
-    module.Dataset, module.DatasetDict = Rows, RowsDict  # type: ignore[attr-defined]
+    module.Dataset, module.DatasetDict = kind, RowsDict  # type: ignore[attr-defined]
     module.__version__ = "4.0.0"  # type: ignore[attr-defined]  # where they have these methods
     return module
 
@@ -160,6 +165,9 @@ def _column(name: str, count: int, classes: int) -> list[Any]:
 class Rows:
     """The part of ``datasets.Dataset`` that training programs use, over columns in memory."""
 
+    #: Called when rows are read.
+    read: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(self, columns: Mapping[str, Sequence[Any]], format: str | None = None) -> None:
         self._columns = dict(columns)
         self._format = format
@@ -169,6 +177,9 @@ class Rows:
     def from_dict(cls, columns: Mapping[str, Sequence[Any]], **kwargs: Any) -> Rows:
         """Of its columns."""
         return cls(columns)
+
+    def _of(self, columns: Mapping[str, Sequence[Any]], format: str | None = None) -> Rows:
+        return self.__class__(columns, format)
 
     @property
     def column_names(self) -> list[str]:
@@ -187,11 +198,10 @@ class Rows:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, key: Any) -> Any:
+        self.read()
         if isinstance(key, str):
             return self._shown(self._columns[key])
-        if isinstance(key, slice):
-            return {name: self._shown(values[key]) for name, values in self._columns.items()}
-        if isinstance(key, int):
+        if isinstance(key, int | slice):
             return {name: self._shown(values[key]) for name, values in self._columns.items()}
         return {name: self._shown([values[each] for each in key]) for name, values in self._columns.items()}
 
@@ -221,7 +231,7 @@ class Rows:
                 results.setdefault(name, []).extend(values if batched else [values])
         removed = [remove_columns] if isinstance(remove_columns, str) else [*(remove_columns or ())]
         kept = {name: values for name, values in self._columns.items() if name not in removed}
-        return Rows({**kept, **results}, self._format)
+        return self._of({**kept, **results}, self._format)
 
     def filter(self, function: Callable[..., bool], **kwargs: Any) -> Rows:
         """The rows of which a function is true."""
@@ -230,7 +240,9 @@ class Rows:
     def select(self, indices: Any) -> Rows:
         """Some rows."""
         chosen = [*indices]
-        return Rows({name: [v[index] for index in chosen] for name, v in self._columns.items()}, self._format)
+        return type(self)(
+            {name: [v[index] for index in chosen] for name, v in self._columns.items()}, self._format
+        )
 
     def shuffle(self, *args: Any, **kwargs: Any) -> Rows:
         """The rows; they are random."""
@@ -249,22 +261,24 @@ class Rows:
     def remove_columns(self, names: Any) -> Rows:
         """Without some columns."""
         removed = [names] if isinstance(names, str) else names
-        return Rows({name: v for name, v in self._columns.items() if name not in removed}, self._format)
+        return self._of({name: v for name, v in self._columns.items() if name not in removed}, self._format)
 
     def rename_column(self, old: str, new: str) -> Rows:
         """With another name for one."""
-        return Rows({new if name == old else name: v for name, v in self._columns.items()}, self._format)
+        return type(self)(
+            {new if name == old else name: v for name, v in self._columns.items()}, self._format
+        )
 
     def select_columns(self, names: Any) -> Rows:
         """With these columns alone."""
-        return Rows(
+        return type(self)(
             {name: self._columns[name] for name in ([names] if isinstance(names, str) else names)},
             self._format,
         )
 
     def with_format(self, type: str | None = None, columns: Any = None, **kwargs: Any) -> Rows:
         """With tensors for numbers, where it says ``torch``."""
-        return Rows({name: self._columns[name] for name in columns or self._columns}, type)
+        return self._of({name: self._columns[name] for name in columns or self._columns}, type)
 
     def set_format(self, type: str | None = None, columns: Any = None, **kwargs: Any) -> None:
         """Likewise, of itself."""

@@ -36,6 +36,8 @@ _SPECIAL = {
     "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
     "mask_token": "[MASK]", "bos_token": "<s>", "eos_token": "</s>",
 }  # fmt: skip
+#: No tokenizer of the hub has fewer: bytes take 256.
+_FEWEST_TOKENS = 200
 #: Arguments of ``from_pretrained`` that say where to look.
 _OF_HUB = frozenset(
     "cache_dir force_download proxies token local_files_only revision trust_remote_code subfolder gguf_file "
@@ -56,10 +58,10 @@ def changes(sources: Sources) -> dict[str, Change]:
             module.GenerationConfig, "from_pretrained", _named, lambda cls, *a, **k: cls()
         ),
         "transformers.models.auto.tokenization_auto": lambda module: sources.answer(
-            module.AutoTokenizer, "from_pretrained", _named, stand_ins.tokenizer
+            module.AutoTokenizer, "from_pretrained", _named, stand_ins.tokenizer, lacks=_is_empty
         ),
         "transformers.tokenization_utils_base": lambda module: sources.answer(
-            module.PreTrainedTokenizerBase, "from_pretrained", _named, stand_ins.tokenizer
+            module.PreTrainedTokenizerBase, "from_pretrained", _named, stand_ins.tokenizer, lacks=_is_empty
         ),
         "transformers.models.auto.image_processing_auto": lambda module: sources.answer(
             module.AutoImageProcessor, "from_pretrained", _named, stand_ins.image_processor
@@ -185,6 +187,11 @@ class _Transformers:
         return lambda module: self._sources.answer(
             getattr(module, mixin), "from_pretrained", _named, stand_in
         )
+
+
+def _is_empty(tokenizer: Any, cls: Any, name: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a tokenizer was made without its files: it then knows little but special tokens."""
+    return not os.path.isdir(str(name)) and len(tokenizer) < _FEWEST_TOKENS
 
 
 def _type_in(name: str, types: list[str]) -> str:

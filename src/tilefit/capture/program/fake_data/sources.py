@@ -53,6 +53,7 @@ class Sources:
         self.found = found
         #: How often made-up data were handed out: what is timed with them is not what real data take.
         self.used = 0
+        self.files_used: Callable[[], int] = lambda: 0
         #: Makes a file that is missing, if its name says what would be in it.
         self.make: Callable[[str], bool] = lambda path: False
         self._missing: list[Missing] = []
@@ -64,6 +65,11 @@ class Sources:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    @property
+    def handed_out(self) -> int:
+        """How often made-up data were handed out, files included."""
+        return self.used + self.files_used()
 
     def note(self, name: str, remedy: str = _FAKE_IT) -> None:
         """A source is missing."""
@@ -99,6 +105,7 @@ class Sources:
         stand_in: Callable[..., Any],
         *,
         when: Callable[..., bool] = lambda *args, **kwargs: True,
+        lacks: Callable[..., bool] = lambda result, *args, **kwargs: False,
     ) -> None:
         """Answer a function of a library's where it fails because its data are missing.
 
@@ -107,6 +114,7 @@ class Sources:
             label: What to call the source, of the function's arguments.
             stand_in: Makes what is returned instead, of the function's arguments, and states it.
             when: Whether the call is one to answer, of its arguments.
+            lacks: Whether what it returned was made without data, of that and its arguments.
         """
         static = owner.__dict__[name]
         is_method = isinstance(static, classmethod | staticmethod)
@@ -115,7 +123,10 @@ class Sources:
         @functools.wraps(original)
         def asked(*args: Any, **kwargs: Any) -> Any:
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                if not lacks(result, *args, **kwargs):
+                    return result
+                raise FileNotFoundError(f"{label(*args, **kwargs)}: no data")  # noqa: TRY301 - as others say it
             except Exception as error:
                 if not is_missing(error) or not when(*args, **kwargs):
                     raise
