@@ -60,6 +60,15 @@ case("known sum")(lambda: torch.ones(2, 3, device="cuda").sum().item())
 case("unknown loss")(lambda: 0 < unknown(4).sum().item() <= 1)
 case("nothing is wrong")(lambda: [bool(torch.isnan(unknown(4)).any()), bool(unknown(3).sum() > 1e3)])
 case("finite")(lambda: bool(torch.isfinite(unknown(3, 4)).all()))
+
+
+@case("nothing is wrong with much")
+def _():
+    x = torch.randn(2048, 1024, device="cuda")
+    masks = [torch.isnan(x), x != x, torch.isfinite(x), torch.isinf(x) | torch.isnan(x), x == x]
+    return [bool(mask.all() if index in (2, 4) else mask.any()) for index, mask in enumerate(masks)]
+
+
 case("half of a mask")(lambda: 400 < len(unknown(1000)[unknown(1000) > 0]) < 600)
 case("one hot counts")(lambda: nn.functional.one_hot(unknown(64, 8).argmax(1), 8).sum().item())
 case("t_")(lambda: list(unknown(3, 4).t_().shape))

@@ -42,6 +42,7 @@ def _answers() -> dict[str, Any]:
         "unknown loss": True,
         "nothing is wrong": [False, False],
         "finite": True,
+        "nothing is wrong with much": [False, False, True, False, True],
         "indices within range": [True, True],
         "half of a mask": True,
         "mask assigns": [4, 4],
