@@ -112,6 +112,7 @@ def raised(function):
 
 
 case("mixing raises")(lambda: raised(lambda: unknown(3) + torch.ones(3))[:59])
+case("sparse is refused")(lambda: raised(lambda: torch.eye(3).to_sparse().cuda())[:49])
 case("numpy raises")(lambda: raised(lambda: unknown(3).numpy()).split(". ")[0])
 
 

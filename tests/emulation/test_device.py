@@ -35,6 +35,7 @@ def _answers() -> dict[str, Any]:
         "module keeps its parameters": [True, "cuda:0"],
         "cpu stays real": 10.0,
         "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
+        "sparse is refused": "CaptureError: a tensor of layout torch.sparse_coo",
         "numpy raises": "TypeError: can't convert cuda:0 device type tensor to numpy",
         "known value": [3, 12, 5],
         "known mask": [2, 4],

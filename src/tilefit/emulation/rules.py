@@ -15,6 +15,7 @@ from tilefit.emulation.device import Device, Rule
 from tilefit.emulation.tensor import META, CudaTensor
 from tilefit.emulation.value import Value
 from tilefit.emulation.values import is_tensor, mapped
+from tilefit.errors import CaptureError
 from tilefit.ops.program import TO_GPU, TO_HOST
 
 aten = torch.ops.aten
@@ -67,6 +68,11 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
         return aten._to_copy(device.told(source, "to"), **rest)
     if not isinstance(source, CudaTensor) and kind == "cuda":
+        if source.layout != torch.strided:
+            raise CaptureError(
+                f"a tensor of layout {source.layout} goes to the GPU; the emulated one has dense ones alone",
+                hint="Run the program on a GPU: tilefit profile.",
+            )
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
         device.copied(TO_GPU, source, non_blocking)
         host = source.to(rest["dtype"]) if rest.get("dtype") else source

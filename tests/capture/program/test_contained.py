@@ -45,6 +45,12 @@ def test_one_that_catches_everything_and_never_ends_is_left(tmp_path: Path) -> N
     assert (tmp_path / "losses.csv").read_text() == "kept"
 
 
+def test_one_of_few_steps_is_told_which_to_look_at(tmp_path: Path) -> None:
+    with pytest.raises(TilefitError, match="ended after 2 of the 3") as caught:
+        _run(tmp_path, "step()\nstep()\n")
+    assert "--skip 1" in caught.value.hint
+
+
 def test_one_that_trains_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert _run(tmp_path, "if os.fork() == 0:\n    for _ in range(9): step()\nelse:\n    os.wait()\n").ops
 

@@ -72,17 +72,22 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
             return explained
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        return failure(error, options.program, "The program failed on the emulated GPU; see above.")
+        hint = "The program failed on the emulated GPU; see above."
+        if around.found:
+            hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
+        return failure(error, options.program, hint)
     return None
 
 
 def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
     wanted = options.skip + options.steps
+    earlier = finder.taken > options.steps  # the first step is none: it makes the optimizer's state
     if finder.taken:
         return CaptureError(
             f"the program ended after {finder.taken} of the {wanted} optimizer steps that are needed",
             where=options.program,
-            hint="Give it more data or epochs by its own arguments.",
+            hint="Give it more data or epochs by its own arguments"
+            + (f", or look at an earlier step: --skip {finder.taken - options.steps}." if earlier else "."),
         )
     return CaptureError(
         "the program ended without a training step: no optimizer stepped, and no backward pass ran",
