@@ -112,7 +112,17 @@ def raised(function):
 
 
 case("mixing raises")(lambda: raised(lambda: unknown(3) + torch.ones(3))[:59])
-case("sparse is refused")(lambda: raised(lambda: torch.eye(3).to_sparse().cuda())[:49])
+case("sparse sums are refused")(lambda: raised(lambda: 1 + torch.eye(3).to_sparse().cuda())[:43])
+
+
+@case("sparse product")
+def _():
+    weight = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
+    y = torch.spmm(torch.ones(5, 3).to_sparse().cuda(), weight)
+    torch.sparse.mm(torch.ones(4, 5).to_sparse().cuda(), y).sum().backward()
+    return [str(y.device), list(y.shape), list(weight.grad.shape)]
+
+
 case("numpy raises")(lambda: raised(lambda: unknown(3).numpy()).split(". ")[0])
 
 

@@ -23,6 +23,7 @@ from tilefit.emulation.values import (
     mapped,
     of_host,
 )
+from tilefit.errors import CaptureError
 from tilefit.ops.program import TO_GPU
 
 aten = torch.ops.aten
@@ -142,6 +143,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def inner(leaf: Any) -> Any:
             if isinstance(leaf, CudaTensor):
+                if leaf.entries is not None:
+                    raise _not_dense(f"{func.name().partition('::')[2]} of a sparse tensor")
                 outer[id(leaf.on_meta)] = leaf
                 return leaf.on_meta
             if isinstance(leaf, torch.Tensor):
@@ -228,9 +231,30 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.tensor(False)
         return self.values.stand_in(tensor.shape, tensor.dtype, torch.rand).contiguous()
 
+    def sparse_to_gpu(self, tensor: torch.Tensor, dtype: torch.dtype, non_blocking: bool) -> CudaTensor:
+        """A sparse matrix of the host's on the GPU.
+
+        Raises:
+            CaptureError: it is none of coordinates.
+        """
+        if tensor.layout != torch.sparse_coo:
+            raise _not_dense(f"a tensor of layout {tensor.layout}")
+        for part in (tensor._indices(), tensor._values()):
+            self.copied(TO_GPU, part, non_blocking)
+        made = CudaTensor(torch.empty((), dtype=dtype, device=META).expand(tensor.shape))
+        made.entries = tensor._nnz()
+        return made
+
     def to_gpu(self, tensor: torch.Tensor, like: torch.Tensor) -> CudaTensor:
         """A tensor of the host's on the GPU, laid out as ``like`` on ``meta``."""
         return CudaTensor(like, of_host(tensor))
+
+
+def _not_dense(what: str) -> CaptureError:
+    return CaptureError(
+        f"{what} is not known of the emulated GPU, which multiplies sparse matrices (COO) and nothing else",
+        hint="Run the program on a GPU: tilefit profile.",
+    )
 
 
 def _has_cuda(arguments: list[Any]) -> bool:

@@ -15,7 +15,6 @@ from tilefit.emulation.device import Device, Rule
 from tilefit.emulation.tensor import META, CudaTensor
 from tilefit.emulation.value import Value
 from tilefit.emulation.values import is_tensor, mapped
-from tilefit.errors import CaptureError
 from tilefit.ops.program import TO_GPU, TO_HOST
 
 aten = torch.ops.aten
@@ -69,10 +68,7 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return aten._to_copy(device.told(source, "to"), **rest)
     if not isinstance(source, CudaTensor) and kind == "cuda":
         if source.layout != torch.strided:
-            raise CaptureError(
-                f"a tensor of layout {source.layout} goes to the GPU; the emulated one has dense ones alone",
-                hint="Run the program on a GPU: tilefit profile.",
-            )
+            return device.sparse_to_gpu(source, kwargs.get("dtype") or source.dtype, non_blocking)
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
         device.copied(TO_GPU, source, non_blocking)
         host = source.to(rest["dtype"]) if rest.get("dtype") else source
@@ -167,6 +163,50 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if is_tensor(index) and not isinstance(index, CudaTensor):
             device.copied(TO_GPU, index, False)
     return device.launch(func, (x, numbers, *rest), kwargs, from_host=True)
+
+
+# ---- sparse matrices -------------------------------------------------------------------------------
+
+
+@_rule("t transpose detach alias")
+def _view_of_sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    if args[0].entries is None:
+        return NotImplemented
+    made = CudaTensor(func(args[0].on_meta, *args[1:], **kwargs))
+    made.entries = args[0].entries
+    return made
+
+
+@_rule("mm")
+def _sparse_product(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    first, second = args
+    if isinstance(first, CudaTensor) and first.entries is not None:
+        return _bags(device, first.shape[0], first.entries, second)
+    if isinstance(second, CudaTensor) and second.entries is not None:
+        turned = device.launch(aten.t.default, (first,), {})
+        made = _bags(device, second.shape[1], second.entries, turned)
+        return device.launch(aten.t.default, (made,), {})
+    return NotImplemented
+
+
+@_rule("_sparse_addmm")
+def _sparse_sum(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of ``torch.sparse.mm``, which adds to nothing."""
+    return NotImplemented if kwargs.get("beta", 1) else _sparse_product(device, func, args[1:], {})
+
+
+def _bags(device: Device, rows: int, entries: int, dense: torch.Tensor) -> Any:
+    """A sparse matrix times a dense one.
+
+    What it moves is what a bag of embeddings does: for each element a row is read, and added to a sum.
+    """
+
+    def on_gpu(size: int, dtype: torch.dtype) -> CudaTensor:
+        return CudaTensor(torch.empty(size, dtype=dtype, device=META))
+
+    columns, weights = on_gpu(entries, torch.int64), on_gpu(entries, dense.dtype)
+    call = (dense, columns, on_gpu(rows, torch.int64), False, 0, False, weights)
+    return device.launch(aten._embedding_bag_forward_only.default, call, {})[0]
 
 
 # ---- no kernel on meta -----------------------------------------------------------------------------

@@ -19,10 +19,13 @@ class CudaTensor(torch.Tensor):
     Attributes:
         on_meta: The same tensor on ``meta``: views of one memory share theirs.
         value: What is known of its values, or None.
+        entries: How many elements a sparse tensor (COO) has; None for a dense one. Its matrix on ``meta`` has
+            the memory of a single element.
     """
 
     on_meta: torch.Tensor
     value: Value | None
+    entries: int | None = None
 
     #: Runs an operation that has such a tensor among its arguments: ``(function, arguments, keywords)``.
     launched: ClassVar[Callable[[Any, Any, Any], Any]]
