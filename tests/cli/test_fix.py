@@ -234,7 +234,7 @@ def test_the_text_goes_to_a_file(tilefit, script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("train.py:build", "--gpu", "h20"), "unknown GPU 'h20'"),
+        (("train.py:build", "--gpu", "h2000"), "unknown GPU 'h2000'"),
         (("train.py:build", "--gpu", "h200", "--levl", "safe"), "No such option: --levl"),
         (("train.py:build", "--gpu", "h200", "--select", "pad-liner"), "Did you mean pad-linear?"),
         (("train.py:build", "--gpu", "h200", "--diff", "--write"), "--diff prints a patch"),
