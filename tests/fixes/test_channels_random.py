@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -154,6 +154,7 @@ STEPS = st.one_of(
     sizes=st.lists(st.sampled_from(sorted(SIZES)), min_size=1, unique=True),
     nhwc=st.booleans(),
 )
+@example(program=[("depthwise", 2, True), ("conv", 3, 1, False)], sizes=[3, 5], nhwc=False)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_padding_keeps_the_function(program: list[Any], sizes: list[int], nhwc: bool) -> None:
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import pytest
 
 from tilefit import gpus
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibration import Calibration, read, write
+from tilefit.cost.calibration import FORMAT, Calibration, read, write
 from tilefit.cost.constants import GENERAL
 from tilefit.errors import TilefitError
 from tilefit.measure import calibration
@@ -128,7 +128,7 @@ def test_the_file_says_what_it_is_and_predicts_the_same(
     path = tmp_path / "new" / "h200.npz"
     write(own, path)
     again = read(path)
-    assert again.about == own.about
+    assert again.about == {**own.about, "format": FORMAT}
     assert (again.constants, again.launch_scale) == (own.constants, 1.25)
     assert again.about["gpu"] == "h200"
     assert again.about["versions"] == {"torch": "2.11"}

@@ -118,8 +118,10 @@ class Convolution(Behaviour):
         """Whether the convolution has the channels it had."""
         into = module.in_channels if self.wide_in is None else real_size(self.wide_in)
         out = module.out_channels if self.wide_out is None else real_size(self.wide_out)
-        filters = (into, out) if module.transposed else (out, into)
-        return module.weight.shape[:2] == (filters if module.groups == 1 else (module.weight.shape[0], 1))
+        groups = module.groups
+        return module.weight.shape[:2] == (
+            (into, out // groups) if module.transposed else (out, into // groups)
+        )
 
 
 def _padded(

@@ -52,6 +52,8 @@ def changes(sources: Sources) -> dict[str, Change]:
     os.environ.update(OFFLINE)
     stand_ins = _Transformers(sources)
     return {
+        # Where it was imported before; else it is tried again and again for half a minute.
+        "huggingface_hub.constants": lambda module: sources.replace(module, "HF_HUB_OFFLINE", True),
         "transformers.configuration_utils": stand_ins.configurations,
         "transformers.modeling_utils": stand_ins.models,
         "transformers.generation.configuration_utils": lambda module: sources.answer(
