@@ -94,7 +94,8 @@ def program(target: str, batch: int, cost: bool, write: int) -> None:
         answer(took=time.perf_counter() - start, assumed=len(step.program.assumptions), **found)
 
     try:
-        capture_program(ProgramOptions(str(path)), gpus.get("h100-sxm"), done)
+        options = ProgramOptions(str(path))
+        capture_program(options, gpus.get("h100-sxm"), path.parent, done, lambda _: None)
     except TilefitError as error:
         answer(error=str(error).splitlines()[0])
 
