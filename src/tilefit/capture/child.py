@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -212,8 +213,15 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     from tilefit import gpus
     from tilefit.capture.program.run import capture_program
 
+    started = os.getpid()
+
     def done(result: Step | TilefitError) -> NoReturn:
-        write(folder, _result(0), _told(result) if isinstance(result, TilefitError) else result.to_json())
+        # A program may have forked. Whichever process has a step has the result; that it has none, only the
+        # first one knows, and only if no other was before it.
+        if not isinstance(result, TilefitError):
+            write(folder, _result(0), result.to_json())
+        elif os.getpid() == started and not (folder / _result(0)).exists():
+            write(folder, _result(0), _told(result))
         leave()
 
     options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})

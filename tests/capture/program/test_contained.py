@@ -51,8 +51,19 @@ def test_one_of_few_steps_is_told_which_to_look_at(tmp_path: Path) -> None:
     assert "--skip 1" in caught.value.hint
 
 
-def test_one_that_trains_in_a_process_of_its_own(tmp_path: Path) -> None:
-    assert _run(tmp_path, "if os.fork() == 0:\n    for _ in range(9): step()\nelse:\n    os.wait()\n").ops
+@pytest.mark.parametrize(
+    ("code", "looks_after_s"),  # once both processes are through, and between them
+    [
+        ("if os.fork() == 0:\n    for _ in range(9): step()\nelse:\n    os.wait()\n", 2.0),
+        ("if os.fork() == 0:\n    raise RuntimeError\nos.wait()\nfor _ in range(9): step()\n", 0.02),
+    ],
+    ids=["in_it", "without_it"],
+)
+def test_one_that_trains_in_a_process_of_its_own(
+    tmp_path: Path, code: str, looks_after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilefit.capture.worker._POLL_S", looks_after_s)
+    assert _run(tmp_path, code).ops
 
 
 @pytest.mark.parametrize(
