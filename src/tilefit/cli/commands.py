@@ -1,10 +1,33 @@
-"""A group of verbs that also takes a target."""
+"""How commands read what is typed."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from typer.core import TyperGroup
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from tilefit.errors import UsageError
+
+
+class Command(TyperCommand):
+    """A command that does not choose where two values are given for one option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse what stands twice, and say of a negative number that it is no option."""
+        try:
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+        except typer.TyperException as error:
+            name = getattr(error, "option_name", "")
+            if name[1:2].isdigit():
+                raise UsageError(f"{name}: a size is at least 1") from error
+            raise
+        for option, times in Counter(order).items():
+            if times > 1 and option.param_type_name == "option" and not option.multiple:
+                raise UsageError(f"{option.opts[0]} is given {times} times", hint="It takes one value.")
+        return super().parse_args(ctx, args)
 
 
 class TargetGroup(TyperGroup):
@@ -15,3 +38,13 @@ class TargetGroup(TyperGroup):
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["target", *args]
         return super().resolve_command(ctx, args)
+
+
+class Verbs(typer.Typer):
+    """Commands, each a :class:`Command`."""
+
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **more: Any
+    ) -> Callable[..., Any]:
+        """As of Typer."""
+        return super().command(name, cls=cls, **more)

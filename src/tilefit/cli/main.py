@@ -28,6 +28,7 @@ from tilefit.cli import (
     step_options,
     sweep,
 )
+from tilefit.cli.commands import Verbs
 from tilefit.errors import TilefitError
 from tilefit.version import __version__
 
@@ -35,7 +36,7 @@ from tilefit.version import __version__
 COULD_NOT_RUN = 2
 INTERRUPTED = 130
 
-app = typer.Typer(
+app = Verbs(
     name="tilefit",
     help="Find where a PyTorch model wastes a GPU, and what each fix is worth. No GPU needed.",
     no_args_is_help=True,
