@@ -25,7 +25,7 @@ class Command(TyperCommand):
                 raise UsageError(f"{name}: a size is at least 1") from error
             raise
         # Of a flag and its opposite the last one counts, as everywhere; of two values neither is meant less.
-        options = [each for each in order if each.param_type_name == "option" and not each.is_flag]
+        options = [each for each in order if not getattr(each, "is_flag", True)]  # arguments have none
         for option, times in Counter(options).items():
             if times > 1 and not option.multiple:
                 raise UsageError(f"{option.opts[0]} is given {times} times", hint="It takes one value.")
