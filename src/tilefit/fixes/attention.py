@@ -29,7 +29,7 @@ class Fused(Behaviour):
     """Attention within the module, as one call of ``scaled_dot_product_attention``."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A hook of a part would be handed scores that are not computed; one on its gradients would make them an
+        # A hook of a part would be handed scores that are not computed; one on gradients would make them an
         # argument of a ``Function``.
         if is_followed() or any(has_hooks(part) for part in module.modules() if part is not module):
             return forward(*args, **kwargs)
