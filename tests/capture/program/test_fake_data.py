@@ -73,6 +73,17 @@ def test_a_data_set_has_its_shapes_labels_and_length(
     assert sources.used > 8
 
 
+def test_the_images_of_timm_s_scripts(sources: Sources) -> None:
+    create = pytest.importorskip("timm.data").create_dataset
+    for name in ("", "torch/imagenet"):
+        images = create(name, root="no", split="train", transform=transforms.ToTensor())
+        image, label = images[3]
+        assert image.shape == (3, 375, 500)
+        assert 0 <= label < 1000
+        assert len(images) > 1000
+    assert any("no: 50000 random photos, 1000 classes" in text for text in sources.found)
+
+
 def test_the_arrays_of_a_data_set_are_there(sources: Sources) -> None:
     digits = datasets.MNIST("no", train=False)
     assert digits.data.shape == (10000, 28, 28)

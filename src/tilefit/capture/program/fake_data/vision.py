@@ -1,9 +1,10 @@
-"""Data sets of torchvision that are not there."""
+"""Data sets of torchvision, and of timm's scripts, that are not there."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import io
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -78,8 +79,52 @@ _STATE = "_tilefit_facts"
 
 
 def changes(sources: Sources) -> dict[str, Change]:
-    """Answers torchvision."""
-    return {"torchvision.datasets": lambda module: _datasets(sources, module)}
+    """Answers torchvision and timm."""
+    return {
+        "torchvision.datasets": lambda module: _datasets(sources, module),
+        "timm.data.dataset": lambda module: _readers(sources, module),
+    }
+
+
+def _readers(sources: Sources, module: ModuleType) -> None:
+    original = module.create_reader  # timm has one for folders, archives and the libraries of data sets
+
+    def create_reader(name: str, root: Any = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(name, root, *args, **kwargs)
+        except Exception as error:
+            # It asserts that a folder exists.
+            if not isinstance(error, AssertionError) and not is_missing(error):
+                raise
+            sources.note(f"timm's images in {name or root}")
+            if not sources.fake:
+                raise
+            sources.state(f"timm's images in {name or root}", "50000 random photos, 1000 classes")
+            return _Reader(sources)
+
+    sources.replace(module, "create_reader", create_reader)
+
+
+class _Reader:
+    """As timm's readers are: pairs of a file and a class."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources, self._labels = sources, made.labels(50000, 1000)
+        self.class_to_idx = {f"class{index}": index for index in range(1000)}
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        self._sources.used += 1
+        file = io.BytesIO()
+        made.image(index).save(file, "JPEG")
+        file.seek(0)
+        return file, int(self._labels[index])
+
+    def filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        """What the image would be called."""
+        return f"{index}.jpg"
 
 
 def _datasets(sources: Sources, module: ModuleType) -> None:
