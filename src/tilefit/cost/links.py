@@ -2,9 +2,9 @@
 
 A message takes the faster of two protocols. The low-latency one sends its flags with the data: little to
 start, part of the bandwidth. The other sends chunks through a pipeline: with the best size of chunk a message
-of ``w`` bytes takes ``(sqrt(w / B) + sqrt(c))**2``, so that its bandwidth rises slowly with its size (Chan and
-others, "Collective communication: theory, practice, and experience", 2007). All-reduces of a whole switched
-machine may be summed up in the switch (NVLink SHARP).
+of ``w`` bytes takes ``(sqrt(w / B) + sqrt(c))**2``, so that its bandwidth rises slowly with its size (Chan
+and others, "Collective communication: theory, practice, and experience", 2007). All-reduces of a whole
+switched machine may be summed up in the switch (NVLink SHARP).
 
 Latencies are in clocks of the GPU, shares are of the published bandwidth of one direction: both carry over to
 another generation. ``benchmarks/collectives.py`` fits the constants and records their errors.

@@ -56,7 +56,7 @@ class Job:
     """
 
     batch: int
-    precision: Precision = Precision()
+    precision: Precision
     overlap: bool = True
 
 
@@ -131,7 +131,9 @@ class Planner:
             if self.model.heads % tensor and tensor > 1:
                 continue
             for context in _powers(max(1, self.model_tokens // LEAST_TOKENS)):
-                for pipeline in _divisors(gpus // (tensor * context)) if gpus % (tensor * context) == 0 else ():
+                for pipeline in (
+                    _divisors(gpus // (tensor * context)) if gpus % (tensor * context) == 0 else ()
+                ):
                     data = gpus // (tensor * context * pipeline)
                     if pipeline > self.model.layers or self.job.batch % data:
                         continue
@@ -150,7 +152,9 @@ class Planner:
         if gpus < 1:
             raise UsageError(f"a plan over {gpus} GPUs", where="--gpus", hint="Take one GPU or more.")
         if gpus > 1 and not fabric.gpu.link_bandwidth_bytes_per_s:
-            raise UsageError(f"nothing is known of what joins several {fabric.gpu.title}", hint="Take another GPU.")
+            raise UsageError(
+                f"nothing is known of what joins several {fabric.gpu.title}", hint="Take another GPU."
+            )
         if gpus > fabric.per_machine and gpus % fabric.per_machine:
             raise UsageError(
                 f"{gpus} GPUs do not fill machines of {fabric.per_machine}",
@@ -180,7 +184,9 @@ class Planner:
         """Tokens of a sample; 0 where the inputs are none."""
         return tokens_of(self.model.step)
 
-    def frontier(self, gpus: int, watch: Callable[[int], None] = lambda count: None) -> list[tuple[int, Priced]]:
+    def frontier(
+        self, gpus: int, watch: Callable[[int], None] = lambda count: None
+    ) -> list[tuple[int, Priced]]:
         """The best split over every power of two of GPUs up to ``gpus``, and over ``gpus``."""
         counts = sorted({*_powers(gpus), gpus})
         found = []
@@ -208,7 +214,7 @@ def precision_of(step: Step) -> Precision:
     """Bytes of a parameter as the captured step trains them.
 
     Weights of 16 bits have a copy in fp32 that the optimizer updates; autocast reads 16 bits of fp32 weights.
-    Gradients are kept and summed up in fp32, as Megatron-LM, FSDP's mixed precision and DDP under autocast do.
+    Gradients are kept and summed up in fp32, as Megatron-LM, FSDP's mixed precision and DDP with autocast do.
     """
     trained = [p for p in step.parameters.values() if p.trainable]
     short = sum(prod(p.shape) for p in trained if p.dtype in ("bf16", "fp16"))

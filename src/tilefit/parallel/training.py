@@ -2,10 +2,10 @@
 
 One rank of each stage stands for all that do the same. It has two streams: it computes, and it communicates
 with other replicas and stages. Tensor-parallel communication is waited for, so that it is part of the
-computation. Sources: Narayanan and others, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", 2021 (1F1B, interleaved stages); Rajbhandari and others, "ZeRO: Memory Optimizations Toward
-Training Trillion Parameter Models", 2020 (what is sharded); Zhao and others, "PyTorch FSDP: Experiences on
-Scaling Fully Sharded Data Parallel", 2023 (prefetching).
+computation. Sources: Narayanan and others, "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", 2021 (1F1B, interleaved stages); Rajbhandari and others, "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", 2020 (what is sharded); Zhao and others, "PyTorch FSDP:
+Experiences on Scaling Fully Sharded Data Parallel", 2023 (prefetching).
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class TrainingSplit(Split):
         return self.data * self.context
 
     def __str__(self) -> str:
-        sizes = (
-            ("data", self.data), ("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context)
-        )  # fmt: skip
+        sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context")]
         said = [f"{name} {size}" for name, size in sizes if size > 1] or ["one GPU"]
         said += [("", "ZeRO-1", "ZeRO-2", "FSDP")[self.zero]] if self.zero else []
         said.append(f"{self.parts} x {self.samples}")
@@ -189,8 +187,10 @@ class Training:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where each part of the layers begins, and where the last ends: so that the slowest part is as fast
-        as can be. Of equally fast ways the one with the least in the first, which holds most micro-batches."""
+        """Where each part of the layers begins, and where the last ends: the slowest is as fast as can be.
+
+        Of equally fast ways the one with the least in the first, which holds most micro-batches.
+        """
         parts = self.split.pipeline * self.split.chunks
         costs = [block.forward_s + block.backward_s for block in self.blocks.layers]
         ends = self.blocks.before, self.blocks.after
@@ -198,7 +198,9 @@ class Training:
         low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
         best = _cut(costs, before_s, after_s, parts, high_s)
         if best is None:
-            raise UsageError(f"{len(costs)} layers do not fill {parts} pipeline stages", hint="Take fewer stages.")
+            raise UsageError(
+                f"{len(costs)} layers do not fill {parts} pipeline stages", hint="Take fewer stages."
+            )
         for _ in range(30):
             middle_s = (low_s + high_s) / 2
             found = _cut(costs, before_s, after_s, parts, middle_s)
@@ -279,6 +281,7 @@ class Training:
         chunks = [self.chunk(stage, chunk) for chunk in range(split.chunks)]
         times = [[self._times(block) for block in chunk] for chunk in chunks]
         send_s = self._send_s() if split.pipeline > 1 else 0.0
+        after: tuple[object, ...]
         places = split.pipeline * split.chunks
         scattered: list[object] = []
         for kind, part, chunk in order(stage, split.pipeline, split.chunks, parts):
@@ -304,7 +307,12 @@ class Training:
         yield from self._update(stage, tuple(scattered) or (("B", parts - 1, stage),))
 
     def _last(
-        self, stage: int, chunk: int, name: tuple[str, int, int], times: list[_Times], after: tuple[object, ...]
+        self,
+        stage: int,
+        chunk: int,
+        name: tuple[str, int, int],
+        times: list[_Times],
+        after: tuple[object, ...],
     ) -> Iterator[Task]:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
         blocks = self.chunk(stage, chunk)
@@ -362,7 +370,7 @@ class Training:
         )
 
     def least_s(self) -> float:
-        """No schedule is faster: what the slowest stage computes and waits for, and the pipeline's filling."""
+        """No schedule is faster: what the slowest stage does, and filling the pipeline."""
         split = self.split
         own = [
             sum(each.forward + each.backward for each in map(self._times, self.stage(i)))
@@ -418,7 +426,9 @@ class Training:
         return kept.get(self.split.checkpoint, block.saved_bytes)
 
 
-def _cut(costs: list[float], before_s: float, after_s: float, parts: int, most_s: float) -> tuple[int, ...] | None:
+def _cut(
+    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float
+) -> tuple[int, ...] | None:
     """Bounds of parts that take ``most_s`` at most, each with a layer, filled from the last on; None where
     there are none."""
     bounds = [len(costs)]
@@ -441,7 +451,9 @@ def order(stage: int, stages: int, chunks: int, parts: int) -> Iterator[tuple[st
     (``parts`` a multiple of ``stages``) the micro-batches go through them in groups of ``stages``.
     """
     total = parts * chunks
-    ahead = min(total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages)
+    ahead = min(
+        total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    )
 
     def place(number: int, *, backward: bool) -> tuple[str, int, int]:
         if chunks == 1:
