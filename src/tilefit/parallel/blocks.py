@@ -13,7 +13,7 @@ from math import ceil, prod
 from tilefit.cost.launch import around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
-from tilefit.cost.priced import PricedGpu
+from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, StepOp, Streaming
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -25,6 +25,11 @@ from tilefit.parallel.tensor import tensor_parallel
 #: What the host needs for a collective, beside what a kernel takes: 35 to 40 us a call in all (torch 2.11,
 #: eager all-reduces of 4 MiB and less, back to back, on 2 and 4 H200).
 COLLECTIVE_HOST_S = 30e-6
+#: Times of kernels in a training of hours over those of benchmarks of milliseconds: clocks fall at the limit of
+#: power, and frameworks do more than their model says. Fitted by ``benchmarks/multi_gpu_steps.py``: Hopper to
+#: nanotron's Llama-1B, Ampere to llm-foundry's MPT-125m. Others: between the two, a choice.
+SLOWDOWNS = {"hopper": 1.42, "ampere": 1.13}
+SLOWDOWN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Block:
 
     Attributes:
         forward_s, backward_s: Its computation, or the host's launches where they take longer.
+        forward_host_s, backward_host_s: The host's launches.
         forward_link_s, backward_link_s: Communication that its computation waits for.
         flop: Of its products, forward and backward.
         parameters: Elements that the rank holds.
@@ -45,6 +51,8 @@ class Block:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
     forward_link_s: float = 0.0
     backward_link_s: float = 0.0
     flop: int = 0
@@ -54,6 +62,34 @@ class Block:
     products_s: float = 0.0
     input_bytes: int = 0
     widest_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """How what runs the training differs from the captured step alone on a GPU.
+
+    Attributes:
+        sequence: What tensor-parallel ranks would all do is split by the sequence (Korthikanti and others,
+            "Reducing Activation Recomputation in Large Transformer Models", 2022).
+        slowdown: Times of kernels over those of a benchmark; 0: as found for the GPU's architecture.
+        layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
+    """
+
+    sequence: bool = True
+    slowdown: float = 0.0
+    layer_host_s: float = 0.0
+
+    def paced(self, block: Block, slowdown: float, layer_host_s: float) -> Block:
+        """A block at the clocks of a training, and no faster than the host launches it."""
+        # The host is ahead of the communication too.
+        forward_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
+        backward_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
+        return replace(
+            block,
+            forward_s=max(block.forward_s * slowdown, forward_s),
+            backward_s=max(block.backward_s * slowdown, backward_s),
+            products_s=block.products_s * slowdown,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +165,19 @@ class Model:
         every = first + last + sum(layers[index % self.captured] for index in range(self.layers))
         return every / self.step.batch
 
-    def blocks(self, gpu: PricedGpu, samples: float, tensor: int = 1, *, sequence: bool = True) -> Blocks:
+    def blocks(
+        self, fabric: Fabric, samples: float, tensor: int = 1, framework: Framework | None = None
+    ) -> Blocks:
         """The blocks of one rank.
 
         Args:
-            gpu: The GPU.
+            fabric: The GPU, its machines and what joins them.
             samples: Of a micro-batch; a part of one where context parallelism splits its sequence.
             tensor: Ranks that share each layer.
-            sequence: What those would all do is split by the sequence (Korthikanti and others, "Reducing
-                Activation Recomputation in Large Transformer Models", 2022).
+            framework: What runs it.
         """
+        framework = framework or Framework()
+        sequence = framework.sequence
         whole = scale_batch(self.step, samples / self.step.batch)
         step = tensor_parallel(whole, tensor)[0] if tensor > 1 else whole
         alone = _alone(whole, step, tensor) if sequence and tensor > 1 else set()
@@ -146,13 +185,17 @@ class Model:
             replace(entry, op=entry.op.shared(1 / tensor)) if index in alone else entry
             for index, entry in enumerate(step.ops)
         ]
-        times = _times(step, entries, gpu, sequence)
+        times = _times(step, entries, fabric, sequence)
         where = places(step, self.prefix, self.captured)
         saved = _saved(step)
         made = []
+        slowdown = framework.slowdown or SLOWDOWNS.get(fabric.gpu.architecture, SLOWDOWN)
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
-            made.append(self._block(step, entries, members, times, saved, alone, tensor))
+            is_layer = 0 < place <= self.captured
+            host_s = framework.layer_host_s if is_layer else 0.0
+            block = self._block(step, entries, members, times, saved, alone, tensor)
+            made.append(framework.paced(block, slowdown, host_s))
         own = [0] * (self.captured + 2)
         for name, parameter in step.parameters.items():
             own[self._place_of(name)] += prod(parameter.shape)
@@ -211,10 +254,11 @@ class Model:
                     size = saved[ref.id][1] // part
                     kept += size
                     products += size if multiplies else 0
-        # The host is ahead of the communication too.
         return Block(
-            forward_s=max(compute[True][0], compute[True][1] - link[True]),
-            backward_s=max(compute[False][0], compute[False][1] - link[False]),
+            forward_s=compute[True][0],
+            backward_s=compute[False][0],
+            forward_host_s=compute[True][1],
+            backward_host_s=compute[False][1],
             forward_link_s=link[True],
             backward_link_s=link[False],
             flop=sum(entries[i].op.flop for i in members if entries[i].op.multiplies),
@@ -267,12 +311,12 @@ def _inserted(entry: StepOp, tensor: int) -> bool:
 
 
 def _times(
-    step: Step, entries: Sequence[StepOp], gpu: PricedGpu, sequence: bool
+    step: Step, entries: Sequence[StepOp], fabric: Fabric, sequence: bool
 ) -> list[tuple[float, float]]:
     """GPU and host time of every operation."""
+    gpu = priced(fabric.gpu)
     unique = list(dict.fromkeys(entry.op for entry in entries if not isinstance(entry.op, Collective)))
     known = dict(zip(unique, (each.time_s for each in estimate_all(unique, gpu)), strict=True))
-    fabric = Fabric(gpu)
     made = []
     for entry, around in zip(entries, around_s(step), strict=True):
         if isinstance(entry.op, Collective):

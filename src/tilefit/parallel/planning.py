@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tilefit.cost.links import Fabric
-from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.ops import Step
-from tilefit.parallel.blocks import Blocks, Model
+from tilefit.parallel.blocks import Blocks, Framework, Model
 from tilefit.parallel.training import CHECKPOINTS, Precision, RankMemory, StepTime, Training, TrainingSplit
 from tilefit.rules.batch.memory import USABLE_SHARE
 
@@ -53,11 +52,13 @@ class Job:
         batch: Samples of a step, over all GPUs.
         precision: Bytes of a parameter.
         overlap: Gradients are summed up while the backward pass runs.
+        framework: What runs the training.
     """
 
     batch: int
     precision: Precision
     overlap: bool = True
+    framework: Framework = Framework()  # noqa: RUF009  # it is frozen
 
 
 @dataclass
@@ -79,8 +80,7 @@ class Planner:
         """A split with its blocks."""
         key = (split.samples / split.context, split.tensor)
         if key not in self._blocks:
-            assert isinstance(self.fabric.gpu, PricedGpu)
-            self._blocks[key] = self.model.blocks(self.fabric.gpu, *key)
+            self._blocks[key] = self.model.blocks(self.fabric, *key, self.job.framework)
         return Training(self._blocks[key], split, self.fabric, self.job.precision, self.job.overlap)
 
     def priced(self, split: TrainingSplit) -> Priced:
