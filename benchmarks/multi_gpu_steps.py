@@ -145,11 +145,17 @@ def model(shape: Shape, seq: int, amp: str) -> Model:
 
 @cache
 def planner(
-    shape: Shape, seq: int, gpu: str, network: str, batch: int, framework: Framework = Framework()
+    shape: Shape,
+    seq: int,
+    gpu: str,
+    network: str,
+    batch: int,
+    framework: Framework = Framework(),
+    copies: int = 0,
 ) -> Planner:
     """The planner of a model in bf16 over machines of eight GPUs."""
     found = model(shape, seq, "")
-    job = Job(batch, precision_of(found.step), framework=framework)
+    job = Job(batch, replace(precision_of(found.step), copies=copies), framework)
     return Planner(found, Fabric(priced(gpu), 8, NETWORKS[network]), job)
 
 
@@ -198,8 +204,16 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
     host_s = NANOTRON_LAYER_HOST_S if split.tensor > 1 else 0.0
     if split.tensor > 1 and split.pipeline > 1 and split.gpus > 8:
         host_s += NANOTRON_RANK_HOST_S * split.tensor
-    framework = Framework(layer_host_s=host_s)
-    return planner(NANOTRON[row["model"]], number(row, "seq"), "h100-sxm", "efa", 256, framework), split
+    framework = Framework(layer_host_s=host_s, overlap=False)
+    return planner(
+        NANOTRON[row["model"]],
+        number(row, "seq"),
+        "h100-sxm",
+        "efa",
+        256,
+        framework,
+        4 if split.data > 1 else 2,
+    ), split
 
 
 def vtrain(row: Row) -> tuple[Planner, TrainingSplit] | None:

@@ -73,11 +73,16 @@ class Framework:
             "Reducing Activation Recomputation in Large Transformer Models", 2022).
         slowdown: Times of kernels over those of a benchmark; 0: as found for the GPU's architecture.
         layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
+        bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
+            the default is that of DistributedDataParallel.
+        overlap: Gradients are summed up while the backward pass runs.
     """
 
     sequence: bool = True
     slowdown: float = 0.0
     layer_host_s: float = 0.0
+    bucket_bytes: float = 25 * 2**20
+    overlap: bool = True
 
     def paced(self, block: Block, slowdown: float, layer_host_s: float) -> Block:
         """A block at the clocks of a training, and no faster than the host launches it."""

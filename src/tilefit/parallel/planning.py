@@ -51,13 +51,11 @@ class Job:
     Attributes:
         batch: Samples of a step, over all GPUs.
         precision: Bytes of a parameter.
-        overlap: Gradients are summed up while the backward pass runs.
         framework: What runs the training.
     """
 
     batch: int
     precision: Precision
-    overlap: bool = True
     framework: Framework = Framework()  # noqa: RUF009  # it is frozen
 
 
@@ -81,7 +79,7 @@ class Planner:
         key = (split.samples / split.context, split.tensor)
         if key not in self._blocks:
             self._blocks[key] = self.model.blocks(self.fabric, *key, self.job.framework)
-        return Training(self._blocks[key], split, self.fabric, self.job.precision, self.job.overlap)
+        return Training(self._blocks[key], split, self.fabric, self.job.precision, self.job.framework)
 
     def priced(self, split: TrainingSplit) -> Priced:
         """A split with its time and memory."""

@@ -18,7 +18,7 @@ from tilefit.cost.links import Fabric, Group
 from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
 from tilefit.options import Split
-from tilefit.parallel.blocks import Block, Blocks
+from tilefit.parallel.blocks import Block, Blocks, Framework
 from tilefit.parallel.schedule import Task, Timeline, run
 
 #: Choices of what the backward pass computes again: nothing; what lies between products and attention; all.
@@ -82,12 +82,14 @@ class Precision:
         work: As products read it.
         gradient: As it is kept and summed up.
         optimizer: State of the optimizer, with the fp32 copy where the weight is shorter.
+        copies: Further copies of a gradient: in the weight's type, in buckets.
     """
 
     weight: int = 2
     work: int = 2
     gradient: int = 4
     optimizer: int = 12
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +166,14 @@ class Training:
         split: How.
         fabric: Machines and what joins them.
         precision: Bytes of a parameter.
-        overlap: Gradients are summed up while the backward pass runs.
+        framework: What runs the training.
     """
 
     blocks: Blocks
     split: TrainingSplit
     fabric: Fabric
-    precision: Precision = Precision()
-    overlap: bool = True
+    precision: Precision
+    framework: Framework
 
     # --- what a stage has -------------------------------------------------------------------------
 
@@ -242,6 +244,12 @@ class Training:
 
     def _exchange_s(self, function: str, block: Block, bytes_each: int) -> float:
         return self.fabric.time_s(function, block.parameters * bytes_each, self._replicas())
+
+    def _bucketed_s(self, function: str, block: Block) -> float:
+        """Summing up a block's gradients in messages of the size of a bucket."""
+        size = block.parameters * self.precision.gradient
+        message = min(size, self.framework.bucket_bytes)
+        return size / message * self.fabric.time_s(function, message, self._replicas()) if size else 0.0
 
     def _send_s(self) -> float:
         """Handing a micro-batch's activations to the next stage."""
@@ -331,8 +339,8 @@ class Training:
             own = name if i == 0 else (*name, i)
             yield Task(own, (stage, "compute"), times[i].backward, after if i == len(blocks) - 1 else ())
         for i in range(len(blocks) - 1, -1, -1):
-            waits = name if i == 0 or not self.overlap else (*name, i)
-            time_s = self._exchange_s(function, blocks[i], self.precision.gradient)
+            waits = name if i == 0 or not self.framework.overlap else (*name, i)
+            time_s = self._bucketed_s(function, blocks[i])
             yield Task(("R", *name, i), (stage, "link"), time_s, (waits,))
 
     def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
@@ -420,7 +428,7 @@ class Training:
         widest = max(block.widest_bytes for block in blocks)
         return RankMemory(
             parameters=own * precision.weight * share[2] + copies + gathered,
-            gradients=own * precision.gradient * share[1]
+            gradients=own * (precision.gradient * share[1] + precision.copies)
             + (2 * largest * precision.gradient if split.zero >= 2 else 0.0),
             optimizer=own * precision.optimizer * share[0],
             activations=kept * flight,
