@@ -28,7 +28,7 @@ COLLECTIVE_HOST_S = 30e-6
 #: Times of kernels in a training of hours over those of benchmarks of milliseconds: clocks fall at the limit of
 #: power, and frameworks do more than their model says. Fitted by ``benchmarks/multi_gpu_steps.py``: Hopper to
 #: nanotron's Llama-1B, Ampere to llm-foundry's MPT-125m. Others: between the two, a choice.
-SLOWDOWNS = {"hopper": 1.42, "ampere": 1.13}
+SLOWDOWNS = {"hopper": 1.42, "ampere": 1.06}
 SLOWDOWN = 1.25
 
 
