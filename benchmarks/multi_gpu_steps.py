@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python benchmarks/multi_gpu_steps.py --steps multi_gpu_steps.csv.gz [--record]
 
-The table is not part of this project: a CSV with a row for each measured step (nanotron's ultrascale-playbook,
-vTrain, llm-foundry, torchtitan), or run that ran out of memory. Models are built here as their framework runs
-them, captured with two layers, and split as the row says. What was fitted to them is said where it stands: to
-nanotron's Llama-1B, to MPT-125m, and to vTrain's narrow models. All other rows set nothing.
+The table is not part of this project: a CSV with a row for each measured step (nanotron's
+ultrascale-playbook, vTrain, llm-foundry, torchtitan), or run that ran out of memory. Models are built here as
+their framework runs them, captured with two layers, and split as the row says. What was fitted to them is
+said where it stands: to nanotron's Llama-1B, to MPT-125m, and to vTrain's narrow models. All other rows set
+nothing.
 """
 
 from __future__ import annotations
@@ -150,12 +151,12 @@ def planner(
     gpu: str,
     network: str,
     batch: int,
-    framework: Framework = Framework(),
+    framework: Framework | None = None,
     copies: int = 0,
 ) -> Planner:
     """The planner of a model in bf16 over machines of eight GPUs."""
     found = model(shape, seq, "")
-    job = Job(batch, replace(precision_of(found.step), copies=copies), framework)
+    job = Job(batch, replace(precision_of(found.step), copies=copies), framework or Framework())
     return Planner(found, Fabric(priced(gpu), 8, NETWORKS[network]), job)
 
 
@@ -179,8 +180,8 @@ MPT = {
 TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True)}
 
 
-#: Fitted to Llama-1B: what nanotron takes for a layer with tensor parallelism, whatever its size (72 ms for 16
-#: layers on 2, 4 and 8 ranks), and more for each rank where stages are in other machines.
+#: Fitted to Llama-1B: what nanotron takes for a layer with tensor parallelism, whatever its size (72 ms for
+#: 16 layers on 2, 4 and 8 ranks), and more for each rank where stages are in other machines.
 NANOTRON_LAYER_HOST_S = 4.4e-3
 NANOTRON_RANK_HOST_S = 2.6e-3
 #: Fitted to the models of vTrain that are 1,024 wide: 3.5 ms for a layer with its recomputation, whatever its

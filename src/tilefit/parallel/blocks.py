@@ -25,9 +25,9 @@ from tilefit.parallel.tensor import tensor_parallel
 #: What the host needs for a collective, beside what a kernel takes: 35 to 40 us a call in all (torch 2.11,
 #: eager all-reduces of 4 MiB and less, back to back, on 2 and 4 H200).
 COLLECTIVE_HOST_S = 30e-6
-#: Times of kernels in a training of hours over those of benchmarks of milliseconds: clocks fall at the limit of
-#: power, and frameworks do more than their model says. Fitted by ``benchmarks/multi_gpu_steps.py``: Hopper to
-#: nanotron's Llama-1B, Ampere to llm-foundry's MPT-125m. Others: between the two, a choice.
+#: Times of kernels in a training of hours over those of benchmarks of milliseconds: clocks fall at the limit
+#: of power, and frameworks do more than their model says. Fitted with ``benchmarks/multi_gpu_steps.py``:
+#: Hopper to nanotron's Llama-1B, Ampere to llm-foundry's MPT-125m. Others: between the two, a choice.
 SLOWDOWNS = {"hopper": 1.42, "ampere": 1.06}
 SLOWDOWN = 1.25
 

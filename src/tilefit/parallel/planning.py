@@ -108,14 +108,14 @@ class Planner:
             if memory.total <= self.usable_bytes:
                 fitting.append((training.least_s(), training, memory))
         fitting.sort(key=lambda each: each[0])
-        found: list[Priced] = []
-        for least_s, training, memory in fitting:
+        found: list[tuple[float, int]] = []
+        for index, (least_s, training, _) in enumerate(fitting):
             # What cannot be among the best is not looked at.
-            if len(found) >= count and least_s > found[count - 1].time.time_s:
+            if len(found) >= count and least_s > found[count - 1][0]:
                 break
-            found.append(Priced(training.split, training.time(), memory))
-            found.sort(key=lambda each: each.time.time_s)
-        return found[:count]
+            found = sorted([*found, (training.step_s(), index)])[:count]
+        best = (fitting[index] for _, index in found)
+        return [Priced(training.split, training.time(), memory) for _, training, memory in best]
 
     def splits(self, gpus: int) -> Iterator[TrainingSplit]:
         """Every split over so many GPUs that keeps the global batch.
@@ -147,17 +147,9 @@ class Planner:
 
     def _refuse(self, gpus: int) -> None:
         fabric = self.fabric
-        if gpus < 1:
-            raise UsageError(f"a plan over {gpus} GPUs", where="--gpus", hint="Take one GPU or more.")
         if gpus > 1 and not fabric.gpu.link_bandwidth_bytes_per_s:
             raise UsageError(
                 f"nothing is known of what joins several {fabric.gpu.title}", hint="Take another GPU."
-            )
-        if gpus > fabric.per_machine and gpus % fabric.per_machine:
-            raise UsageError(
-                f"{gpus} GPUs do not fill machines of {fabric.per_machine}",
-                where="--gpus",
-                hint=f"Take a multiple of {fabric.per_machine}.",
             )
 
     def _micro_batches(self, tensor: int, context: int, pipeline: int, data: int) -> Iterator[TrainingSplit]:
@@ -188,7 +180,11 @@ class Planner:
         """The best split over every power of two of GPUs up to ``gpus``, and over ``gpus``."""
         counts = sorted({*_powers(gpus), gpus})
         found = []
+        precision = self.job.precision
+        held = self.model.parameters * (precision.weight + precision.gradient + precision.optimizer)
         for count in counts:
+            if held > count * self.usable_bytes:
+                continue  # the parameters alone need more
             if count > self.fabric.per_machine and count % self.fabric.per_machine:
                 continue
             watch(count)

@@ -19,7 +19,7 @@ class Task:
     """
 
     name: Hashable
-    resource: Hashable
+    resource: tuple[Hashable, ...]
     time_s: float
     after: tuple[Hashable, ...] = ()
 

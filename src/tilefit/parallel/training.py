@@ -19,13 +19,13 @@ from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
 from tilefit.options import Split
 from tilefit.parallel.blocks import Block, Blocks, Framework
-from tilefit.parallel.schedule import Task, Timeline, run
+from tilefit.parallel.schedule import Task, run
 
 #: Choices of what the backward pass computes again: nothing; what lies between products and attention; all.
 CHECKPOINTS = ("none", "selective", "full")
 #: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
 CONTEXT_BYTES = 1.5 * 2**30
-#: Share of the memory's bandwidth that adding tensors up reaches, as the calibrations of A100 to H200 have it.
+#: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
 
 
@@ -177,9 +177,14 @@ class Training:
 
     # --- what a stage has -------------------------------------------------------------------------
 
-    def stage(self, index: int) -> list[Block]:
-        """The blocks of a stage, chunk after chunk."""
-        return [block for chunk in range(self.split.chunks) for block in self.chunk(index, chunk)]
+    @cached_property
+    def stages(self) -> list[list[Block]]:
+        """The blocks of each stage, chunk after chunk."""
+        chunks = range(self.split.chunks)
+        return [
+            [block for chunk in chunks for block in self.chunk(stage, chunk)]
+            for stage in range(self.split.pipeline)
+        ]
 
     def chunk(self, index: int, chunk: int) -> list[Block]:
         """The blocks of a stage's chunk; the first has what runs before the layers, the last what runs
@@ -218,7 +223,16 @@ class Training:
         moved = block.parameters * (self.precision.weight + 2 * self.precision.gradient)
         return moved / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
 
+    @cached_property
+    def _known(self) -> dict[int, _Times]:
+        """Times of the blocks, by identity: layers are the same ones again and again."""
+        blocks = (self.blocks.before, *self.blocks.layers, self.blocks.after)
+        return {id(block): self._timed(block) for block in {id(each): each for each in blocks}.values()}
+
     def _times(self, block: Block) -> _Times:
+        return self._known[id(block)]
+
+    def _timed(self, block: Block) -> _Times:
         forward_link_s, backward_link_s = block.forward_link_s, block.backward_link_s
         if self.split.context > 1 and block.input_bytes:
             # Keys and values of the other ranks, gathered and their gradients scattered.
@@ -270,7 +284,7 @@ class Training:
 
     def _sharded(self, parts: int) -> Iterator[Task]:
         """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
-        blocks = self.stage(0)
+        blocks = self.stages[0]
         times = [self._times(block) for block in blocks]
         gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
         scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
@@ -348,35 +362,47 @@ class Training:
         yield Task(optimizer, (stage, "compute"), self._optimizer_s(stage), after)
         if self.split.zero and self.split.replicas > 1:
             # ZeRO-2 in FSDP's sense gathers ahead of the next forward pass; here all wait for it.
-            total = replace(Block(), parameters=sum(block.parameters for block in self.stage(stage)))
+            total = replace(Block(), parameters=sum(block.parameters for block in self.stages[stage]))
             time_s = self._exchange_s(ALL_GATHER, total, self.precision.work)
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
-        own = sum(block.parameters for block in self.stage(stage))
+        own = sum(block.parameters for block in self.stages[stage])
         return own * self.blocks.optimizer_s / (self.split.replicas if self.split.zero else 1)
 
     # --- results ----------------------------------------------------------------------------------
 
+    def step_s(self, *, silent: bool = False) -> float:
+        """The step's time; ``silent``: if communication between replicas and stages took none.
+
+        Many micro-batches follow each other alike: few are looked at.
+        """
+        split = self.split
+        step = split.pipeline
+        fewer = (2 * step if step > 1 else 3) + split.parts % step
+        if split.parts <= fewer + step:
+            return self._run_s(split.parts, silent)
+        short_s, long_s = (self._run_s(each, silent) for each in (fewer, fewer + step))
+        return short_s + (split.parts - fewer) * (long_s - short_s) / step
+
+    def _run_s(self, parts: int, silent: bool) -> float:
+        tasks = self.tasks(parts)
+        if silent:
+            tasks = (
+                task if task.resource[1:] == ("compute",) else replace(task, time_s=0.0) for task in tasks
+            )
+        return run(tasks).time_s
+
     def time(self) -> StepTime:
-        """The step's time. Many micro-batches follow each other alike: few are looked at."""
-        parts, split = self.split.parts, self.split
-        most = 3 if split.pipeline == 1 else 4 * split.pipeline * split.chunks
-        step = split.pipeline if split.chunks > 1 else 1
-        if parts > most + step:
-            fewer = most - most % step + parts % step
-            short, long = (run(self.tasks(each)).time_s for each in (fewer, fewer + step))
-            time_s = short + (parts - fewer) * (long - short) / step
-            silent = [self._silent_s(each) for each in (fewer, fewer + step)]
-            silent_s = silent[0] + (parts - fewer) * (silent[1] - silent[0]) / step
-        else:
-            time_s, silent_s = run(self.tasks(parts)).time_s, self._silent_s(parts)
-        stages = [[self._times(block) for block in self.stage(i)] for i in range(split.pipeline)]
+        """The step's time, and what it consists of."""
+        parts = self.split.parts
+        time_s, silent_s = self.step_s(), self.step_s(silent=True)
+        stages = [[self._times(block) for block in stage] for stage in self.stages]
         slowest = max(stages, key=lambda times: sum(each.forward + each.backward for each in times))
         compute_s = parts * sum(each.forward_s + each.backward_s for each in slowest)
         again_s = parts * sum(each.recompute_s for each in slowest)
         link_s = parts * sum(each.forward_link_s + each.backward_link_s for each in slowest)
-        optimizer_s = max(self._optimizer_s(i) for i in range(split.pipeline))
+        optimizer_s = max(self._optimizer_s(i) for i in range(self.split.pipeline))
         return StepTime(
             time_s,
             compute_s,
@@ -390,23 +416,8 @@ class Training:
     def least_s(self) -> float:
         """No schedule is faster: what the slowest stage does, and filling the pipeline."""
         split = self.split
-        own = [
-            sum(each.forward + each.backward for each in map(self._times, self.stage(i)))
-            for i in range(split.pipeline)
-        ]
+        own = [sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages]
         return split.parts * max(own) + (sum(own) - max(own)) / split.chunks * (split.parts >= split.pipeline)
-
-    def _silent_s(self, parts: int) -> float:
-        """The time if communication between replicas and stages took none."""
-        tasks = (
-            task if task.resource == (task.resource[0], "compute") else replace(task, time_s=0.0)  # type: ignore[index]
-            for task in self.tasks(parts)
-        )
-        return run(tasks).time_s
-
-    def timeline(self) -> Timeline:
-        """The whole schedule."""
-        return run(self.tasks(self.split.parts))
 
     def memory(self) -> RankMemory:
         """Of the rank that holds most."""
@@ -414,7 +425,7 @@ class Training:
 
     def _memory(self, stage: int) -> RankMemory:
         split, precision = self.split, self.precision
-        blocks = self.stage(stage)
+        blocks = self.stages[stage]
         own = sum(block.parameters for block in blocks)
         share = [1 / split.replicas if split.zero >= level else 1.0 for level in (1, 2, 3)]
         largest = max(block.parameters for block in blocks)

@@ -198,9 +198,17 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
         yield Text("Strong scaling: the best split over fewer GPUs", "bold")
         yield _table(plan, choice, [(str(count), each) for count, each in choice.frontier])
         yield from (Text(scaling(choice)), Text())
-    for name, text in _settings(plan, choice).items():
-        if plan.launch and (plan.launch == "all" or name.lower().startswith(plan.launch.lower())):
-            yield from (Text(f"{name}:", "bold"), Text(text), Text())
+    if plan.launch:
+        every = _settings(plan, choice)
+        chosen = [
+            name for name in every if plan.launch == "all" or name.lower().startswith(plan.launch.lower())
+        ]
+        for name in chosen:
+            yield from (Text(f"{name}:", "bold"), Text(every[name]), Text())
+        if not chosen:
+            yield Text(
+                f"{plan.launch} has no settings for the best split; {', '.join(every) or 'none'} has.\n"
+            )
 
 
 def _table(plan: SplitPlan, choice: Choice, rows: list[tuple[str, Priced]]) -> RenderableType:

@@ -49,6 +49,12 @@ class Cluster:
         """
         if self.gpus < 1:
             raise UsageError(f"a plan over {self.gpus} GPUs", where="--gpus", hint="Take one GPU or more.")
+        if not self.machines and self.gpus % self.per_machine:
+            raise UsageError(
+                f"{self.gpus} GPUs do not fill machines of {self.per_machine}",
+                where="--gpus",
+                hint=f"Take a multiple of {self.per_machine}, or say in how many machines they are: --nodes.",
+            )
         if self.machines and self.gpus % self.machines:
             raise UsageError(
                 f"{self.machines} machines do not share {self.gpus} GPUs evenly",
@@ -102,11 +108,12 @@ class PlanSession:
         Raises:
             TilefitError: it cannot be captured, or has no layers.
         """
-        options = replace(self.options, batch=_SAMPLES)
+        options = self.options
         if not options.autocast:
             options = replace(options, weights="bf16")
         name, layers = "", 0
         if self.target.startswith("hf:"):
+            options = replace(options, batch=_SAMPLES)
             from tilefit.capture.targets.kinds.hf import repeated_layers
             from tilefit.capture.torchvision_import import tolerated
 
