@@ -118,3 +118,25 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     assert fitted.profile == "calibrated on 2026-01-02"
     assert usual.profile.startswith("the NVIDIA H200")
     assert tilefit.check(model, rows, gpu="a100") == usual
+
+
+def test_a_target_is_named_as_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("from torch import nn, randn\ndef build():\n    return nn.Linear(8, 8), randn(4, 8)\n")
+    target = f"{file}:build"
+    of_file = tilefit.check(target, gpu="h200", amp=torch.bfloat16)
+    of_model = tilefit.check(torch.nn.Linear(8, 8), torch.empty(4, 8), gpu="h200", amp="bf16")
+    assert of_file.step.time_s == of_model.step.time_s
+    with pytest.raises(tilefit.TilefitError, match="has no 'biuld'"):
+        tilefit.check(f"{file}:biuld", gpu="h200")
+    with pytest.raises(UsageError, match="its own inputs"):
+        tilefit.check(target, torch.empty(4, 8), gpu="h200")  # type: ignore[call-overload]
+
+
+def test_an_optimizer_that_has_parameters_is_refused() -> None:
+    model = _model(64)
+    with pytest.raises(UsageError, match="an AdamW has parameters of its own") as error:
+        tilefit.check(
+            model, torch.empty(8, 4096), gpu="h200", optimizer=torch.optim.AdamW(model.parameters())
+        )
+    assert "optimizer=lambda parameters" in error.value.hint

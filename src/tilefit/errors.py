@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
+
 
 class TilefitError(Exception):
     """Something the user can act on; the command line prints it and exits with status 2.
@@ -33,3 +36,9 @@ class TargetError(TilefitError):
 
 class CaptureError(TilefitError):
     """The step cannot be captured as asked, and a wrong step must not be reported instead."""
+
+
+def near(word: str, known: Collection[str], otherwise: str = "") -> str:
+    """The hint for a word that is not known: the one it is spelled like, or what to say ``otherwise``."""
+    found = get_close_matches(word, known, 1)
+    return f"Did you mean {found[0]}?" if found else otherwise

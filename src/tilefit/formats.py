@@ -7,7 +7,8 @@ rendered where it is defined.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from tilefit import console
@@ -19,6 +20,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 #: What the names of files end in, by format; more formats, of other documents, are among them.
 ENDINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FORMATS, ()),
+    "text": ("", ".txt", ".log"),
     "markdown": (".md",),
     "json": (".json",),
     "html": (".html", ".htm"),
@@ -55,6 +57,22 @@ def formats_of(document: object) -> list[str]:
 def by_ending(document: object, ending: str) -> str:
     """The format that the ending of a file asks for, such as ``.md``; ``text`` where it asks for none."""
     return next((name for name in formats_of(document) if ending.lower() in ENDINGS[name]), "text")
+
+
+def require_ending(file: Path | None, format: str | None, known: Collection[str]) -> None:
+    """Check that a file's ending says which of the ``known`` formats it is in, where no ``format`` does.
+
+    Raises:
+        UsageError: it does not.
+    """
+    endings = [ending for name in known for ending in ENDINGS[name]]
+    if file and not format and file.suffix.lower() not in endings:
+        raise UsageError(
+            f"no format has files that end in {file.suffix}",
+            where=str(file),
+            hint=f"Name it, such as --output-format {next(iter(known))}; or end it in "
+            f"{' or '.join(filter(None, endings))}.",
+        )
 
 
 def make(document: object, format: str = "text", **options: Any) -> Any:
@@ -96,6 +114,28 @@ def render(
     """
     made = make(document, format, show_all=show_all, ops=ops, limit=limit, width=width)
     return made if isinstance(made, str) else console.plain(made, width)
+
+
+def save(document: object, path: Path, format: str = "") -> None:
+    """Write a document to a file, in a format or, without one, in that of the file's ending.
+
+    Raises:
+        UsageError: there is no such format, the ending is that of none, or the file cannot be written.
+    """
+    require_ending(path, format, formats_of(document))
+    write(path, render(document, format or by_ending(document, path.suffix)))
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write what was made of a document to a file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
 def _renderer(document: object, format: str) -> Callable[..., Any] | None:

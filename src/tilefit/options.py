@@ -71,11 +71,17 @@ class StepOptions:
     on_cpu: bool = option(False, "Capture with real data, for code that depends on values.")
 
     def __post_init__(self) -> None:
-        # What is no word at all means none as well.
+        # What is no word at all means none as well; PyTorch's own names of types are as good as ours.
         amp, optimizer = str(self.amp or "off"), self.optimizer or "none"  # type: ignore[unreachable]
+        amp = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(amp, amp)
         if amp not in get_args(Amp):
             raise UsageError(f"unknown autocast type {amp!r}", hint="Use bf16 or fp16.")
         known = get_args(OptimizerName)
+        if hasattr(optimizer, "param_groups"):
+            raise UsageError(
+                f"an {type(optimizer).__name__} has parameters of its own, and the step is made of a copy's",
+                hint="Give what makes one: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
+            )
         if not callable(optimizer) and optimizer not in known:
             raise UsageError(f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(known)}.")
         object.__setattr__(self, "amp", amp)
@@ -148,6 +154,12 @@ class TargetOptions(StepOptions):
     sources: Mapping[str, str] = field(default_factory=dict)
     varied: str = ""
     weights: Literal["", "bf16"] = ""
+
+    def __post_init__(self) -> None:
+        StepOptions.__post_init__(self)
+        # A lone text would be taken for a list of one-letter inputs.
+        given: object = self.input
+        object.__setattr__(self, "input", (given,) if isinstance(given, str) else tuple(self.input))
 
     def refuse_sizes(self, why: str, names: Iterable[str] = INPUT_SIZES) -> None:
         """Refuse sizes that would have no effect.
@@ -270,6 +282,15 @@ class SelectionKeywords(TypedDict, total=False):
 
 class CheckKeywords(StepKeywords, SelectionKeywords, total=False):
     """The keywords of :func:`tilefit.check` beyond its own."""
+
+
+class TargetKeywords(CheckKeywords, total=False):
+    """Those of a target that is named, as on the command line: what its inputs are as well."""
+
+    input: Collection[str]
+    batch: int | None
+    seq: int | None
+    image_size: int | None
 
 
 def taken(function: str, keywords: Mapping[str, Any], *kinds: type) -> list[Any]:

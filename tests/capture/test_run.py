@@ -141,6 +141,22 @@ def test_a_loss_given_or_returned_is_used() -> None:
         assert step.notes == ()
 
 
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_one_number_beside_the_output_is_the_loss_if_it_is_made_of_it(is_loss: bool) -> None:
+    def forward(self, x):
+        scores = self.scores(x)
+        return scores, (scores if is_loss else self.side(x)).square().sum()
+
+    step = captured(
+        forward,
+        rows(4, 8),
+        parts={"scores": nn.Linear(8, 2), "side": nn.Linear(8, 3)},
+        optimizer="none",
+    )
+    assert ("mean" not in names(step)) == is_loss
+    assert (not step.notes) == is_loss
+
+
 def test_fp16_scales_the_loss_and_unscales_the_gradients() -> None:
     step = capture(nn.Linear(8, 2), rows(4, 8), amp="fp16")
     assert entries(step, "_amp_foreach_non_finite_check_and_unscale_", "optimizer")

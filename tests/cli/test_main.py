@@ -93,6 +93,17 @@ def test_a_name_of_several_gpus_says_which_it_took(tilefit) -> None:
         (["check", "hf:gpt2", "--gpu", "h200", "--amp", "bf6"], "'bf16'"),
         (["gemm", "64", "64", "64", "--gpu", "h200", "--dtype", "bf61"], "bf16"),
         (["gemm", "64", "64"], "tilefit gemm --help"),
+        (["gemm", "64", "-5", "64", "--gpu", "h200"], "-5: a size is at least 1"),
+        (["gemm", "64", "64", "64", "--gpu", "h200", "--gpu", "l4"], "--gpu is given 2 times"),
+        (["fix", "hf:gpt2", "--gpu", "h200", "--gpu", "l4"], "--gpu is given 2 times"),
+        (["curve", "gemm", "1:8", "8", "8", "--over", "m", "--over", "n"], "--over is given 2 times"),
+        (["rule", "ALN999"], "There are ALN001, ALN002,"),
+        (["check", "hf:gpt2", "--gpu", "h200", "--select", " , "], "--select names nothing"),
+        (["check", "hf:gpt2", "--gpu", "h200", "--output-file", "x.docx"], "end it in .txt"),
+        (
+            ["sweep", "hf:gpt2", "--gpu", "h200", "--batch", "1", "--output", "x.md"],
+            ".txt or .log or .json or .csv",
+        ),
     ],
 )
 def test_a_typo_is_one_clear_message(tilefit, arguments: list[str], suggestion: str) -> None:
@@ -102,6 +113,28 @@ def test_a_typo_is_one_clear_message(tilefit, arguments: list[str], suggestion: 
     assert ran.err.startswith("error: ")
     assert suggestion in ran.err
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("tilefit che", "check"),
+        ("tilefit check net.py:build --gpu l40", "l40s"),
+        ("tilefit rule ALN002", "ALN002"),
+        ("tilefit rule aln002", "aln002"),
+        ("tilefit check net.py:build --gpu nope", ""),
+    ],
+)
+def test_the_shell_completes(typed: str, completed: str) -> None:
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    ran = subprocess.run(
+        [sys.executable, "-c", "from tilefit.cli import main; main()"],
+        env={**os.environ, **asked, "_TILEFIT_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split() == completed.split()
 
 
 def test_without_a_gpu_one_must_be_named(tilefit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -153,6 +154,7 @@ BROKEN = {
     "no object": (_put([], "step"), "step is not an object"),
     "no table": (_put(None, "step", "kinds_s"), "step.kinds_s is not an object"),
     "too short": (_put([1, 2], "ops", 0, "product"), r"ops\[0\].product is not a list of 4"),
+    "less than nothing": (_put(-1.0, "step", "time_s"), "step.time_s is not a finite number from 0 on"),
     "null": (_put(None, "model"), "model is not text"),
     "an unknown word": (
         _put("grave", "findings", 0, "severity"),
@@ -172,6 +174,13 @@ def test_what_is_no_report_is_an_error_that_says_why(
         loads(json.dumps(data))
     # The schema refuses it too.
     assert not validator.is_valid(data)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
+def test_a_number_that_is_none_is_no_number(report: Report, value: str) -> None:
+    text = json.dumps(json.loads(report.to_json()) | {"batch": 1})
+    with pytest.raises(UsageError, match="is not a finite number"):
+        loads(re.sub(r'"gain_s": [^,}]+', f'"gain_s": {value}', text))
 
 
 @pytest.mark.parametrize(
@@ -267,8 +276,11 @@ def test_the_schema_explains_itself() -> None:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     assert published["$id"] == f"urn:tilefit:report:{REPORT_SCHEMA}"
     step = published["$defs"]["StepSummary"]["properties"]
-    assert step["gpu_time_s"] == {"type": "number", "description": "Time in which the GPU works."}
-    assert step["largest_batch"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
+    told = {"type": "number", "minimum": 0, "description": "Time in which the GPU works."}
+    assert step["gpu_time_s"] == told
+    assert step["largest_batch"]["anyOf"] == [{"type": "integer", "minimum": 0}, {"type": "null"}]
+    assert published["$defs"]["Finding"]["properties"]["gain_low_s"]["type"] == "number"
+    assert "minimum" not in published["$defs"]["Finding"]["properties"]["gain_low_s"]
     assert all(entry["description"] for entry in published["$defs"].values())
 
 

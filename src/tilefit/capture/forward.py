@@ -28,8 +28,8 @@ def loss_of_output(
 ) -> tuple[torch.Tensor, str]:
     """The loss to differentiate, and a note.
 
-    It is ``loss_of`` of the output; or its ``loss``; or, where it is nothing but numbers, their sum; or its
-    mean.
+    It is ``loss_of`` of the output; or its ``loss``; or, where it is nothing but numbers, their sum; or the
+    one number in it that is made of all the rest; or its mean.
 
     Raises:
         CaptureError: nothing in the output has a gradient.
@@ -45,8 +45,22 @@ def loss_of_output(
             "the model's output has no floating-point tensor with a gradient: there is nothing to train on",
             hint="Use --infer, or give a factory that returns a training-step callable.",
         )
-    if all(leaf.dim() == 0 for leaf in leaves):
+    numbers = [leaf for leaf in leaves if leaf.dim() == 0]
+    if len(numbers) == len(leaves):
         return reduce(torch.add, leaves), ""
+    if len(numbers) == 1 and _is_made_of(numbers[0], [leaf for leaf in leaves if leaf is not numbers[0]]):
+        return numbers[0], ""
     means = [leaf.mean() for leaf in leaves]
     loss = torch.stack([m.float() for m in means]).sum() if len(means) > 1 else means[0]
     return loss, "No loss was given: the mean of the model's output stands for it."
+
+
+def _is_made_of(number: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether a backward pass from a number goes through all the others: not so from a part of a loss."""
+    seen, todo = set(), [number.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return all(other.grad_fn in seen for other in others)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
-from tilefit.errors import TargetError, UsageError
+from tilefit.errors import TargetError, UsageError, near
 
 #: What a target begins with that is not the user's own code, and how it goes on; the name of the module in
 #: :mod:`tilefit.capture.targets.kinds` that loads it.
@@ -49,6 +48,8 @@ def require_program(program: str, is_module: bool) -> None:
 def _require_file(path: Path) -> None:
     if path.is_file():
         return
+    if path.is_dir():
+        raise TargetError(f"{path} is a folder", hint="Name a file in it.")
     folder = path.parent if path.parent.is_dir() else Path()
-    near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], 1)
-    raise TargetError(f"there is no file {path}", hint=f"Did you mean {folder / near[0]}?" if near else "")
+    files = [str(file) for file in folder.glob("*.py") if file.is_file()]
+    raise TargetError(f"there is no file {path}", hint=near(str(path), files))

@@ -11,7 +11,7 @@ import typer
 
 from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
-from tilefit.cli.groups import TargetGroup
+from tilefit.cli.commands import TargetGroup, Verbs
 from tilefit.cli.option_groups import grouped
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tilefit.measure.suites import Entry
 
 
-app = typer.Typer(
+app = Verbs(
     name="bench",
     cls=TargetGroup,
     help="Measure operations on this machine's GPU. `tilefit bench TARGET` measures those of a model's step.",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tilefit.errors import UsageError
+from tilefit.errors import UsageError, near
 from tilefit.options import Selection
 
 
@@ -71,8 +70,7 @@ def parse(path: Path) -> Config:
     values: dict[str, Any] = {}
     for key, value in reader.table("tool.tilefit", table).items():
         if key not in readers:
-            near = get_close_matches(key, readers, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]}?" if near else f"The keys are {', '.join(readers)}."
+            hint = near(key, readers, f"The keys are {', '.join(readers)}.")
             raise UsageError(f"unknown key {key!r}", where=reader.where, hint=hint)
         values[key.replace("-", "_")] = readers[key](key, value)
     return Config(**values)

@@ -14,9 +14,10 @@ import typer
 from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.commands import TargetGroup, Verbs
+from tilefit.cli.completion import GpuName
 from tilefit.cli.curve_sizes import read_sizes
 from tilefit.cli.destination import Destination, Where
-from tilefit.cli.groups import TargetGroup
 from tilefit.cli.local_gpu import LocalGpu, devices
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tilefit.ops import Gemm, Op
     from tilefit.session.curves import Drawn, Measuring
 
-app = typer.Typer(
+app = Verbs(
     name="curve",
     cls=TargetGroup,
     help="Plot time and rate while one size varies: the knee, the dips, the next efficient size. "
@@ -38,7 +39,6 @@ app = typer.Typer(
 )
 
 _OUTPUT = "Output"
-GpuName = Annotated[str | None, typer.Option(metavar="NAME", help="GPU; default: the one in this machine.")]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, tf32, fp32, fp8, …")]
 Measure = Annotated[
     bool, typer.Option("--measure", help="Measure on this machine's GPU too; interrupted, it continues.")

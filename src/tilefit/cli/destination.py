@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from tilefit import formats
 from tilefit.cli import output, report_output
@@ -22,7 +22,8 @@ class Destination:
     """Where results go; names that cannot be meant are refused before anything is computed.
 
     Raises:
-        UsageError: a picture is to be written that is none, or where no picture goes.
+        UsageError: a picture is to be written that is none, or where no picture goes; no format is named, and
+            the file's ending is that of none.
     """
 
     output_format: Format | None = option(
@@ -50,12 +51,13 @@ class Destination:
             )
         if file and file.suffix.lower() in _PICTURES:
             raise UsageError("pictures are drawn by --plot", where=str(file), hint=f"Write --plot {file}.")
+        formats.require_ending(file, self.output_format, get_args(Format))
 
     def write(self, document: object, **options: Any) -> None:
         """Draw, and print or write results; ``options`` as of :func:`tilefit.formats.render`."""
         if self.plot:
             picture = formats.by_ending(document, self.plot.suffix)
-            output.write_file(self.plot, formats.make(document, picture))
+            formats.write(self.plot, formats.make(document, picture))
         report_output.show(document, self.output_format, self.output_file, trimmed=False, **options)
 
 

@@ -29,6 +29,7 @@ from tilefit.cli import (
     step_options,
     sweep,
 )
+from tilefit.cli.commands import Verbs
 from tilefit.errors import TilefitError
 from tilefit.version import __version__
 
@@ -36,11 +37,10 @@ from tilefit.version import __version__
 COULD_NOT_RUN = 2
 INTERRUPTED = 130
 
-app = typer.Typer(
+app = Verbs(
     name="tilefit",
     help="Find where a PyTorch model wastes a GPU, and what each fix is worth. No GPU needed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

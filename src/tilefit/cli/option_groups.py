@@ -10,7 +10,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from tilefit.options import refuse
+from tilefit.errors import UsageError
+from tilefit.options import refuse, spelled
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ def _read(option: Field[Any], value: Any) -> Any:
     if isinstance(option.default, tuple):
         separator = option.metadata.get("separator")
         parts = [part for text in value or () for part in (text.split(separator) if separator else [text])]
-        return tuple(part.strip() if separator else part for part in parts if not separator or part.strip())
+        words = tuple(part.strip() if separator else part for part in parts if not separator or part.strip())
+        if value and not words:
+            raise UsageError(f"{spelled(option.name)} names nothing", hint="Leave it out for the default.")
+        return words
     return value
 
 

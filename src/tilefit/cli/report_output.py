@@ -17,7 +17,11 @@ PANEL = "Output"
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a document goes, and how much of it."""
+    """Where a document goes, and how much of it.
+
+    Raises:
+        UsageError: no format is named, and the file's ending is that of none.
+    """
 
     show_all: bool = option(False, "Every finding with all its arithmetic.", "--all")
     ops: bool = option(False, "The operations too, by time.")
@@ -29,6 +33,9 @@ class Destination:
     output_file: Path | None = option(
         None, "Write there instead of to stdout.", metavar="FILE", callback=output.writable
     )
+
+    def __post_init__(self) -> None:
+        formats.require_ending(self.output_file, self.output_format, FORMATS)
 
     def show(self, document: object, **options: Any) -> None:
         """Write a document; ``options`` as of :func:`show`."""
@@ -64,4 +71,4 @@ def show(
     if file is None:
         print(text, end="")
     else:
-        output.write_file(file, text)
+        formats.write(file, text)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from tilefit.cli.commands import Command
 from tilefit.cli.option_groups import Group
 from tilefit.options import ProgramOptions, Selection, Split, StepOptions, TargetOptions, option
 
@@ -69,7 +69,7 @@ Capture = Annotated[CaptureOptions, Group(_STEP)]
 Timeout = Annotated[CaptureOptions, Group(_STEP, without=("fresh",))]
 
 
-class ScriptCommand(TyperCommand):
+class ScriptCommand(Command):
     """A command to whose scripts belongs what stands behind them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -135,7 +135,7 @@ class PadChannels(Fix):
         for (channels, dtype), indices in channels_rule.misaligned(step).items():
             if _promises(context, channels_rule.padded(context, channels, dtype, indices)[1]):
                 yield from _refusals(context, indices)
-                odd[channels] = dtype
+                odd.update(dict.fromkeys(channels, dtype))
         few: dict[int, list[int]] = {}
         for indices in first_rule.few_channels(step).values():
             op = step.ops[indices[0]].op

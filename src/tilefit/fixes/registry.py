@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from tilefit.errors import UsageError
+from tilefit.errors import UsageError, near
 from tilefit.fixes.fix import Fix
 from tilefit.rules import all_rules
 
@@ -62,7 +61,6 @@ def _fitting(word: str) -> list[Fix]:
     ]
     if not found and not (word and any(rule.code.startswith(word.upper()) for rule in all_rules())):
         names = [fix.name for fix in all_fixes()]
-        near = get_close_matches(word.lower(), names, n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names)}."
+        hint = near(word.lower(), names, f"There are {', '.join(names)}.")
         raise UsageError(f"no fix is called {word!r}", hint=hint)
     return found

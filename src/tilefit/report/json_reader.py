@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from math import inf, isfinite
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -30,6 +31,9 @@ WORDS: dict[tuple[type, str], tuple[str, ...]] = {
     (OpRow, "phase"): PHASES,
     (StepSummary, "provenance"): (DATASHEET, TRANSFERRED, ESTIMATED, MEASURED, ""),
 }
+
+#: In the names of the fields whose numbers may be below 0: what a change saves may be less than nothing.
+SIGNED = "gain"
 
 _HINT = "Name a file that tilefit check, profile or precision wrote with --output-format json."
 
@@ -158,6 +162,8 @@ class _Reader:
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             self._wrong(_NAMES[kind], path)
+        if isinstance(value, int | float) and not (0 <= value < inf or (SIGNED in path and isfinite(value))):
+            self._wrong("a finite number from 0 on", path)
         return value
 
     def _wrong(self, wanted: str, path: str) -> NoReturn:

@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from tilefit.report.json_reader import WORDS, required
+from tilefit.report.json_reader import SIGNED, WORDS, required
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Report
 from tilefit.report.watched import Watched
 
@@ -51,22 +51,23 @@ def text() -> str:
     return json.dumps(schema(), indent=2, ensure_ascii=False)
 
 
-def _describe(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type; dataclasses are defined once and referred to."""
+def _describe(kind: Any, definitions: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """The schema of a type, in a field of a name; dataclasses are defined once and referred to."""
     if isinstance(kind, type) and is_dataclass(kind):
         _define(kind, definitions)
         return {"$ref": f"#/$defs/{kind.__name__}"}
     if kind in _SCALARS:
-        return {"type": _SCALARS[kind]}
+        has_least = kind in (int, float) and SIGNED not in name
+        return {"type": _SCALARS[kind], **({"minimum": 0} if has_least else {})}
     options = get_args(kind)
     if get_origin(kind) is dict:
-        return {"type": "object", "additionalProperties": _describe(options[1], definitions)}
+        return {"type": "object", "additionalProperties": _describe(options[1], definitions, name)}
     if get_origin(kind) is tuple and options[-1] is Ellipsis:
-        return {"type": "array", "items": _describe(options[0], definitions)}
+        return {"type": "array", "items": _describe(options[0], definitions, name)}
     if get_origin(kind) is tuple:
-        items = [_describe(option, definitions) for option in options]
+        items = [_describe(option, definitions, name) for option in options]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-    present = [_describe(option, definitions) for option in options if option is not NoneType]
+    present = [_describe(option, definitions, name) for option in options if option is not NoneType]
     return {"anyOf": [*present, {"type": "null"}]}
 
 
@@ -79,7 +80,7 @@ def _define(kind: type, definitions: dict[str, Any]) -> None:
     said = {name: _plain(what) for names, what in _ATTRIBUTE.findall(document) for name in names.split(", ")}
     hints = get_type_hints(kind)
     entry["properties"] = {
-        each.name: _describe(hints[each.name], definitions)
+        each.name: _describe(hints[each.name], definitions, each.name)
         | ({"enum": list(WORDS[kind, each.name])} if (kind, each.name) in WORDS else {})
         | ({"description": said[each.name]} if each.name in said else {})
         for each in fields(kind)

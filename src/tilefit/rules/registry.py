@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
 
-from tilefit.errors import UsageError
+from tilefit.errors import UsageError, near
 from tilefit.rules.base import Rule
 from tilefit.rules.finding import RulePage
 
@@ -117,6 +116,8 @@ def _prefixes(codes: Iterable[str], rules: Sequence[Coded]) -> tuple[str, ...]:
 def _unknown(code: str, rules: Sequence[Coded]) -> UsageError:
     codes = [rule.code for rule in rules]
     families = sorted({known[:3] for known in codes})
-    near = get_close_matches(code.upper(), codes + families, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"The families are {', '.join(families)}."
+    if family := [known for known in codes if known[:3] == code[:3].upper()]:
+        hint = near(code.upper(), codes, f"There are {', '.join(family)}.")
+    else:
+        hint = near(code.upper(), codes + families, f"The families are {', '.join(families)}.")
     return UsageError(f"no rule is called {code!r}", hint=hint)

@@ -8,9 +8,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from tilefit.cost.priced import resolve
+from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
-from tilefit.options import CheckKeywords, Selection, SelectionKeywords, StepOptions, taken
+from tilefit.options import (
+    CheckKeywords,
+    Selection,
+    SelectionKeywords,
+    StepOptions,
+    TargetKeywords,
+    TargetOptions,
+    taken,
+)
 from tilefit.report import Comparison, Report
 from tilefit.session.session import Session
 
@@ -22,6 +31,22 @@ if TYPE_CHECKING:
 _Path = str | os.PathLike[str]
 
 
+@overload
+def check(
+    model: str,
+    *,
+    gpu: str | Gpu | None = None,
+    calibration: _Path | None = None,
+    **keywords: Unpack[TargetKeywords],
+) -> Report: ...
+@overload
+def check(
+    model: str,
+    *,
+    gpu: list[str | Gpu] | list[str] | list[Gpu] | tuple[str | Gpu, ...],
+    calibration: _Path | None = None,
+    **keywords: Unpack[TargetKeywords],
+) -> Report | Comparison: ...
 @overload
 def check(
     model: Model,
@@ -45,21 +70,23 @@ def check(
     **keywords: Unpack[CheckKeywords],
 ) -> Report | Comparison: ...
 def check(
-    model: Model,
+    model: Model | str,
     inputs: Any = None,
     *,
     gpu: str | Gpu | Sequence[str | Gpu] | None = None,
     calibration: _Path | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     name: str = "",
-    **keywords: Unpack[CheckKeywords],
+    **keywords: Any,
 ) -> Report | Comparison:
     """Check a model: what a step executes, how long it takes on a GPU, and what is worth changing.
 
     No GPU is needed and nothing is computed: the step runs on shapes alone, on a copy of the model.
 
     Args:
-        model: A module; or a callable that does a whole training step, whose ``inputs`` are its arguments.
+        model: A module; or a callable that does a whole training step, whose ``inputs`` are its arguments;
+            or a target as on the command line, such as ``"hf:gpt2"``, which brings its own inputs (keywords
+            ``batch``, ``seq``, ``image_size``, ``input``).
         inputs: A tensor, a tuple of positional arguments or a mapping of keyword arguments. Only shapes
             and element types matter; ``meta`` tensors will do.
         gpu: The GPU, such as ``"h200"``; several are compared side by side; None is the GPU of this machine.
@@ -78,8 +105,15 @@ def check(
     Raises:
         TilefitError: A name is not known, or the step cannot be captured; says what to do.
     """
-    options, selection = taken("check", keywords, StepOptions, Selection)
+    kind = TargetOptions if isinstance(model, str) else StepOptions
+    options, selection = taken("check", keywords, kind, Selection)
     gpus = resolve(gpu, calibration)
+    if isinstance(model, str):
+        if inputs is not None or loss is not None or name:
+            raise UsageError("a target that is named has its own inputs, loss and name", where=model)
+        from tilefit.capture.child import capture_in_child
+
+        return Session(partial(capture_in_child, model, options), gpus, selection).report
     from tilefit.capture import capture
 
     return Session(

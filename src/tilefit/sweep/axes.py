@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from tilefit import gpus
-from tilefit.errors import UsageError
+from tilefit.errors import UsageError, near
 
 Value = int | str
 
@@ -86,11 +85,10 @@ def read_axis(name: str, text: str, option: str = "") -> Axis:
     if name in SETTINGS:
         for item in items:
             if item not in SETTINGS[name]:
-                near = get_close_matches(item, SETTINGS[name], 1)
                 raise UsageError(
                     f"{name} cannot be {item!r}",
                     where=option,
-                    hint=f"Did you mean {near[0]}?" if near else f"Use: {', '.join(SETTINGS[name])}.",
+                    hint=near(item, SETTINGS[name], f"Use: {', '.join(SETTINGS[name])}."),
                 )
         return Axis(name, tuple(dict.fromkeys(items)))
     return Axis(name, tuple(sorted({size for item in items for size in _sizes(option, item)})))

@@ -155,12 +155,14 @@ def as_text(results: Results, *, width: int = 80, show_all: bool = False) -> Ren
     parts: list[RenderableType] = [Text.assemble((results.title, "bold"), f" on {gpus}"), Text()]
     parts += _plot(results, min(width, WIDEST))
     top = best(results.points)
-    if top:
+    competing = sum(point.runs for point in results.points)
+    if top and (competing > 1 or results.best_batch):
         highest = "highest rate" if compares_models(results.points) else "highest throughput"
+        if len(results.points) < results.grid.size:
+            highest += f" of the {len(results.points)} points so far"
         name = "best batch that fits" if results.best_batch else highest
         parts += [Text.assemble((f"{name}: ", "bold"), _said(results, top)), Text()]
     frontier = by_latency(results.points)
-    competing = sum(point.runs for point in results.points)
     if 1 < len(frontier) < competing and not results.best_batch:
         memory = {id(point) for point in by_memory(results.points)}
         listed = frontier if show_all else frontier[:_ROWS]

@@ -14,6 +14,16 @@ def test_a_healthy_resnet_is_left_alone(h200: Gpu, a100: Gpu) -> None:
         assert run(resnet(), gpu, select=["ALN"]) == []
 
 
+def test_numbers_that_meet_in_a_convolution_are_one_finding(h200: Gpu) -> None:
+    b = StepBuilder(batch=256)
+    x = b.conv("a", 64, 150, 56, channels_last=True)
+    x = b.conv("b", 150, 300, 56, channels_last=True, x=x)
+    b.conv("c", 300, 64, 56, channels_last=True, x=x)
+    (found,) = run(b.step(), h200, select=["ALN004"])
+    assert found.message == "150 and 300 channels are no multiple of 8 (bf16, 16 bytes) in 3 convolutions"
+    assert found.fix.startswith("Use 192 channels instead of 150 and 320 channels instead of 300")
+
+
 def test_grouped_convolutions_are_not_padded(h200: Gpu) -> None:
     b = StepBuilder(batch=64)
     b.conv("depthwise", 60, 60, 56, groups=60, x=b.tensor(64, 60, 56, 56))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tilefit.cost import estimate
@@ -20,7 +20,7 @@ class ConvChannels(Rule):
 
     What it sees: ungrouped convolutions with input or output channels that are no multiple of 8 in fp16
     and bf16 or 4 in TF32, apart from a first layer's few input channels (ALN005). Convolutions that share
-    the number change together and are one finding.
+    such a number, and numbers that meet in one, change together and are one finding.
 
     Why it costs time: in NHWC memory the channels are the contiguous dimension of the image and of the
     weights, and the Tensor Core kernels load them in pieces of 16 bytes. Other numbers get slower kernels;
@@ -49,13 +49,12 @@ class ConvChannels(Rule):
     right = wrong.but("60", "64")
 
     def check(self, context: Context) -> Iterable[Proposal]:
-        for (channels, dtype), indices in misaligned(context.step).items():
-            yield self._proposal(context, channels, dtype, indices)
+        for (sizes, dtype), indices in misaligned(context.step).items():
+            yield self._proposal(context, sizes, dtype, indices)
 
-    def _proposal(self, context: Context, channels: int, dtype: str, indices: list[int]) -> Proposal:
+    def _proposal(self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]) -> Proposal:
         step = context.step
-        new, resized = padded(context, channels, dtype, indices)
-        sizes = {channels: new}
+        padding, resized = padded(context, sizes, dtype, indices)
         place = context.place(indices)
         lines = []
         for index in indices:
@@ -65,15 +64,17 @@ class ConvChannels(Rule):
                 f"{entry.phase} {entry.op.shape} {dtype}: {old.kernel_family} {seconds(old.time_s)} -> "
                 f"{faster.kernel_family} {seconds(faster.time_s)}"
             )
+        odd = " and ".join(map(str, sizes))
+        changes = " and ".join(f"{new} channels instead of {old}" for old, new in padding.items())
         return Proposal(
             place=place,
-            message=f"{channels} channels are {misfit(dtype)} in {place.sites} convolutions",
-            fix=f"Use {new} channels instead of {channels} (pad trained weights with zeros).",
+            message=f"{odd} channels are {misfit(dtype)} in {place.sites} convolutions",
+            fix=f"Use {changes} (pad trained weights with zeros).",
             safety=SAFE,
             change=Change(
                 {
-                    **resize_streams(step, sizes, CHANNEL),
-                    **_depthwise(step.ops, channels, new),
+                    **resize_streams(step, padding, CHANNEL),
+                    **_depthwise(step.ops, padding),
                     **resized,
                 }
             ),
@@ -81,33 +82,40 @@ class ConvChannels(Rule):
         )
 
 
-def misaligned(step: Step) -> dict[tuple[int, str], list[int]]:
-    """Numbers of channels that are no multiple of 16 bytes, with their element type: the convolutions."""
-    groups: dict[tuple[int, str], list[int]] = {}
+def misaligned(step: Step) -> dict[tuple[tuple[int, ...], str], list[int]]:
+    """Numbers of channels that are no multiple of 16 bytes, with their element type: the convolutions.
+
+    Numbers that meet in a convolution belong together: it is aligned when both are.
+    """
+    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for index, entry in enumerate(step.ops):
         op = entry.op
         if not isinstance(op, Conv) or op.groups > 1:
             continue
-        for channels in dict.fromkeys((op.in_channels, op.out_channels)):
-            first = channels == op.in_channels < elements_per_access(op.dtype)
-            if not first and is_misaligned(channels, op.dtype):
-                groups.setdefault((channels, op.dtype), []).append(index)
+        few = op.in_channels < elements_per_access(op.dtype)
+        own = {op.out_channels} if few else {op.in_channels, op.out_channels}
+        sizes = {channels for channels in own if is_misaligned(channels, op.dtype)}
+        if not sizes:
+            continue
+        indices = [index]
+        for known in [key for key in groups if key[1] == op.dtype and sizes & {*key[0]}]:
+            sizes.update(known[0])
+            indices += groups.pop(known)
+        groups[tuple(sorted(sizes)), op.dtype] = sorted(indices)
     return groups
 
 
-def padded(context: Context, channels: int, dtype: str, indices: list[int]) -> tuple[int, Replacement]:
-    """The best number of channels instead, and the convolutions with it."""
+def padded(
+    context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]
+) -> tuple[dict[int, int], Replacement]:
+    """The best numbers of channels by those they replace, and the convolutions with them."""
     ops = context.step.ops
-    sizes, resized = best_padding(
-        context,
-        [channels],
-        dtype,
-        lambda to: {index: (_resized(ops[index], channels, to[channels]),) for index in indices},
+    return best_padding(
+        context, sizes, dtype, lambda to: {index: (_resized(ops[index], to),) for index in indices}
     )
-    return sizes[channels], resized
 
 
-def _resized(entry: StepOp, old: int, new: int) -> StepOp:
+def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:
     op = entry.op
     assert isinstance(op, Conv)
     # A first layer's few channels are the image's, not the layer's choice.
@@ -116,17 +124,18 @@ def _resized(entry: StepOp, old: int, new: int) -> StepOp:
         entry,
         op=replace(
             op,
-            in_channels=new if op.in_channels == old and not keeps else op.in_channels,
-            out_channels=new if op.out_channels == old else op.out_channels,
+            in_channels=op.in_channels if keeps else sizes.get(op.in_channels, op.in_channels),
+            out_channels=sizes.get(op.out_channels, op.out_channels),
         ),
     )
 
 
-def _depthwise(ops: tuple[StepOp, ...], old: int, new: int) -> dict[int, tuple[StepOp, ...]]:
+def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> dict[int, tuple[StepOp, ...]]:
     """The depthwise convolutions between, which carry the same channels."""
     return {
         index: (replace(entry, op=replace(entry.op, in_channels=new, out_channels=new, groups=new)),)
         for index, entry in enumerate(ops)
         if isinstance(entry.op, Conv)
-        and entry.op.groups == entry.op.in_channels == entry.op.out_channels == old
+        and entry.op.groups == entry.op.in_channels == entry.op.out_channels
+        and (new := sizes.get(entry.op.groups))
     }

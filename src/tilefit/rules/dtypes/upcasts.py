@@ -95,11 +95,7 @@ def _detours(flow: Flow) -> Iterator[Proposal]:
         yield Proposal(
             place=Place.of(fused.site for _, fused in regions),
             message=f"{half} activations are cast to fp32 and back around {len(first)} kernels ({names})",
-            fix="Use a kernel that computes in fp32 inside: F.rms_norm, F.layer_norm, "
-            "F.softmax(dtype=torch.float32), or torch.compile."
-            if any(_reduces(fused) for _, fused in regions)
-            else 'Use a kernel that computes in fp32 inside: F.gelu(approximate="tanh"), F.silu, or '
-            "torch.compile.",
+            fix=_advice(names, half, reduces=any(_reduces(fused) for _, fused in regions)),
             safety=ADVICE,
             change=Change(replaced),
             arithmetic=(
@@ -107,6 +103,20 @@ def _detours(flow: Flow) -> Iterator[Proposal]:
                 f"that reads and writes {half}",
             ),
         )
+
+
+def _advice(names: str, half: str, *, reduces: bool) -> str:
+    """What to do about a detour through kernels of these ``names``."""
+    if "native_" in names:  # a normalisation's own kernel, to which autocast gives fp32
+        return (
+            "Compile the model: torch.compile fuses the casts that autocast puts around a normalization. Or "
+            f"run it in {half}, weights too, in autocast(enabled=False): its kernel computes in fp32 inside."
+        )
+    if reduces:
+        known = "F.rms_norm, F.layer_norm, F.softmax(dtype=torch.float32)"
+    else:
+        known = 'F.gelu(approximate="tanh"), F.silu'
+    return f"Use a kernel that computes in fp32 inside: {known}, or torch.compile."
 
 
 def _reduces(entry: StepOp) -> bool:
