@@ -379,7 +379,7 @@ class Training:
         """
         split = self.split
         step = split.pipeline
-        fewer = (2 * step if step > 1 else 3) + split.parts % step
+        fewer = (step * (1 + split.chunks) if step > 1 else 3) + split.parts % step
         if split.parts <= fewer + step:
             return self._run_s(split.parts, silent)
         short_s, long_s = (self._run_s(each, silent) for each in (fewer, fewer + step))
