@@ -12,6 +12,7 @@ import typer
 from tilefit.capture.naming import require_readable
 from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.completion import gpu_option
 from tilefit.cli.destination import Destination
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
@@ -56,7 +57,7 @@ def plan(
     target: step_options.Target,
     *,
     gpu: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="GPU; repeat to compare. Default: h100-sxm.")
+        list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")
     ] = None,
     rented: Annotated[Rented, Group(_CLUSTER)],
     global_batch: Annotated[int, typer.Option(metavar="N", help="Samples of a step, over all GPUs.")] = 1024,

@@ -383,7 +383,14 @@ class Training:
         if split.parts <= fewer + step:
             return self._run_s(split.parts, silent)
         short_s, long_s = (self._run_s(each, silent) for each in (fewer, fewer + step))
-        return short_s + (split.parts - fewer) * (long_s - short_s) / step
+        # Where stages are nearly alike, the slowest is not yet what the others wait for.
+        each_s = max((long_s - short_s) / step, self._slowest_s)
+        return short_s + (split.parts - fewer) * each_s
+
+    @cached_property
+    def _slowest_s(self) -> float:
+        """Of the stages' work for one micro-batch, the longest."""
+        return max(sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages)
 
     def _run_s(self, parts: int, silent: bool) -> float:
         tasks = self.tasks(parts)
