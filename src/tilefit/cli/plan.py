@@ -56,9 +56,7 @@ def plan(
     context: typer.Context,
     target: step_options.Target,
     *,
-    gpu: Annotated[
-        list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")
-    ] = None,
+    gpu: Annotated[list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")] = None,
     rented: Annotated[Rented, Group(_CLUSTER)],
     global_batch: Annotated[int, typer.Option(metavar="N", help="Samples of a step, over all GPUs.")] = 1024,
     set_: Annotated[

@@ -390,7 +390,9 @@ class Training:
     @cached_property
     def _slowest_s(self) -> float:
         """Of the stages' work for one micro-batch, the longest."""
-        return max(sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages)
+        return max(
+            sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages
+        )
 
     def _run_s(self, parts: int, silent: bool) -> float:
         tasks = self.tasks(parts)
