@@ -25,11 +25,9 @@ from tilefit.parallel.tensor import tensor_parallel
 #: What the host needs for a collective, beside what a kernel takes: 35 to 40 us a call in all (torch 2.11,
 #: eager all-reduces of 4 MiB and less, back to back, on 2 and 4 H200).
 COLLECTIVE_HOST_S = 30e-6
-#: Times of kernels in a training of hours over those of benchmarks of milliseconds: clocks fall at the limit
-#: of power, and frameworks do more than their model says. Fitted with ``benchmarks/multi_gpu_steps.py``:
-#: Hopper to nanotron's Llama-1B, Ampere to llm-foundry's MPT-125m. Others: between the two, a choice.
-SLOWDOWNS = {"hopper": 1.42, "ampere": 1.06}
-SLOWDOWN = 1.25
+#: Times of kernels in a training of hours over those of benchmarks of milliseconds, on GPUs that reach the
+#: limit of power. Fitted with ``benchmarks/multi_gpu_steps.py`` to llm-foundry's MPT-125m on A100.
+SLOWDOWN = 1.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Framework:
     Attributes:
         sequence: What tensor-parallel ranks would all do is split by the sequence (Korthikanti and others,
             "Reducing Activation Recomputation in Large Transformer Models", 2022).
-        slowdown: Times of kernels over those of a benchmark; 0: as found for the GPU's architecture.
+        slowdown: Times of kernels over those of a benchmark.
         layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
         bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
             the default is that of DistributedDataParallel.
@@ -79,21 +77,21 @@ class Framework:
     """
 
     sequence: bool = True
-    slowdown: float = 0.0
+    slowdown: float = SLOWDOWN
     layer_host_s: float = 0.0
     bucket_bytes: float = 25 * 2**20
     overlap: bool = True
 
-    def paced(self, block: Block, slowdown: float, layer_host_s: float) -> Block:
+    def paced(self, block: Block, layer_host_s: float) -> Block:
         """A block at the clocks of a training, and no faster than the host launches it."""
         # The host is ahead of the communication too.
         forward_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
         backward_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
         return replace(
             block,
-            forward_s=max(block.forward_s * slowdown, forward_s),
-            backward_s=max(block.backward_s * slowdown, backward_s),
-            products_s=block.products_s * slowdown,
+            forward_s=max(block.forward_s * self.slowdown, forward_s),
+            backward_s=max(block.backward_s * self.slowdown, backward_s),
+            products_s=block.products_s * self.slowdown,
         )
 
 
@@ -194,13 +192,12 @@ class Model:
         where = places(step, self.prefix, self.captured)
         saved = _saved(step)
         made = []
-        slowdown = framework.slowdown or SLOWDOWNS.get(fabric.gpu.architecture, SLOWDOWN)
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
             is_layer = 0 < place <= self.captured
             host_s = framework.layer_host_s if is_layer else 0.0
             block = self._block(step, entries, members, times, saved, alone, tensor)
-            made.append(framework.paced(block, slowdown, host_s))
+            made.append(framework.paced(block, host_s))
         own = [0] * (self.captured + 2)
         for name, parameter in step.parameters.items():
             own[self._place_of(name)] += prod(parameter.shape)
