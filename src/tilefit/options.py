@@ -141,6 +141,7 @@ class TargetOptions(StepOptions):
             attributes of a configuration. ``hidden`` and ``vocab`` stand for the usual names of these sizes.
         sources: Texts of files, by real path, to be read instead of what the files say.
         varied: The size that a sweep varies, which looks itself whether it has an effect.
+        weights: Element type that floating-point parameters and inputs are turned into; empty: as they are.
     """
 
     input: tuple[str, ...] = option(
@@ -152,6 +153,7 @@ class TargetOptions(StepOptions):
     arguments: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     varied: str = ""
+    weights: Literal["", "bf16"] = ""
 
     def __post_init__(self) -> None:
         StepOptions.__post_init__(self)

@@ -136,7 +136,7 @@ def test_a_check_of_one_rank(tilefit, model: str) -> None:
     assert notes == snapshot(
         [
             "Split: tensor 2, data 2; 4 GPUs, of which this is one.",
-            "The whole step on NVIDIA H200 SXM 141GB: …, of which communication at least ….",
+            "The whole step on NVIDIA H200 SXM 141GB: …, of which communication ….",
             "Sizes are those of one of 2 tensor-parallel ranks. Inferred from the step: 1 MLP by features.",
             "The gradients are summed up after the backward pass, not while it runs: an upper bound.",
         ]

@@ -10,7 +10,7 @@ import pytest
 from builders import gpt2 as hand_made
 from builders import resnet
 from tilefit import gpus
-from tilefit.cost import estimate, estimate_step, fuse
+from tilefit.cost import estimate_step, fuse
 from tilefit.errors import UsageError
 from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, Streaming
 from tilefit.options import Split
@@ -309,19 +309,6 @@ def test_all_ways_at_once_add_up(llama: Step) -> None:
 
 
 # --- time ------------------------------------------------------------------------------------------
-
-
-def test_an_all_reduce_by_hand() -> None:
-    # 100 MB over 4 ranks: each sends 2 x 3/4 of it, at 450 GB/s each way.
-    priced = estimate(Collective("all-reduce", 50_000_000, 4, "bf16"), "h200")
-    assert priced.time_s == pytest.approx(150e6 / 450e9)
-    assert estimate(Collective("all-gather", 50_000_000, 4, "bf16"), "h200").time_s == pytest.approx(
-        75e6 / 450e9
-    )
-    assert estimate(Collective("send", 50_000_000, 2, "bf16"), "h200").time_s == pytest.approx(100e6 / 450e9)
-    assert estimate(Collective("all-reduce", 50_000_000, 4, "bf16"), "l4").time_s == pytest.approx(
-        150e6 / 32e9
-    )
 
 
 def test_more_ranks_than_a_machine_holds_are_not_priced_and_the_plan_says_so() -> None:

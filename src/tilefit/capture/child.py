@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +39,7 @@ def capture_target(target: str, options: TargetOptions) -> Step:
 
 
 def _capture_target(target: str, options: TargetOptions) -> Step:
+    from tilefit.capture.copies import in_type
     from tilefit.capture.failures import CHECK_INPUTS
     from tilefit.capture.run import capture
     from tilefit.capture.semantic import SHORTER_INPUTS
@@ -46,6 +47,8 @@ def _capture_target(target: str, options: TargetOptions) -> Step:
 
     with _uncollected():
         loaded = load(target, options)
+    if options.weights:
+        loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
     try:
         return capture(
             loaded.model,

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError, UsageError
 
@@ -31,6 +32,22 @@ class _CopyTo(TorchFunctionMode):
             memo[id(tensor)] = moved
             return moved
         return func(*args, **(kwargs or {}))
+
+
+def in_type(model: Any, inputs: Any, weights: str) -> dict[str, Any]:
+    """The ``model`` and the ``inputs`` with their floating-point tensors in another element type.
+
+    Raises:
+        UsageError: it is no module, whose parameters could be turned into anything.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError("a function that does a whole step has no parameters to turn into bf16")
+    dtype = AMP_DTYPES[weights]
+
+    def turned(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return {"model": model.to(dtype), "inputs": tree_map(turned, inputs)}
 
 
 def copied(model: nn.Module, device: str) -> nn.Module:

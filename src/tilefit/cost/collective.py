@@ -1,43 +1,38 @@
-"""Time of communication between the GPUs of one machine: the bytes over the link's datasheet bandwidth."""
+"""Time of communication between the GPUs of one machine; several machines: :mod:`tilefit.cost.links`."""
 
 from __future__ import annotations
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MEMORY, Estimate
+from tilefit.cost.links import MOST_LINKED, Fabric, Group
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
-
-#: GPUs that one machine joins by their own links: an HGX board, or a server's PCIe slots, has at most eight.
-#: Communication between more is by a network that tilefit knows nothing about.
-MOST_LINKED = 8
-#: The interval reaches up to this multiple of the prediction. A choice: nothing was measured here, libraries
-#: stay below the link's bandwidth, and small messages wait for latencies that this model leaves out.
-_SLOWEST = 3.0
+from tilefit.ops.dtypes import size_bytes
 
 
 def is_priced(op: Collective, gpu: Gpu) -> bool:
     """Whether anything is known of the link that the ranks communicate over."""
-    return bool(gpu.link_bandwidth_bytes_per_s) and op.ranks <= MOST_LINKED
+    return op.ranks <= MOST_LINKED and Fabric(gpu).reaches(Group(op.ranks, op.ranks))
 
 
 @estimates(Collective)
 def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estimate:
-    """The least time that the link allows; no time at all where the link is unknown.
-
-    The published bandwidth of a link counts both directions, and a ring sends and receives at once: half of
-    it is what one GPU sends at most. Latency, the library's efficiency and a switch that reduces on the way
-    are left out.
-    """
+    """The time of the library's best protocol, nothing else running; none where the link is unknown."""
     if not is_priced(op, gpu):
         return Estimate(0.0, 0.0, 0.0, MEMORY, kernel_family="collective", reason="not priced")
-    time_s = op.link_bytes / (gpu.link_bandwidth_bytes_per_s / 2)
+    fabric = Fabric(gpu)
+    floating = op.dtype in ("fp16", "bf16", "fp32")
+    size = op.elements * size_bytes(op.dtype)
+    time_s = fabric.time_s(op.function, size, Group(op.ranks, op.ranks), sums=floating)
+    spread = fabric.link.spread
     return Estimate(
         time_s=time_s,
-        low_s=time_s,
-        high_s=_SLOWEST * time_s,
+        low_s=time_s / (1 + spread),
+        high_s=time_s * (1 + spread),
         bound=MEMORY,
         memory_s=time_s,
         kernel_family="collective",
-        reason=f"{gpu.link} moves {gpu.link_bandwidth_bytes_per_s / 2e9:.0f} GB/s each way at most",
+        reason=f"{gpu.link} at {op.link_bytes / time_s / 1e9:.0f} GB/s each way, "
+        f"of {gpu.link_bandwidth_bytes_per_s / 2e9:.0f}",
     )

@@ -35,7 +35,7 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
     Raises:
         UsageError: the step has fewer layers than stages.
     """
-    prefix, layers = _layers(step)
+    prefix, layers = layers_of(step)
     if layers < count:
         raise UsageError(
             f"{layers} layers do not fill {count} pipeline stages"
@@ -67,8 +67,8 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
     return tuple(made)
 
 
-def _layers(step: Step) -> tuple[str, int]:
-    """The path of the list of layers, and how many there are."""
+def layers_of(step: Step) -> tuple[str, int]:
+    """The path of the list of layers, and how many there are; none: 0."""
     flop: Counter[str] = Counter()
     numbers: dict[str, set[int]] = {}
     for entry in step.ops:
@@ -81,14 +81,20 @@ def _layers(step: Step) -> tuple[str, int]:
     return prefix, max(numbers[prefix]) + 1
 
 
+def layer_of(prefix: str, name: str) -> int | None:
+    """Which layer of the list a module, or a parameter by its name, belongs to."""
+    match = _NUMBERED.match(name)
+    return int(match[2]) if match and match[1] == prefix else None
+
+
 def _places(step: Step, prefix: str, of_layer: list[int]) -> list[int]:
     """The stage of every operation: that of the last layer that ran."""
     found = []
     current = 0
     for entry in step.ops:
-        match = _NUMBERED.match(entry.site.module)
-        if match and match[1] == prefix:
-            current = of_layer[int(match[2])]
+        layer = layer_of(prefix, entry.site.module)
+        if layer is not None:
+            current = of_layer[layer]
         found.append(current)
     return found
 

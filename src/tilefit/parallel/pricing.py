@@ -43,8 +43,8 @@ def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
 
     With p stages and m micro-batches the slowest stage works ``m`` times and waits ``p - 1`` times as long:
     ``(m + p - 1)`` times its time for one micro-batch, then the optimizer (Huang and others, "GPipe:
-    Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019). Collectives take the least
-    time that the link allows (:mod:`tilefit.cost.collective`) and do not overlap with anything.
+    Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019). Collectives do not
+    overlap with anything (:mod:`tilefit.parallel.training` has what does).
     """
     parts, count = divided.split.parts, len(divided.stages)
     repeats = parts + count - 1
@@ -94,7 +94,7 @@ def rank_step(divided: SplitStep, gpus: Sequence[Gpu]) -> Step:
     for gpu, each in priced:
         said = f"The whole step on {gpu.title}: {seconds(each.time_s)}"
         if each.communication_s:
-            said += f", of which communication at least {seconds(each.communication_s)}"
+            said += f", of which communication {seconds(each.communication_s)}"
         if each.bubble:
             said += f", pipeline bubble {share(each.bubble)}"
         if each.unpriced:

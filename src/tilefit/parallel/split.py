@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from tilefit.cost.collective import MOST_LINKED
+from tilefit.cost.links import MOST_LINKED
 from tilefit.errors import UsageError
 from tilefit.ops import OPTIMIZER, Collective, Shard, Site, Step, StepOp
 from tilefit.ops.collective import ALL_REDUCE

@@ -53,6 +53,29 @@ def load(name: str, options: TargetOptions) -> Target:
     return Target(model, inputs, target, notes=tuple(notes), hint=hint, shorter=shorter)
 
 
+def repeated_layers(name: str, arguments: Mapping[str, int]) -> tuple[str, int]:
+    """What a configuration calls the number of its layers, and how many there are; 0 where they differ.
+
+    Raises:
+        TargetError: there is no such model.
+    """
+    transformers = library("transformers", "transformers")
+    transformers.logging.set_verbosity_error()
+    config = _config(transformers, name, {})
+    known = {*vars(config), *getattr(config, "attribute_map", ())}
+    sizes = named_sizes(arguments, known, f"hf:{name}")
+    own = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+    count = sizes.get(own, sizes.get("num_hidden_layers", getattr(config, own, 0)))
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    differ = len(kinds) > 1 or getattr(config, "is_encoder_decoder", False)
+    differ = differ or any(getattr(config, each, None) for each in _UNLIKE)
+    return own, 0 if differ or not isinstance(count, int) else count
+
+
+#: Where a configuration makes some of its layers unlike the others.
+_UNLIKE = ("first_k_dense_replace", "mlp_only_layers", "layers_block_type", "attn_layer_period")
+
+
 def _without_values(config: Any, options: TargetOptions) -> list[str]:
     """Set what lets a model run where values are not known; notes of what that changes."""
     # Experts as one grouped product: the loop over experts depends on the data.

@@ -1,0 +1,495 @@
+"""How far off predicted steps on several GPUs are, against published ones.
+
+    PYTHONPATH=src python benchmarks/multi_gpu_steps.py --steps multi_gpu_steps.csv.gz [--record]
+
+The table is not part of this project: a CSV with a row for each measured step (nanotron's
+ultrascale-playbook, vTrain, llm-foundry, torchtitan), or run that ran out of memory. Models are built here as
+their framework runs them, captured with two layers, and split as the row says. What was fitted to them is
+said where it stands: to nanotron's Llama-1B, to MPT-125m, and to vTrain's narrow models. All other rows set
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilefit.capture import capture
+from tilefit.cost.links import NETWORKS, Fabric
+from tilefit.cost.priced import priced
+from tilefit.options import StepOptions
+from tilefit.parallel.blocks import Framework, Model
+from tilefit.parallel.planning import Job, Planner, Priced, precision_of
+from tilefit.parallel.training import TrainingSplit
+
+RESULTS = Path(__file__).parent / "results" / "multi_gpu_steps.json"
+Row = dict[str, str]
+
+
+# ---- models ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder; ``gated`` is Llama's, else GPT's and MPT's."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    ffn: int = 0
+    kv_heads: int = 0
+    gated: bool = False
+    tied: bool = False
+    bias: bool = False
+    written: bool = False
+    dropout: float = 0.0
+    causal: bool = True
+
+
+class Layer(nn.Module):
+    """A decoder layer with merged projections and fused norms."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.head = shape.hidden // shape.heads
+        kv = shape.kv_heads or shape.heads
+        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        ffn = shape.ffn or 4 * shape.hidden
+        self.norm_1, self.norm_2 = norm(shape.hidden), norm(shape.hidden)
+        self.qkv = nn.Linear(shape.hidden, self.head * (shape.heads + 2 * kv), bias=shape.bias)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden, ffn * (2 if shape.gated else 1), bias=shape.bias)
+        self.down = nn.Linear(ffn, shape.hidden, bias=shape.bias)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.shape
+        kv = self.shape.kv_heads or self.shape.heads
+        sizes = [self.shape.heads * self.head, kv * self.head, kv * self.head]
+        q, k, v = (
+            part.view(batch, seq, -1, self.head).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).split(sizes, -1)
+        )
+        if self.shape.gated:  # one kernel each, as flash-attention's rotary embedding
+            q, k = q * cos, k * cos
+        if self.shape.written:
+            return self.rest(x, self.attended(q, k, v))
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.shape.causal, enable_gqa=kv != self.shape.heads
+        )
+        return self.rest(x, attended.transpose(1, 2).reshape(batch, seq, -1))
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention as two products with a softmax of one kernel between them, and dropout."""
+        batch, heads, seq, head = q.shape
+        q, k, v = (each.reshape(batch * heads, seq, head) for each in (q, k, v))
+        shares = F.dropout(F.softmax(torch.bmm(q, k.transpose(1, 2)), -1), self.shape.dropout, training=True)
+        return torch.bmm(shares, v).view(batch, heads, seq, head).transpose(1, 2).reshape(batch, seq, -1)
+
+    def rest(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What follows attention."""
+        x = x + self.out(attended)
+        wide = self.up(self.norm_2(x))
+        if self.shape.gated:
+            gate, up = wide.chunk(2, -1)
+            return x + self.down(F.silu(gate) * up)
+        return x + self.down(F.gelu(wide, approximate="tanh"))
+
+
+class Decoder(nn.Module):
+    """A decoder with its loss."""
+
+    def __init__(self, shape: Shape, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
+        self.norm = (nn.RMSNorm if shape.gated else nn.LayerNorm)(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("cos", torch.empty(8192 * 32, shape.hidden // shape.heads), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        cos = self.cos[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+@cache
+def model(shape: Shape, seq: int, amp: str) -> Model:
+    """The captured step of a decoder: two layers, two samples."""
+    with torch.device("meta"):
+        made = Decoder(shape, 2)
+        tokens = torch.empty(2, seq, dtype=torch.int64)
+    if not amp:
+        made = made.to(torch.bfloat16)
+    options = StepOptions(amp=amp or "off", fused_optimizer=True)  # type: ignore[arg-type]
+    return Model(capture(made, {"tokens": tokens}, options=options, loss=lambda loss: loss), shape.layers)
+
+
+@cache
+def planner(
+    shape: Shape,
+    seq: int,
+    gpu: str,
+    network: str,
+    batch: int,
+    framework: Framework | None = None,
+    copies: int = 0,
+) -> Planner:
+    """The planner of a model in bf16 over machines of eight GPUs."""
+    found = model(shape, seq, "")
+    job = Job(batch, replace(precision_of(found.step), copies=copies), framework or Framework())
+    return Planner(found, Fabric(priced(gpu), 8, NETWORKS[network]), job)
+
+
+# ---- rows -----------------------------------------------------------------------------------------
+
+NANOTRON = {
+    "Llama-1B": Shape(16, 2048, 32, 131072, 8192, 8, gated=True, tied=True),
+    "Llama-8B": Shape(32, 4096, 32, 131072, 14336, 8, gated=True),
+}
+MPT = {
+    "MPT-125m": (12, 768, 12),
+    "MPT-350m": (24, 1024, 16),
+    "MPT-760m": (24, 1536, 12),
+    "MPT-1b": (24, 2048, 16),
+    "MPT-3b": (32, 2560, 20),
+    "MPT-7b": (32, 4096, 32),
+    "MPT-13b": (40, 5120, 40),
+    "MPT-30b": (48, 7168, 56),
+    "MPT-70b": (80, 8192, 64),
+}
+TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True)}
+
+
+#: Fitted to Llama-1B: how much longer than benchmarked nanotron's kernels take, with what it does beside its
+#: model; what its host takes for a layer with tensor parallelism, whatever its size (72 ms for
+#: 16 layers on 2, 4 and 8 ranks), and more for each rank where stages are in other machines.
+NANOTRON_SLOWDOWN = 1.42
+NANOTRON_LAYER_HOST_S = 4.4e-3
+NANOTRON_RANK_HOST_S = 2.6e-3
+#: Fitted to the models of vTrain that are 1,024 wide: 3.5 ms for a layer with its recomputation, whatever its
+#: size, 4.2 on 8 ranks; by tensor-parallel ranks. Those that are 2,048 wide set nothing.
+VTRAIN_LAYER_HOST_S = {1: 2.6e-3, 2: 2.6e-3, 4: 2.6e-3, 8: 3.2e-3}
+
+
+def number(row: Row, name: str, default: int = 1) -> int:
+    return int(float(row[name])) if row[name] else default
+
+
+def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
+    """Data, tensor (with the sequence) and pipeline parallelism, ZeRO-1, no recomputation."""
+    if row["framework"] != "nanotron" or number(row, "pp") > NANOTRON[row["model"]].layers:
+        return None  # more stages than layers: nothing is known of what the others do
+    split = TrainingSplit(
+        tensor=number(row, "tp"),
+        pipeline=number(row, "pp"),
+        data=number(row, "dp"),
+        micro_batches=number(row, "ga"),
+        zero=number(row, "zero", 0) if number(row, "dp") > 1 else 0,
+        samples=number(row, "mbs"),
+    )
+    host_s = NANOTRON_LAYER_HOST_S if split.tensor > 1 else 0.0
+    if split.tensor > 1 and split.pipeline > 1 and split.gpus > 8:
+        host_s += NANOTRON_RANK_HOST_S * split.tensor
+    framework = Framework(slowdown=NANOTRON_SLOWDOWN, layer_host_s=host_s, overlap=False)
+    return planner(
+        NANOTRON[row["model"]],
+        number(row, "seq"),
+        "h100-sxm",
+        "efa",
+        256,
+        framework,
+        4 if split.data > 1 else 2,
+    ), split
+
+
+def vtrain(row: Row) -> tuple[Planner, TrainingSplit] | None:
+    """Megatron-DeepSpeed on a machine of A100: everything is computed again."""
+    if not row["framework"].startswith("vTrain"):
+        return None
+    # Its kernels add biases, activations, dropout and the residual in one; attention is written out.
+    shape = Shape(number(row, "layers"), number(row, "hidden"), number(row, "heads"), 51200, tied=True)
+    shape = replace(shape, written=True, dropout=0.1)
+    data, batch, samples = number(row, "dp"), number(row, "gbs"), number(row, "mbs")
+    split = TrainingSplit(
+        tensor=number(row, "tp"),
+        pipeline=number(row, "pp"),
+        data=data,
+        micro_batches=max(1, batch // (data * samples)),
+        samples=samples,
+        checkpoint="full",
+    )
+    framework = Framework(sequence=False, layer_host_s=VTRAIN_LAYER_HOST_S[split.tensor])
+    return planner(shape, number(row, "seq"), "a100-sxm-80gb", "infiniband", batch, framework), split
+
+
+def foundry(row: Row) -> tuple[Planner, TrainingSplit] | None:
+    """llm-foundry: FSDP on A100 40 and 80 GB."""
+    if not row["framework"].startswith("llm-foundry"):
+        return None
+    layers, hidden, heads = MPT[row["model"]]
+    # Its Triton attention of 2023 with a bias takes as long as without the mask; seen on MPT-125m.
+    shape = Shape(layers, hidden, heads, 50368, tied=True, causal=False)
+    gpus, batch, samples = number(row, "gpus"), number(row, "gbs"), number(row, "mbs")
+    split = TrainingSplit(
+        data=gpus,
+        zero=3 if gpus > 1 else 0,
+        micro_batches=number(row, "ga"),
+        samples=samples,
+        checkpoint="full" if row["act_ckpt"] == "True" else "none",
+    )
+    gpu = "a100-sxm-40gb" if "40gb" in row["gpu"] else "a100-sxm-80gb"
+    # PURE keeps and sums up bf16 throughout, DEFAULT keeps fp32.
+    return planner(shape, number(row, "seq"), gpu, "infiniband-hdr", batch), split
+
+
+def torchtitan(row: Row) -> tuple[Planner, TrainingSplit] | None:
+    """torchtitan in bf16, eager: FSDP, context parallelism."""
+    if row["framework"] != "torchtitan" or row["precision"] != "bf16" or row["compile"] == "1":
+        return None
+    if row["model"] not in TITAN or not row["step_s"]:
+        return None
+    split = TrainingSplit(
+        tensor=number(row, "tp"),
+        data=number(row, "fsdp"),
+        context=number(row, "cp"),
+        micro_batches=1,
+        zero=3,
+        samples=number(row, "mbs"),
+        checkpoint="selective" if "selective" in row["act_ckpt"] else "full" if row["act_ckpt"] else "none",
+    )
+    batch = split.data * split.samples
+    gpu = "h200" if "H200" in row["gpu"] else "h100-sxm-96gb"
+    return planner(TITAN[row["model"]], number(row, "seq"), gpu, "infiniband", batch), split
+
+
+SOURCES: dict[str, Callable[[Row], tuple[Planner, TrainingSplit] | None]] = {
+    "nanotron": nanotron,
+    "vTrain": vtrain,
+    "llm-foundry": foundry,
+    "torchtitan": torchtitan,
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row with its prediction."""
+
+    source: str
+    row: Row
+    found: Priced
+
+    @property
+    def measured_s(self) -> float:
+        if self.source == "nanotron" and self.row["tok_s_gpu"]:
+            # A few rows have another batch than the table says.
+            split = self.found.split
+            return split.batch * number(self.row, "seq") / (float(self.row["tok_s_gpu"]) * split.gpus)
+        return float(self.row["step_s"]) if self.row["step_s"] else 0.0
+
+    @property
+    def ratio(self) -> float:
+        return self.found.time.time_s / self.measured_s
+
+
+def compared(rows: Iterable[Row]) -> list[Compared]:
+    """Every row that can be predicted."""
+    made = []
+    for row in rows:
+        for source, read in SOURCES.items():
+            if (found := read(row)) is not None:
+                plan, split = found
+                made.append(Compared(source, row, plan.priced(split)))
+    return made
+
+
+# ---- what is reported -----------------------------------------------------------------------------
+
+
+def errors(chosen: Iterable[Compared]) -> dict[str, float]:
+    """Errors of the step's time."""
+    ratios = [each.ratio for each in chosen if each.measured_s]
+    if not ratios:
+        return {"rows": 0}
+    off = sorted(abs(ratio - 1) for ratio in ratios)
+    return {
+        "rows": len(off),
+        "median": round(statistics.median(off), 3),
+        "p90": round(off[int(0.9 * len(off))], 3),
+        "median ratio": round(statistics.median(ratios), 3),
+    }
+
+
+def ranks(values: list[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    made = [0.0] * len(values)
+    for place, index in enumerate(order):
+        made[index] = place
+    return made
+
+
+def spearman(chosen: list[Compared]) -> float:
+    """Correlation of ranks of predicted and measured times."""
+    first, second = (
+        ranks([each.found.time.time_s for each in chosen]),
+        ranks([each.measured_s for each in chosen]),
+    )
+    return statistics.correlation(first, second)
+
+
+def grouped(chosen: Iterable[Compared]) -> dict[str, Any]:
+    """Within a model and a number of GPUs: correlation, and how good the predicted best is."""
+    groups: dict[tuple[str, str], list[Compared]] = defaultdict(list)
+    for each in chosen:
+        groups[each.row["model"], each.row["gpus"]].append(each)
+    made = {}
+    for (name, gpus), own in sorted(groups.items(), key=lambda pair: (pair[0][0], int(float(pair[0][1])))):
+        best = min(own, key=lambda each: each.found.time.time_s)
+        least_s = min(each.measured_s for each in own)
+        made[f"{name}, {gpus} GPUs"] = {
+            **errors(own),
+            "spearman": round(spearman(own), 3),
+            "predicted best over measured best": round(best.measured_s / least_s, 3),
+        }
+    return made
+
+
+def memory(chosen: Iterable[Compared]) -> dict[str, Any]:
+    """Whether what ran out of memory is told from what ran, and errors of the memory where it is stated."""
+    told = [(each.found.fits, each.row["status"] == "ok") for each in chosen if each.row["status"]]
+    ratios = [
+        each.found.memory.total / 2**30 / float(each.row["mem_gb"])
+        for each in chosen
+        if each.row["mem_gb"] and each.row["status"] == "ok"
+    ]
+    made: dict[str, Any] = {}
+    if told:
+        made = {
+            "rows": len(told),
+            "right": round(sum(fits == ran for fits, ran in told) / len(told), 3),
+            "ran, said not to fit": sum(ran and not fits for fits, ran in told),
+            "did not run, said to fit": sum(fits and not ran for fits, ran in told),
+            "of them, said to need less than half of the memory": sum(
+                each.row["status"] != "ok" and each.found.memory.total < 40 * 2**30
+                for each in chosen
+                if each.row["status"]
+            ),
+        }
+    if ratios:
+        off = [abs(ratio - 1) for ratio in ratios]
+        made["memory, median error"] = round(statistics.median(off), 3)
+        made["memory, median ratio"] = round(statistics.median(ratios), 3)
+    return made
+
+
+def stalled(chosen: list[Compared]) -> set[int]:
+    """Rows that took a fifth longer than the same split on fewer GPUs, which did more: indices.
+
+    Told by measurements alone. Such rows stall for about a second in every micro-batch.
+    """
+    least: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
+
+    def alike(each: Compared) -> tuple[Any, ...]:
+        split = each.found.split
+        return each.row["model"], split.tensor, split.pipeline, split.samples
+
+    for each in chosen:
+        least[alike(each)].append((each.found.split.gpus, each.measured_s))
+    return {
+        index
+        for index, each in enumerate(chosen)
+        if any(
+            gpus < each.found.split.gpus and 1.2 * time_s < each.measured_s
+            for gpus, time_s in least[alike(each)]
+        )
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=Path, required=True)
+    parser.add_argument("--source", choices=SOURCES, help="only this source")
+    parser.add_argument("--rows", type=Path, help="write every row with its prediction there, as CSV")
+    parser.add_argument("--record", action="store_true", help="write the errors into results/")
+    options = parser.parse_args()
+    opened = gzip.open if options.steps.suffix == ".gz" else open
+    with opened(options.steps, "rt") as file:
+        rows = list(csv.DictReader(file))
+    if options.source:
+        rows = [row for row in rows if SOURCES[options.source](row) is not None]
+    every = compared(rows)
+    report: dict[str, Any] = {}
+    for source in SOURCES:
+        own = [each for each in every if each.source == source]
+        ran = [each for each in own if each.measured_s]
+        if not own:
+            continue
+        report[source] = errors(ran)
+        for width in sorted({each.row["hidden"] for each in own}) if source == "vTrain" else ():
+            report[f"{source}, {width} wide"] = errors(each for each in own if each.row["hidden"] == width)
+        for name in sorted({each.row["model"] for each in own}):
+            part = [each for each in own if each.row["model"] == name]
+            report[f"{source}, {name}"] = {**errors(part), **memory(part)}
+    ran = [each for each in every if each.source == "nanotron" and each.measured_s]
+    slow = stalled(ran)
+    steady = [each for index, each in enumerate(ran) if index not in slow]
+    for name in NANOTRON if ran else ():
+        own = [each for each in steady if each.row["model"] == name]
+        report[f"nanotron, {name}, without {len(ran) - len(steady)} stalled rows"] = errors(own)
+    groups = grouped(steady)
+    if groups:
+        good = [each["predicted best over measured best"] <= 1.05 for each in groups.values()]
+        report["nanotron, groups"] = groups
+        report["nanotron, predicted best within 5 %"] = round(sum(good) / len(good), 3)
+    print(json.dumps(report, indent=1))
+    if options.record:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    if options.rows:
+        with options.rows.open("w", newline="") as file:
+            names = [
+                "source",
+                "model",
+                "gpus",
+                "dp",
+                "tp",
+                "pp",
+                "zero",
+                "mbs",
+                "ga",
+                "gbs",
+                "seq",
+                "act_ckpt",
+            ]
+            parts = ["time_s", "compute_s", "recompute_s", "tensor_s", "data_s", "bubble_s", "optimizer_s"]
+            writer = csv.writer(file)
+            writer.writerow([*names, "status", "measured_s", *parts, "mem_gb", "predicted_gib"])
+            for each in every:
+                times = [f"{getattr(each.found.time, part):.5f}" for part in parts]
+                stated = [each.source, *(each.row[name] for name in names[1:]), each.row["status"]]
+                size = f"{each.found.memory.total / 2**30:.2f}"
+                writer.writerow([*stated, each.measured_s, *times, each.row["mem_gb"], size])
+
+
+if __name__ == "__main__":
+    main()

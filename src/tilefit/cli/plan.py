@@ -1,0 +1,143 @@
+"""``tilefit plan``: how to share a training over many GPUs, before they are rented."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Annotated
+
+import typer
+
+from tilefit.capture.naming import require_readable
+from tilefit.cli import output, report_output, step_options
+from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.completion import gpu_option
+from tilefit.cli.destination import Destination
+from tilefit.cli.option_groups import Group, grouped
+from tilefit.errors import UsageError
+from tilefit.options import TargetOptions, option
+
+_CLUSTER = "The GPUs"
+
+
+@dataclass(frozen=True)
+class Rented:
+    """What the training runs on."""
+
+    gpus: int = option(8, "How many GPUs.", metavar="N")
+    nodes: int = option(
+        0, "In how many machines; default: of eight GPUs each.", metavar="N", show_default=False
+    )
+    network: str = option(
+        "infiniband", "What joins machines: efa, infiniband, roce, ethernet, …, or 8x400.", metavar="NAME"
+    )
+    price: tuple[str, ...] = option(
+        (), "Of a GPU for an hour; NAME=PRICE where GPUs are compared; repeat.", metavar="PRICE"
+    )
+    epoch: int = option(0, "Samples of an epoch, for its cost.", min=0, metavar="N", show_default=False)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is printed."""
+
+    explain: bool = option(False, "Say why the runner-up lost.")
+    launch: str = option(
+        "",
+        "Print the settings of torchrun, torchtitan, accelerate, deepspeed, megatron, or all.",
+        metavar="NAME",
+    )
+    show_all: bool = option(False, "Every split that was kept.", "--all")
+
+
+@grouped
+def plan(
+    context: typer.Context,
+    target: step_options.Target,
+    *,
+    gpu: Annotated[list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")] = None,
+    rented: Annotated[Rented, Group(_CLUSTER)],
+    global_batch: Annotated[int, typer.Option(metavar="N", help="Samples of a step, over all GPUs.")] = 1024,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=N", help="A size of the model, such as num_hidden_layers=32."),
+    ] = None,
+    layers: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Layers, where the target is built with fewer alike.")
+    ] = 0,
+    options: Annotated[
+        TargetOptions,
+        Group("The step", without=("batch", "train", "on_cpu", "channels_last", "compile", "input")),
+    ],
+    capture: step_options.Capture,
+    calibration: CalibrationFile = None,
+    view: Annotated[Shown, Group(report_output.PANEL)],
+    where: Annotated[Destination, Group(report_output.PANEL, without=("plot",))],
+) -> None:
+    """Plan a training on many GPUs: tilefit plan hf:llama --gpu h100-sxm --gpus 64 --network efa.
+
+    Searches data, FSDP/ZeRO, tensor, pipeline and context parallelism, micro-batches and checkpointing at a
+    fixed global batch within the memory. Without --amp it is trained in bf16, with fp32 copies of weights.
+    """
+    from tilefit.cost.links import network
+
+    require_readable(target)
+    net = network(rented.network)
+    prices = _prices(rented.price)
+    arguments = _sizes(set_ or ())
+
+    from tilefit.cost.priced import resolve
+    from tilefit.session.planning import Cluster, PlanSession
+
+    cluster = Cluster(rented.gpus, rented.nodes, net, prices)
+    devices = resolve(gpu or ["h100-sxm"], calibration)
+    for name in prices:
+        if name and name not in {device.name for device in devices}:
+            raise UsageError(
+                f"a price of {name}, which is not compared", where="--price", hint=f"Add --gpu {name}."
+            )
+    with output.progress(f"Planning {target}") as tell:
+        made = PlanSession(
+            target,
+            replace(options, arguments=arguments),
+            devices,
+            cluster,
+            global_batch,
+            layers,
+            rented.epoch,
+            capture.timeout,
+            capture.fresh,
+            tell,
+        ).plan()
+    where.write(replace(made, explain=view.explain, launch=view.launch), show_all=view.show_all)
+
+
+def _prices(texts: Iterable[str]) -> dict[str, float]:
+    """Prices by GPU; of all others under "".
+
+    Raises:
+        UsageError: one is no price.
+    """
+    found = {}
+    for text in texts:
+        name, _, price = text.rpartition("=")
+        try:
+            found[name] = float(price)
+        except ValueError:
+            found[name] = -1.0
+        if not isfinite(found[name]) or found[name] < 0:
+            raise UsageError(
+                f"cannot read the price {text!r}", where="--price", hint="Write --price 2.5 or h100-sxm=2.5."
+            )
+    return found
+
+
+def _sizes(texts: Iterable[str]) -> dict[str, int]:
+    found = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not name.isidentifier() or not number.isdecimal() or not int(number):
+            raise UsageError(f"cannot read --set {text}", hint="Write --set NAME=N.")
+        found[name] = int(number)
+    return found

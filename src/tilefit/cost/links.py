@@ -1,0 +1,255 @@
+"""What GPUs are joined by, and how long they take to exchange bytes over it.
+
+A message takes the faster of two protocols. The low-latency one sends its flags with the data: little to
+start, part of the bandwidth. The other sends chunks through a pipeline: with the best size of chunk a message
+of ``w`` bytes takes ``(sqrt(w / B) + sqrt(c))**2``, so that its bandwidth rises slowly with its size (Chan
+and others, "Collective communication: theory, practice, and experience", 2007). All-reduces of a whole
+switched machine may be summed up in the switch (NVLink SHARP).
+
+Latencies are in clocks of the GPU, shares are of the published bandwidth of one direction: both carry over to
+another generation. ``benchmarks/collectives.py`` fits the constants and records their errors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import ceil, log2, sqrt
+
+from tilefit.errors import UsageError
+from tilefit.gpus import Gpu
+from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
+
+#: GPUs that one machine joins by their own links: an HGX board, or a server's PCIe slots, has at most eight.
+MOST_LINKED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConstants:
+    """What the datasheet does not say about a link.
+
+    Attributes:
+        start_clocks: Fixed time of a message of the low-latency protocol, in clocks of the GPU.
+        hop_clocks: Time of one step of a ring.
+        low_latency_share: Share of the bandwidth that the low-latency protocol reaches.
+        bulk_clocks: Fixed time of a message of the other protocol.
+        chunk_clocks: What filling its pipeline costs: ``c`` above.
+        share: Share of the bandwidth that it reaches between many ranks.
+        pair_loss: Of it ``pair_loss / ranks`` is lost.
+        switch_share, switch_clocks: Bandwidth and fixed time where the switch sums up; 0: it does not.
+        spread: Half-width of the 80 % interval as a share.
+    """
+
+    start_clocks: float
+    hop_clocks: float
+    low_latency_share: float
+    bulk_clocks: float
+    chunk_clocks: float
+    share: float
+    pair_loss: float
+    switch_share: float = 0.0
+    switch_clocks: float = 0.0
+    spread: float = 0.3
+
+
+#: Fitted by ``benchmarks/collectives.py --fit`` to public tables of NCCL 2.23 to 2.29 on eight A100 SXM
+#: (NVLink 3) and eight H100 SXM (NVLink 4; those of H200 were left out).
+FITTED = {
+    "NVLink 3": LinkConstants(18000, 1040, 0.232, 14500, 13500, 0.853, 0.378, spread=0.15),
+    "NVLink 4": LinkConstants(13200, 1230, 0.270, 11400, 6580, 0.915, 0.500, 1.019, 124000, spread=0.15),
+}
+#: NVLink of another generation: the nearest that was measured. NVLink 5 keeps the switch that sums up.
+_NEAREST = {"NVLink 1": "NVLink 3", "NVLink 2": "NVLink 3", "NVLink 5": "NVLink 4"}
+#: PCIe slots, with and without peer access (GeForce cards of the 30 series and later have none: copies go
+#: through the host's memory). A choice: nothing was measured here. Servers share a host bridge among slots.
+_PEERS = LinkConstants(17500, 2000, 0.2, 17500, 20000, 0.75, 0.3, spread=1.0)
+_NO_PEERS = LinkConstants(25000, 4000, 0.15, 25000, 40000, 0.4, 0.3, spread=2.0)
+_NO_PEER_ACCESS = re.compile(r"GeForce RTX [345]0")
+
+
+def constants_of(gpu: Gpu) -> LinkConstants:
+    """The constants of a GPU's link."""
+    if not gpu.link.startswith("NVLink"):
+        return _NO_PEERS if _NO_PEER_ACCESS.search(gpu.title) else _PEERS
+    return FITTED[_NEAREST.get(gpu.link, gpu.link)]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins machines.
+
+    Attributes:
+        name: As it is asked for.
+        cards: Network cards of a machine.
+        card_bytes_per_s: Bandwidth of one of them, one direction.
+        start_s: Fixed time of a message between machines.
+        hop_s: Time of one step of a ring or tree that crosses machines.
+        share: Share of the bandwidth that is reached.
+        chunk_s: What filling the pipeline costs.
+    """
+
+    name: str
+    cards: int
+    card_bytes_per_s: float
+    start_s: float = 12e-6
+    hop_s: float = 5e-6
+    share: float = 0.9
+    chunk_s: float = 10e-6
+
+    @property
+    def machine_bytes_per_s(self) -> float:
+        """Bandwidth of a machine that is reached, one direction."""
+        return self.cards * self.card_bytes_per_s * self.share
+
+
+_GBIT = 1e9 / 8
+#: Cards and their rates are those of AWS p5 and p4d instances (EFA) and of NVIDIA DGX H100 and A100
+#: (InfiniBand). Latencies and shares are choices: InfiniBand's are those of GPUDirect RDMA in general, EFA's
+#: transport costs several times as much; none was measured here. What was is said in docs/plan.md.
+NETWORKS = {
+    "efa": Network("efa", 32, 100 * _GBIT, 30e-6, 15e-6, 0.75, 40e-6),
+    "efa-p4d": Network("efa-p4d", 4, 100 * _GBIT, 30e-6, 15e-6, 0.75, 40e-6),
+    "infiniband": Network("infiniband", 8, 400 * _GBIT),
+    "infiniband-hdr": Network("infiniband-hdr", 8, 200 * _GBIT),
+    "roce": Network("roce", 8, 400 * _GBIT, 15e-6, 8e-6, 0.85),
+    "ethernet": Network("ethernet", 1, 100 * _GBIT, 50e-6, 30e-6, 0.6, 100e-6),
+}
+_CARDS = re.compile(r"(\d{1,2})x(\d{1,4})")
+
+
+def network(name: str) -> Network:
+    """A network by its name, or by cards and Gbit/s each (``8x400``).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if name in NETWORKS:
+        return NETWORKS[name]
+    if (match := _CARDS.fullmatch(name)) and int(match[1]) and int(match[2]):
+        return Network(name, int(match[1]), int(match[2]) * _GBIT)
+    raise UsageError(
+        f"unknown network {name!r}",
+        hint=f"Use one of {', '.join(NETWORKS)}; or the cards of a machine and their Gbit/s, such as 8x400.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """GPUs that exchange bytes.
+
+    Attributes:
+        ranks: How many.
+        per_machine: Of them in one machine.
+    """
+
+    ranks: int
+    per_machine: int
+
+    @property
+    def machines(self) -> int:
+        """How many machines they are in."""
+        return ceil(self.ranks / self.per_machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Machines of GPUs.
+
+    Attributes:
+        gpu: The GPU.
+        per_machine: GPUs of a machine.
+        network: What joins the machines; None where there is one.
+        constants: Of the GPU's link; None for those that are known.
+    """
+
+    gpu: Gpu
+    per_machine: int = MOST_LINKED
+    network: Network | None = None
+    constants: LinkConstants | None = None
+
+    @property
+    def link(self) -> LinkConstants:
+        """The constants of the GPU's link."""
+        return self.constants or constants_of(self.gpu)
+
+    def reaches(self, group: Group) -> bool:
+        """Whether anything is known of what joins them."""
+        inside = group.per_machine < 2 or bool(self.gpu.link_bandwidth_bytes_per_s)
+        return inside and (group.machines < 2 or self.network is not None)
+
+    def group(self, ranks: int, stride: int = 1) -> Group:
+        """``ranks`` GPUs, each ``stride`` GPUs after the one before, counted through the machines."""
+        return Group(ranks, max(1, min(ranks, self.per_machine // stride)))
+
+    def time_s(self, function: str, size_bytes: float, group: Group, *, sums: bool = True) -> float:
+        """How long a collective takes, the GPUs doing nothing else.
+
+        All groups of a machine communicate at once, as those of a split do: a group has its GPUs' share of
+        the network cards.
+
+        Args:
+            function: One of :data:`tilefit.ops.collective.FUNCTIONS`.
+            size_bytes: Of the tensor; where each GPU has a part of it, of all parts.
+            group: Who takes part.
+            sums: The element type is one that NVLink's switches sum up: fp16, bf16, fp32.
+
+        Returns:
+            Seconds; infinity where nothing joins them.
+        """
+        if group.ranks < 2 or size_bytes <= 0:
+            return 0.0
+        if not self.reaches(group):
+            return float("inf")
+        wire = ring_bytes(function, size_bytes, group.ranks)
+        if group.machines > 1:
+            return self._across_s(function, wire, group)
+        return self._inside_s(function, wire, group.ranks, sums)
+
+    def _inside_s(self, function: str, wire: float, ranks: int, sums: bool) -> float:
+        """Within a machine; ``wire`` are the bytes that each GPU sends."""
+        link, clock_s = self.link, 1 / self.gpu.boost_clock_hz
+        bandwidth = self.gpu.link_bandwidth_bytes_per_s / 2
+        hops_s = _hops(function, ranks) * link.hop_clocks * clock_s
+        low_s = link.start_clocks * clock_s + hops_s + wire / (bandwidth * link.low_latency_share)
+        bulk_s = link.bulk_clocks * clock_s + hops_s
+        moved_s = wire / (bandwidth * link.share * (1 - link.pair_loss / ranks))
+        bulk_s += moved_s + 2 * sqrt(moved_s * link.chunk_clocks * clock_s)
+        # Around the size where one protocol gives way to the other, the library chooses well.
+        time_s: float = (low_s**-8 + bulk_s**-8) ** (-1 / 8)
+        if link.switch_share and sums and function == ALL_REDUCE and ranks == MOST_LINKED:
+            summed_s = link.switch_clocks * clock_s + wire / (bandwidth * link.switch_share)
+            time_s = min(time_s, summed_s)
+        return time_s
+
+    def _across_s(self, function: str, wire: float, group: Group) -> float:
+        """Between machines: every ring crosses each machine's border once, over its share of the cards."""
+        net = self.network
+        assert net is not None
+        ours = net.machine_bytes_per_s * min(1.0, group.per_machine / self.per_machine)
+        if function == SEND:
+            ours = min(ours, net.machine_bytes_per_s / self.per_machine)
+        if function == ALL_TO_ALL:
+            # Each GPU has its own share of the cards, and what stays inside takes the link.
+            outside = (group.ranks - group.per_machine) / (group.ranks - 1)
+            time_s = net.start_s + wire * outside / (ours / group.per_machine)
+            return time_s + net.hop_s * log2(group.machines)
+        link, clock_s = self.link, 1 / self.gpu.boost_clock_hz
+        if group.per_machine > 1:
+            inside = self.gpu.link_bandwidth_bytes_per_s / 2 * link.share
+            ours = min(ours, inside * (1 - link.pair_loss / group.per_machine))
+        moved_s = wire / ours
+        hop_s = link.hop_clocks * clock_s
+        steps = _hops(function, group.ranks)
+        crossing = steps * group.machines / group.ranks
+        start_s = crossing * net.hop_s + (steps - crossing) * hop_s
+        if function == ALL_REDUCE:  # a tree of machines takes fewer steps
+            tree_s = 2 * (ceil(log2(group.machines)) * net.hop_s + (group.per_machine - 1) * hop_s)
+            start_s = min(start_s, tree_s)
+        return net.start_s + start_s + moved_s + 2 * sqrt(moved_s * net.chunk_s)
+
+
+def _hops(function: str, ranks: int) -> int:
+    """Steps that follow each other: of a ring, or of pairs that all exchange at once."""
+    if function in (SEND, ALL_TO_ALL):
+        return 1
+    return (2 if function == ALL_REDUCE else 1) * (ranks - 1)

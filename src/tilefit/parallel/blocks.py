@@ -1,0 +1,361 @@
+"""A step as blocks: what runs before the layers, each layer, and what runs after them.
+
+A model of many equal layers is captured with few of them; their blocks are repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, prod
+
+from tilefit.cost.launch import around_s, launch
+from tilefit.cost.links import Fabric
+from tilefit.cost.model import estimate_all
+from tilefit.cost.priced import priced
+from tilefit.errors import UsageError
+from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, StepOp, Streaming
+from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.scaling import scale_batch
+from tilefit.parallel.pipeline import layer_of, layers_of
+from tilefit.parallel.tensor import tensor_parallel
+
+#: What the host needs for a collective, beside what a kernel takes: 35 to 40 us a call in all (torch 2.11,
+#: eager all-reduces of 4 MiB and less, back to back, on 2 and 4 H200).
+COLLECTIVE_HOST_S = 30e-6
+#: Times of kernels in a training of hours over those of benchmarks of milliseconds, on GPUs that reach the
+#: limit of power. Fitted with ``benchmarks/multi_gpu_steps.py`` to llm-foundry's MPT-125m on A100.
+SLOWDOWN = 1.06
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one rank does of a layer for one micro-batch.
+
+    Attributes:
+        forward_s, backward_s: Its computation, or the host's launches where they take longer.
+        forward_host_s, backward_host_s: The host's launches.
+        forward_link_s, backward_link_s: Communication that its computation waits for.
+        flop: Of its products, forward and backward.
+        parameters: Elements that the rank holds.
+        saved_bytes: What the forward pass keeps for the backward pass.
+        products_bytes: Of it results of products and attention.
+        products_s: Forward time of those.
+        input_bytes: What it is handed by the block before.
+        widest_bytes: The largest result of one of its operations.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
+    forward_link_s: float = 0.0
+    backward_link_s: float = 0.0
+    flop: int = 0
+    parameters: int = 0
+    saved_bytes: int = 0
+    products_bytes: int = 0
+    products_s: float = 0.0
+    input_bytes: int = 0
+    widest_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """How what runs the training differs from the captured step alone on a GPU.
+
+    Attributes:
+        sequence: What tensor-parallel ranks would all do is split by the sequence (Korthikanti and others,
+            "Reducing Activation Recomputation in Large Transformer Models", 2022).
+        slowdown: Times of kernels over those of a benchmark.
+        layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
+        bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
+            the default is that of DistributedDataParallel.
+        overlap: Gradients are summed up while the backward pass runs.
+    """
+
+    sequence: bool = True
+    slowdown: float = SLOWDOWN
+    layer_host_s: float = 0.0
+    bucket_bytes: float = 25 * 2**20
+    overlap: bool = True
+
+    def paced(self, block: Block, layer_host_s: float) -> Block:
+        """A block at the clocks of a training, and no faster than the host launches it."""
+        # The host is ahead of the communication too.
+        forward_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
+        backward_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
+        return replace(
+            block,
+            forward_s=max(block.forward_s * self.slowdown, forward_s),
+            backward_s=max(block.backward_s * self.slowdown, backward_s),
+            products_s=block.products_s * self.slowdown,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A whole model on one rank.
+
+    Attributes:
+        before, after: What is no layer: embeddings; the last norm, the head and the loss.
+        layers: The layers.
+        optimizer_s: Updating one element.
+        buffer_bytes: Tensors that are held and not trained.
+    """
+
+    before: Block
+    layers: tuple[Block, ...]
+    after: Block
+    optimizer_s: float = 0.0
+    buffer_bytes: int = 0
+
+
+class Model:
+    """A captured step, to be split in any way.
+
+    Args:
+        step: A training step of any batch, as captured: not fused.
+        layers: Layers of the model, where the step has been captured with fewer; 0 for as many as it has.
+
+    Raises:
+        UsageError: it is no training step, has no list of layers, or its batch is unknown.
+    """
+
+    def __init__(self, step: Step, layers: int = 0) -> None:
+        self.prefix, self.captured = layers_of(step)
+        if not self.captured:
+            raise UsageError(
+                "the step has no list of layers, so that nothing can be planned",
+                hint="A model needs a numbered list of equal modules, such as layers.0, layers.1, ….",
+            )
+        if not step.batch or not step.settings.training:
+            raise UsageError("only a training step of a known batch can be planned")
+        self.step = step
+        self.layers = layers or self.captured
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        own = [0] * (self.captured + 2)
+        for name, parameter in self.step.parameters.items():
+            own[self._place_of(name)] += prod(parameter.shape)
+        first, *layers, last = own
+        return first + last + sum(layers[index % self.captured] for index in range(self.layers))
+
+    def _place_of(self, name: str) -> int:
+        layer = layer_of(self.prefix, name)
+        return 0 if layer is None else layer + 1
+
+    @cached_property
+    def _whole_places(self) -> list[int]:
+        return places(self.step, self.prefix, self.captured)
+
+    @cached_property
+    def heads(self) -> int:
+        """Key and value heads, which tensor parallelism divides; 0 where there is no attention."""
+        return max((e.op.num_kv_heads for e in self.step.ops if isinstance(e.op, Attention)), default=0)
+
+    @cached_property
+    def flop(self) -> float:
+        """Of the products, for one sample."""
+        own = [0] * (self.captured + 2)
+        for entry, place in zip(self.step.ops, self._whole_places, strict=True):
+            own[place] += entry.op.flop if entry.op.multiplies else 0
+        first, *layers, last = own
+        every = first + last + sum(layers[index % self.captured] for index in range(self.layers))
+        return every / self.step.batch
+
+    def blocks(
+        self, fabric: Fabric, samples: float, tensor: int = 1, framework: Framework | None = None
+    ) -> Blocks:
+        """The blocks of one rank.
+
+        Args:
+            fabric: The GPU, its machines and what joins them.
+            samples: Of a micro-batch; a part of one where context parallelism splits its sequence.
+            tensor: Ranks that share each layer.
+            framework: What runs it.
+        """
+        framework = framework or Framework()
+        sequence = framework.sequence
+        whole = scale_batch(self.step, samples / self.step.batch)
+        step = tensor_parallel(whole, tensor)[0] if tensor > 1 else whole
+        alone = _alone(whole, step, tensor) if sequence and tensor > 1 else set()
+        entries = [
+            replace(entry, op=entry.op.shared(1 / tensor)) if index in alone else entry
+            for index, entry in enumerate(step.ops)
+        ]
+        times = _times(step, entries, fabric, sequence)
+        where = places(step, self.prefix, self.captured)
+        saved = _saved(step)
+        made = []
+        for place in range(self.captured + 2):
+            members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
+            is_layer = 0 < place <= self.captured
+            host_s = framework.layer_host_s if is_layer else 0.0
+            block = self._block(step, entries, members, times, saved, alone, tensor)
+            made.append(framework.paced(block, host_s))
+        own = [0] * (self.captured + 2)
+        for name, parameter in step.parameters.items():
+            own[self._place_of(name)] += prod(parameter.shape)
+        made = [replace(block, parameters=own[place]) for place, block in enumerate(made)]
+        first, *layers, last = made
+        width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
+        layers = [replace(layer, input_bytes=width // (tensor if sequence else 1)) for layer in layers]
+        held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
+        update_s = sum(times[i][0] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER)
+        return Blocks(
+            first,
+            tuple(layers[index % self.captured] for index in range(self.layers)),
+            replace(last, input_bytes=width // (tensor if sequence else 1)),
+            update_s / held if held else 0.0,
+            step.memory.buffer_bytes,
+        )
+
+    def _crossing(self, step: Step, layer: int) -> int:
+        """Bytes of what a layer hands on: its last result."""
+        own = [
+            entry
+            for entry in step.ops
+            if entry.phase == FORWARD and layer_of(self.prefix, entry.site.module) == layer and entry.outputs
+        ]
+        return _bytes(own[-1].outputs[0]) if own else 0
+
+    def _block(
+        self,
+        step: Step,
+        entries: Sequence[StepOp],
+        members: Sequence[int],
+        times: Sequence[tuple[float, float]],
+        saved: Mapping[int, tuple[int, int]],
+        alone: set[int],
+        tensor: int,
+    ) -> Block:
+        compute = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by direction: of the GPU, of the host
+        link = {True: 0.0, False: 0.0}
+        products_s = 0.0
+        kept = products = widest = 0
+        for index in members:
+            entry = entries[index]
+            forward = entry.phase == FORWARD
+            gpu_s, host_s = times[index]
+            compute[forward][1] += host_s
+            if isinstance(entry.op, Collective):
+                link[forward] += gpu_s
+                continue
+            compute[forward][0] += gpu_s
+            part = tensor if index in alone else 1
+            multiplies = isinstance(entry.op, (Gemm, Attention))
+            products_s += gpu_s if forward and multiplies else 0.0
+            for ref in entry.outputs:
+                widest = max(widest, _bytes(ref) // part)
+                if forward and saved.get(ref.id, (-1, 0))[0] == index:
+                    size = saved[ref.id][1] // part
+                    kept += size
+                    products += size if multiplies else 0
+        return Block(
+            forward_s=compute[True][0],
+            backward_s=compute[False][0],
+            forward_host_s=compute[True][1],
+            backward_host_s=compute[False][1],
+            forward_link_s=link[True],
+            backward_link_s=link[False],
+            flop=sum(entries[i].op.flop for i in members if entries[i].op.multiplies),
+            saved_bytes=kept,
+            products_bytes=products,
+            products_s=products_s,
+            widest_bytes=widest,
+        )
+
+
+def places(step: Step, prefix: str, layers: int) -> list[int]:
+    """The block of every operation: 0 before the first layer, then the layers, then what follows them.
+
+    What belongs to no layer and runs between two belongs to the one that ran before.
+    """
+    found = [layer_of(prefix, entry.site.module) for entry in step.ops]
+    last_forward = max(
+        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase == FORWARD), default=-1
+    )
+    first_backward = min(
+        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase != FORWARD),
+        default=len(found),
+    )
+    last_backward = max((i for i, layer in enumerate(found) if layer is not None), default=-1)
+    made = []
+    current = 0
+    for index, layer in enumerate(found):
+        if layer is not None:
+            current = layer + 1
+        elif last_forward < index < first_backward:
+            current = layers + 1
+        elif index > last_backward:
+            current = 0
+        made.append(current)
+    return made
+
+
+def _alone(whole: Step, step: Step, tensor: int) -> set[int]:
+    """Streaming operations that every tensor-parallel rank would do in full; indices into the rank's step."""
+    ranks = [i for i, entry in enumerate(step.ops) if not _inserted(entry, tensor)]
+    return {
+        mine
+        for mine, entry in zip(ranks, whole.ops, strict=True)
+        if isinstance(entry.op, Streaming) and entry.phase != OPTIMIZER and step.ops[mine].op == entry.op
+    }
+
+
+def _inserted(entry: StepOp, tensor: int) -> bool:
+    return isinstance(entry.op, Collective) and entry.op.ranks == tensor
+
+
+def _times(
+    step: Step, entries: Sequence[StepOp], fabric: Fabric, sequence: bool
+) -> list[tuple[float, float]]:
+    """GPU and host time of every operation."""
+    gpu = priced(fabric.gpu)
+    unique = list(dict.fromkeys(entry.op for entry in entries if not isinstance(entry.op, Collective)))
+    known = dict(zip(unique, (each.time_s for each in estimate_all(unique, gpu)), strict=True))
+    made = []
+    for entry, around in zip(entries, around_s(step), strict=True):
+        if isinstance(entry.op, Collective):
+            made.append((_link_s(entry.op, fabric, sequence), COLLECTIVE_HOST_S * gpu.launch_scale))
+            continue
+        host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s
+        made.append((known[entry.op], gpu.launch_scale * (host_s + around)))
+    return made
+
+
+def _link_s(op: Collective, fabric: Fabric, sequence: bool) -> float:
+    """Communication of tensor-parallel ranks; with the sequence split, sums are scattered and gathered."""
+    size = op.elements * size_bytes(op.dtype)
+    group = fabric.group(op.ranks)
+    large = sequence and op.function == ALL_REDUCE and size > 1 << 20
+    functions = (REDUCE_SCATTER, ALL_GATHER) if large else (op.function,)
+    return sum(fabric.time_s(function, size, group) for function in functions)
+
+
+def _saved(step: Step) -> dict[int, tuple[int, int]]:
+    """Of every tensor that the forward pass makes and the backward pass reads, which operation made it last,
+    and its bytes."""
+    read = {
+        ref.id
+        for entry in step.ops
+        if entry.phase not in (FORWARD, OPTIMIZER)
+        for ref in entry.inputs
+        if not ref.parameter
+    }
+    found: dict[int, tuple[int, int]] = {}
+    for index, entry in enumerate(step.ops):
+        if entry.phase == FORWARD and not isinstance(entry.op, Collective):
+            for ref in entry.outputs:
+                if ref.id in read:
+                    found[ref.id] = index, max(_bytes(ref), found.get(ref.id, (0, 0))[1])
+    return found
+
+
+def _bytes(ref: object) -> int:
+    return prod(ref.shape) * ceil(size_bytes(ref.dtype))  # type: ignore[attr-defined]

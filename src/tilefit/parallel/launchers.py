@@ -1,0 +1,177 @@
+"""A split as the settings of the frameworks that train with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilefit.parallel.training import TrainingSplit
+
+#: Name of a framework, and what makes its settings; None where it cannot do this split.
+Settings = Callable[[TrainingSplit, int, int], str | None]
+
+
+def settings(split: TrainingSplit, per_machine: int, tokens: int) -> dict[str, str]:
+    """Settings by framework, of those that can do the split.
+
+    Args:
+        split: How GPUs share the step.
+        per_machine: GPUs of a machine.
+        tokens: Of a sample; 0 where there are none.
+    """
+    made = {name: make(split, per_machine, tokens) for name, make in _FRAMEWORKS.items()}
+    return {name: text for name, text in made.items() if text is not None}
+
+
+def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
+    machines = -(-split.gpus // per_machine)
+    here = f"--nnodes {machines} --nproc-per-node {min(split.gpus, per_machine)}"
+    return f"torchrun {here} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}"
+
+
+def _fsdp2(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+    if split.pipeline > 1 or split.context > 1:
+        return None
+    lines = [_torchrun(split, per_machine, "train.py"), "# in train.py:"]
+    if split.tensor > 1:
+        lines.append(
+            f'mesh = init_device_mesh("cuda", ({split.data}, {split.tensor}), '
+            'mesh_dim_names=("data", "tensor"))'
+        )
+        lines.append('for layer in model.layers: parallelize_module(layer, mesh["tensor"], plan)')
+        data = 'mesh["data"]'
+    else:
+        lines.append(f'mesh = init_device_mesh("cuda", ({split.data},))')
+        data = "mesh"
+    lines += _recompute(split)
+    if split.zero == 3:
+        policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        lines.append(
+            f"for part in (*model.layers, model): fully_shard(part, mesh={data}, mp_policy={policy})"
+        )
+    elif split.data > 1:
+        group = f"process_group={data}.get_group(), gradient_as_bucket_view=True"
+        lines.append(f"model = DistributedDataParallel(model, {group})")
+        if split.zero:
+            kind = "torch.optim.AdamW"
+            lines.append(f"optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class={kind})")
+    lines.append(f"# {split.samples} samples a micro-batch, {split.parts} micro-batches a step")
+    if split.parts > 1 and split.data > 1:
+        lines.append(
+            "# all but the last: model.set_requires_gradient_sync(False)"
+            if split.zero == 3
+            else "# all but the last under model.no_sync()"
+        )
+    return "\n".join(lines)
+
+
+def _recompute(split: TrainingSplit) -> list[str]:
+    if split.checkpoint == "none":
+        return []
+    if split.checkpoint == "full":
+        return ["apply_activation_checkpointing(model, check_fn=lambda m: m in set(model.layers))"]
+    return [
+        "keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default,",
+        "    torch.ops.aten._scaled_dot_product_flash_attention.default])  # products and attention",
+        "# each layer: checkpoint(layer, x, use_reentrant=False, context_fn=keep)",
+    ]
+
+
+def _torchtitan(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+    if not tokens or split.zero in (1, 2):
+        return None
+    shard = split.data if split.zero == 3 else 1
+    lines = [
+        "[training]",
+        f"local_batch_size = {split.samples * (split.parts if split.pipeline > 1 else 1)}",
+        f"global_batch_size = {split.batch}",
+        f"seq_len = {tokens}",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {split.data // shard}",
+        f"data_parallel_shard_degree = {shard}",
+        f"tensor_parallel_degree = {split.tensor}",
+        f"pipeline_parallel_degree = {split.pipeline}",
+        f"context_parallel_degree = {split.context}",
+    ]
+    if split.pipeline > 1:
+        kind = "Interleaved1F1B" if split.chunks > 1 else "1F1B"
+        lines += [
+            f'pipeline_parallel_schedule = "{kind}"',
+            f"pipeline_parallel_microbatch_size = {split.samples}",
+        ]
+    lines += ["[activation_checkpoint]", f'mode = "{split.checkpoint}"']
+    if split.checkpoint == "selective":
+        lines.append('selective_ac_option = "op"')
+    return "\n".join(lines)
+
+
+def _accelerate(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+    if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.zero in (1, 2):
+        return None
+    lines = [
+        "compute_environment: LOCAL_MACHINE",
+        f"distributed_type: {'FSDP' if split.zero else 'MULTI_GPU' if split.data > 1 else 'NO'}",
+        "mixed_precision: bf16",
+        f"num_machines: {-(-split.gpus // per_machine)}",
+        f"num_processes: {split.gpus}",
+    ]
+    if split.zero:
+        lines += [
+            "fsdp_config:",
+            "  fsdp_version: 2",
+            "  fsdp_reshard_after_forward: true",
+            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            f"  fsdp_activation_checkpointing: {str(split.checkpoint != 'none').lower()}",
+        ]
+    lines.append(f"# Accelerator(gradient_accumulation_steps={split.parts}), {split.samples} samples each")
+    return "\n".join(lines)
+
+
+def _deepspeed(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+    if split.pipeline > 1 or split.tensor > 1 or split.context > 1:
+        return None
+    config: dict[str, Any] = {
+        "train_batch_size": split.batch,
+        "train_micro_batch_size_per_gpu": split.samples,
+        "gradient_accumulation_steps": split.parts,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": split.zero, "overlap_comm": True},
+    }
+    return json.dumps(config, indent=2)
+
+
+def _megatron(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+    if split.zero > 1:
+        return None
+    flags = [
+        f"--tensor-model-parallel-size {split.tensor}",
+        *(["--sequence-parallel"] if split.tensor > 1 else []),
+        f"--pipeline-model-parallel-size {split.pipeline}",
+        *([f"--num-virtual-stages-per-pipeline-rank {split.chunks}"] if split.chunks > 1 else []),
+        *([f"--context-parallel-size {split.context}"] if split.context > 1 else []),
+        f"--micro-batch-size {split.samples}",
+        f"--global-batch-size {split.batch}",
+        *(["--use-distributed-optimizer"] if split.zero else []),
+        "--overlap-grad-reduce",
+        "--bf16",
+        *([f"--seq-length {tokens}"] if tokens else []),
+    ]
+    if split.checkpoint == "full":
+        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif split.checkpoint == "selective":
+        flags.append("--recompute-granularity selective --recompute-modules layernorm mlp_act")
+    return _wrapped([_torchrun(split, per_machine, "pretrain_gpt.py"), *flags])
+
+
+def _wrapped(parts: Sequence[str]) -> str:
+    return " \\\n  ".join(parts)
+
+
+_FRAMEWORKS: dict[str, Settings] = {
+    "torchrun + PyTorch": _fsdp2,
+    "torchtitan": _torchtitan,
+    "Accelerate": _accelerate,
+    "DeepSpeed": _deepspeed,
+    "Megatron-LM": _megatron,
+}

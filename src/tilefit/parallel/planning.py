@@ -1,0 +1,226 @@
+"""Which split of a training step is fastest on so many GPUs, at a fixed global batch, within their memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from tilefit.cost.links import Fabric
+from tilefit.errors import UsageError
+from tilefit.ops import Step
+from tilefit.parallel.blocks import Blocks, Framework, Model
+from tilefit.parallel.training import CHECKPOINTS, Precision, RankMemory, StepTime, Training, TrainingSplit
+from tilefit.rules.batch.memory import USABLE_SHARE
+
+#: Splits that are kept, best first.
+KEPT = 24
+#: Tokens of a rank's part of a sequence below which context parallelism is not tried. A choice.
+LEAST_TOKENS = 4096
+#: Samples of a micro-batch are powers of two up to this. A choice: more fill no GPU better.
+MOST_SAMPLES = 64
+#: Micro-batches that follow each other, at most: more take hours for a step, and are never the fastest.
+MOST_PARTS = 4096
+#: Doubling the GPUs should gain at least this share.
+LEAST_SCALING = 0.2
+_TOKENS = re.compile(r"\w+: int64\[(\d+),(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A split with what it costs.
+
+    Attributes:
+        split: How GPUs share the step.
+        time: The step's time, and what it consists of.
+        memory: Of the rank that holds most.
+        fits: It holds no more than the GPU has.
+    """
+
+    split: TrainingSplit
+    time: StepTime
+    memory: RankMemory
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be planned.
+
+    Attributes:
+        batch: Samples of a step, over all GPUs.
+        precision: Bytes of a parameter.
+        framework: What runs the training.
+    """
+
+    batch: int
+    precision: Precision
+    framework: Framework = Framework()  # noqa: RUF009  # it is frozen
+
+
+@dataclass
+class Planner:
+    """Splits of a model over one kind of GPU.
+
+    Attributes:
+        model: The captured step.
+        fabric: The GPU, its machines and what joins them.
+        job: What is to be planned.
+    """
+
+    model: Model
+    fabric: Fabric
+    job: Job
+    _blocks: dict[tuple[float, int], Blocks] = field(default_factory=dict)
+
+    def training(self, split: TrainingSplit) -> Training:
+        """A split with its blocks."""
+        key = (split.samples / split.context, split.tensor)
+        if key not in self._blocks:
+            self._blocks[key] = self.model.blocks(self.fabric, *key, self.job.framework)
+        return Training(self._blocks[key], split, self.fabric, self.job.precision, self.job.framework)
+
+    def priced(self, split: TrainingSplit) -> Priced:
+        """A split with its time and memory."""
+        training = self.training(split)
+        memory = training.memory()
+        return Priced(split, training.time(), memory, memory.total <= self.usable_bytes)
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a rank may hold; what the context takes is counted apart."""
+        return self.fabric.gpu.memory_bytes * USABLE_SHARE
+
+    def best(self, gpus: int, count: int = KEPT) -> list[Priced]:
+        """The fastest splits over so many GPUs, best first; none where nothing fits.
+
+        Raises:
+            UsageError: the batch cannot be shared by so many GPUs, or nothing joins them.
+        """
+        return self._ranked(list(self.splits(gpus)), count)
+
+    def _ranked(self, splits: list[TrainingSplit], count: int) -> list[Priced]:
+        fitting = []
+        for split in splits:
+            training = self.training(split)
+            memory = training.memory()
+            if memory.total <= self.usable_bytes:
+                fitting.append((training.least_s(), training, memory))
+        fitting.sort(key=lambda each: each[0])
+        found: list[tuple[float, int]] = []
+        for index, (least_s, training, _) in enumerate(fitting):
+            # What cannot be among the best is not looked at.
+            if len(found) >= count and least_s > found[count - 1][0]:
+                break
+            found = sorted([*found, (training.step_s(), index)])[:count]
+        best = (fitting[index] for _, index in found)
+        return [Priced(training.split, training.time(), memory) for _, training, memory in best]
+
+    def splits(self, gpus: int) -> Iterator[TrainingSplit]:
+        """Every split over so many GPUs that keeps the global batch.
+
+        Raises:
+            UsageError: there is none.
+        """
+        self._refuse(gpus)
+        any_found = False
+        for tensor in _powers(min(gpus, self.fabric.per_machine)):
+            if self.model.heads % tensor and tensor > 1:
+                continue
+            for context in _powers(max(1, self.model_tokens // LEAST_TOKENS)):
+                for pipeline in (
+                    _divisors(gpus // (tensor * context)) if gpus % (tensor * context) == 0 else ()
+                ):
+                    data = gpus // (tensor * context * pipeline)
+                    if pipeline > self.model.layers or self.job.batch % data:
+                        continue
+                    for split in self._micro_batches(tensor, context, pipeline, data):
+                        any_found = True
+                        yield split
+        if not any_found:
+            raise UsageError(
+                f"a global batch of {self.job.batch} cannot be shared by {gpus} GPUs",
+                where="--global-batch",
+                hint="Take a global batch that is a multiple of the number of GPUs, or fewer GPUs.",
+            )
+
+    def _refuse(self, gpus: int) -> None:
+        fabric = self.fabric
+        if gpus > 1 and not fabric.gpu.link_bandwidth_bytes_per_s:
+            raise UsageError(
+                f"nothing is known of what joins several {fabric.gpu.title}", hint="Take another GPU."
+            )
+
+    def _micro_batches(self, tensor: int, context: int, pipeline: int, data: int) -> Iterator[TrainingSplit]:
+        own = self.job.batch // data
+        for samples in _powers(min(own, MOST_SAMPLES)):
+            parts = own // samples
+            if own % samples or parts > MOST_PARTS:
+                continue
+            levels = (0,) if data * context == 1 else (0, 1, 3) if pipeline == 1 else (0, 1)
+            chunks = [1]
+            if pipeline > 1 and parts % pipeline == 0:
+                chunks += [each for each in (2, 4) if pipeline * each <= self.model.layers]
+            for zero in levels:
+                for chunk in chunks:
+                    for checkpoint in CHECKPOINTS:
+                        yield TrainingSplit(
+                            tensor, pipeline, data, parts, context, zero, samples, chunk, checkpoint
+                        )
+
+    @property
+    def model_tokens(self) -> int:
+        """Tokens of a sample; 0 where the inputs are none."""
+        return tokens_of(self.model.step)
+
+    def frontier(
+        self, gpus: int, watch: Callable[[int], None] = lambda count: None
+    ) -> list[tuple[int, Priced]]:
+        """The best split over every power of two of GPUs up to ``gpus``, and over ``gpus``."""
+        counts = sorted({*_powers(gpus), gpus})
+        found = []
+        precision = self.job.precision
+        held = self.model.parameters * (precision.weight + precision.gradient + precision.optimizer)
+        for count in counts:
+            if held > count * self.usable_bytes:
+                continue  # the parameters alone need more
+            if count > self.fabric.per_machine and count % self.fabric.per_machine:
+                continue
+            watch(count)
+            try:
+                best = self.best(count, 1)
+            except UsageError:
+                continue
+            found += [(count, best[0])] if best else []
+        return found
+
+
+def tokens_of(step: Step) -> int:
+    """Tokens of a sample of a captured step; 0 where its inputs are none."""
+    for text in step.inputs:
+        if (match := _TOKENS.search(text)) and int(match[1]) == step.batch:
+            return int(match[2])
+    return 0
+
+
+def precision_of(step: Step) -> Precision:
+    """Bytes of a parameter as the captured step trains them.
+
+    Weights of 16 bits have a copy in fp32 that the optimizer updates; autocast reads 16 bits of fp32 weights.
+    Gradients are kept and summed up in fp32, as Megatron-LM, FSDP's mixed precision and DDP with autocast do.
+    """
+    trained = [p for p in step.parameters.values() if p.trainable]
+    short = sum(prod(p.shape) for p in trained if p.dtype in ("bf16", "fp16"))
+    is_short = 2 * short > sum(prod(p.shape) for p in trained)
+    moments = {"adamw": 8, "adam": 8, "sgd": 0}.get(step.settings.optimizer, 8)
+    work = 2 if is_short or step.settings.amp else 4
+    return Precision(2 if is_short else 4, work, 4, moments + 4 * is_short)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << each for each in range(max(1, most).bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,516 @@
+"""A training step on many GPUs: the tasks of every pipeline stage on its streams, and what a rank holds.
+
+One rank of each stage stands for all that do the same. It has two streams: it computes, and it communicates
+with other replicas and stages. Tensor-parallel communication is waited for, so that it is part of the
+computation. Sources: Narayanan and others, "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", 2021 (1F1B, interleaved stages); Rajbhandari and others, "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", 2020 (what is sharded); Zhao and others, "PyTorch FSDP:
+Experiences on Scaling Fully Sharded Data Parallel", 2023 (prefetching).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tilefit.cost.links import Fabric, Group
+from tilefit.errors import UsageError
+from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
+from tilefit.options import Split
+from tilefit.parallel.blocks import Block, Blocks, Framework
+from tilefit.parallel.schedule import Task, run
+
+#: Choices of what the backward pass computes again: nothing; what lies between products and attention; all.
+CHECKPOINTS = ("none", "selective", "full")
+#: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
+CONTEXT_BYTES = 1.5 * 2**30
+#: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
+_STREAMED = 0.86
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSplit(Split):
+    """How many GPUs share a training step.
+
+    Attributes:
+        context: Ranks that share each sample's sequence.
+        zero: What the replicas share among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
+            parameters too (FSDP).
+        samples: Of a micro-batch.
+        chunks: Parts of the layers that each stage has (interleaved 1F1B); 1: one (1F1B).
+        checkpoint: One of :data:`CHECKPOINTS`.
+    """
+
+    context: int = 1
+    zero: int = 0
+    samples: int = 1
+    chunks: int = 1
+    checkpoint: str = "none"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs altogether."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.data * self.parts * self.samples
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters."""
+        return self.data * self.context
+
+    def __str__(self) -> str:
+        sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context")]
+        said = [f"{name} {size}" for name, size in sizes if size > 1] or ["one GPU"]
+        said += [("", "ZeRO-1", "ZeRO-2", "FSDP")[self.zero]] if self.zero else []
+        said.append(f"{self.parts} x {self.samples}")
+        said += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        said += [f"{self.checkpoint} recompute"] if self.checkpoint != "none" else []
+        return ", ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of a parameter.
+
+    Attributes:
+        weight: In the model.
+        work: As products read it.
+        gradient: As it is kept and summed up.
+        optimizer: State of the optimizer, with the fp32 copy where the weight is shorter.
+        copies: Further copies of a gradient: in the weight's type, in buckets.
+    """
+
+    weight: int = 2
+    work: int = 2
+    gradient: int = 4
+    optimizer: int = 12
+    copies: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Predicted time of a step, and what it consists of.
+
+    Attributes:
+        time_s: Of the step.
+        compute_s: Of the stage that computes longest, without what it computes again.
+        recompute_s: What it computes again.
+        tensor_s: Communication of tensor- and context-parallel ranks.
+        data_s: Communication between replicas and stages that nothing hides.
+        bubble_s: Waiting for the pipeline to fill and to drain.
+        optimizer_s: Of the optimizer.
+    """
+
+    time_s: float
+    compute_s: float
+    recompute_s: float
+    tensor_s: float
+    data_s: float
+    bubble_s: float
+    optimizer_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that the step waits for."""
+        return self.tensor_s + self.data_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a rank holds at most, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        """Altogether."""
+        held = self.parameters + self.gradients + self.optimizer
+        return held + self.activations + self.temporary + self.other
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """A block's times as a split makes them: compute, what is computed again, link time of either pass."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_link_s: float
+    backward_link_s: float
+
+    @property
+    def forward(self) -> float:
+        return self.forward_s + self.forward_link_s
+
+    @property
+    def backward(self) -> float:
+        return self.backward_s + self.recompute_s + self.backward_link_s
+
+
+@dataclass(frozen=True)
+class Training:
+    """A split of a model over a cluster.
+
+    Attributes:
+        blocks: The model on one rank.
+        split: How.
+        fabric: Machines and what joins them.
+        precision: Bytes of a parameter.
+        framework: What runs the training.
+    """
+
+    blocks: Blocks
+    split: TrainingSplit
+    fabric: Fabric
+    precision: Precision
+    framework: Framework
+
+    # --- what a stage has -------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> list[list[Block]]:
+        """The blocks of each stage, chunk after chunk."""
+        chunks = range(self.split.chunks)
+        return [
+            [block for chunk in chunks for block in self.chunk(stage, chunk)]
+            for stage in range(self.split.pipeline)
+        ]
+
+    def chunk(self, index: int, chunk: int) -> list[Block]:
+        """The blocks of a stage's chunk; the first has what runs before the layers, the last what runs
+        after."""
+        place = chunk * self.split.pipeline + index
+        own = list(self.blocks.layers[self.bounds[place] : self.bounds[place + 1]])
+        last = place == len(self.bounds) - 2
+        return [self.blocks.before] * (place == 0) + own + [self.blocks.after] * last
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each part of the layers begins, and where the last ends: the slowest is as fast as can be.
+
+        Of equally fast ways the one with the least in the first, which holds most micro-batches.
+        """
+        parts = self.split.pipeline * self.split.chunks
+        costs = [block.forward_s + block.backward_s for block in self.blocks.layers]
+        ends = self.blocks.before, self.blocks.after
+        before_s, after_s = (block.forward_s + block.backward_s for block in ends)
+        low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
+        best = _cut(costs, before_s, after_s, parts, high_s)
+        if best is None or len(costs) < parts:
+            raise UsageError(
+                f"{len(costs)} layers do not fill {parts} pipeline stages", hint="Take fewer stages."
+            )
+        for _ in range(30):
+            middle_s = (low_s + high_s) / 2
+            found = _cut(costs, before_s, after_s, parts, middle_s)
+            low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
+        return best
+
+    def _accumulated_s(self, block: Block) -> float:
+        """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
+        if self.split.parts == 1:
+            return 0.0
+        moved = block.parameters * (self.precision.weight + 2 * self.precision.gradient)
+        return moved / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
+
+    @cached_property
+    def _known(self) -> dict[int, _Times]:
+        """Times of the blocks, by identity: layers are the same ones again and again."""
+        blocks = (self.blocks.before, *self.blocks.layers, self.blocks.after)
+        return {id(block): self._timed(block) for block in {id(each): each for each in blocks}.values()}
+
+    def _times(self, block: Block) -> _Times:
+        return self._known[id(block)]
+
+    def _timed(self, block: Block) -> _Times:
+        forward_link_s, backward_link_s = block.forward_link_s, block.backward_link_s
+        if self.split.context > 1 and block.input_bytes:
+            # Keys and values of the other ranks, gathered and their gradients scattered.
+            group = self.fabric.group(self.split.context, self.split.tensor)
+            size = 2 * block.input_bytes * self.split.context
+            forward_link_s += self.fabric.time_s(ALL_GATHER, size, group)
+            backward_link_s += self.fabric.time_s(REDUCE_SCATTER, size, group)
+        again_s = 0.0
+        if block is not self.blocks.before and block is not self.blocks.after:
+            again_s = {
+                "none": 0.0,
+                "selective": max(0.0, block.forward_s - block.products_s),
+                "full": block.forward_s,
+            }[self.split.checkpoint]
+            backward_link_s += forward_link_s if self.split.checkpoint == "full" else 0.0
+        backward_s = block.backward_s + self._accumulated_s(block)
+        return _Times(block.forward_s, backward_s, again_s, forward_link_s, backward_link_s)
+
+    # --- communication ----------------------------------------------------------------------------
+
+    def _replicas(self) -> Group:
+        return self.fabric.group(self.split.replicas, self.split.tensor)
+
+    def _exchange_s(self, function: str, block: Block, bytes_each: int) -> float:
+        return self.fabric.time_s(function, block.parameters * bytes_each, self._replicas())
+
+    def _bucketed_s(self, function: str, block: Block) -> float:
+        """Summing up a block's gradients in messages of the size of a bucket."""
+        size = block.parameters * self.precision.gradient
+        message = min(size, self.framework.bucket_bytes)
+        return size / message * self.fabric.time_s(function, message, self._replicas()) if size else 0.0
+
+    def _send_s(self) -> float:
+        """Handing a micro-batch's activations to the next stage."""
+        size = max(block.input_bytes for block in (*self.blocks.layers, self.blocks.after))
+        stride = self.split.tensor * self.split.replicas
+        inside = stride < self.fabric.per_machine
+        return self.fabric.time_s(SEND, size, Group(2, 2 if inside else 1))
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def tasks(self, parts: int) -> Iterator[Task]:
+        """A step of so many micro-batches."""
+        for stage in range(self.split.pipeline):
+            if self.split.zero == 3:
+                yield from self._sharded(parts)
+            else:
+                yield from self._staged(stage, parts)
+
+    def _sharded(self, parts: int) -> Iterator[Task]:
+        """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
+        blocks = self.stages[0]
+        times = [self._times(block) for block in blocks]
+        gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
+        scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
+        last = len(blocks) - 1
+        before: tuple[object, ...] = ()  # of the block before the one before: two are held at once
+        done: list[tuple[str, int, int]] = []
+        for part in range(parts):
+            order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
+            for kind, i in order:
+                # The last block is still there when the backward pass begins.
+                kept = kind == "B" and i == last
+                before = (done[-2],) if len(done) > 1 else ()
+                yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
+                if kind == "B" and i < last:
+                    yield Task(("R", part, i + 1), (0, "link"), scatter[i + 1], ((kind, part, i + 1),))
+                time_s = times[i].forward if kind == "F" else times[i].backward
+                yield Task((kind, part, i), (0, "compute"), time_s, (("G", kind, part, i),))
+                done.append((kind, part, i))
+            yield Task(("R", part, 0), (0, "link"), scatter[0], (("B", part, 0),))
+        ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
+        yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
+
+    def _staged(self, stage: int, parts: int) -> Iterator[Task]:
+        """A stage of 1F1B; the gradients are summed up behind the last backward pass of each block."""
+        split = self.split
+        chunks = [self.chunk(stage, chunk) for chunk in range(split.chunks)]
+        times = [[self._times(block) for block in chunk] for chunk in chunks]
+        send_s = self._send_s() if split.pipeline > 1 else 0.0
+        after: tuple[object, ...]
+        places = split.pipeline * split.chunks
+        scattered: list[object] = []
+        for kind, part, chunk in order(stage, split.pipeline, split.chunks, parts):
+            place = chunk * split.pipeline + stage
+            name = (kind, part, place)
+            if kind == "F":
+                after = (("sent", "F", part, place - 1),) if place else ()
+                total_s = sum(each.forward for each in times[chunk])
+                yield Task(name, (stage, "compute"), total_s, after)
+                if place < places - 1:
+                    yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
+                continue
+            after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
+            if part < parts - 1 or split.replicas == 1:
+                total_s = sum(each.backward for each in times[chunk])
+                yield Task(name, (stage, "compute"), total_s, after)
+            else:
+                for task in self._last(stage, chunk, name, times[chunk], after):
+                    scattered += [task.name] if task.resource == (stage, "link") else []
+                    yield task
+            if place:
+                yield Task(("sent", *name), (stage, "send", "B"), send_s, (name,))
+        yield from self._update(stage, tuple(scattered) or (("B", parts - 1, stage),))
+
+    def _last(
+        self,
+        stage: int,
+        chunk: int,
+        name: tuple[str, int, int],
+        times: list[_Times],
+        after: tuple[object, ...],
+    ) -> Iterator[Task]:
+        """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
+        blocks = self.chunk(stage, chunk)
+        function = REDUCE_SCATTER if self.split.zero else ALL_REDUCE
+        for i in range(len(blocks) - 1, -1, -1):
+            own = name if i == 0 else (*name, i)
+            yield Task(own, (stage, "compute"), times[i].backward, after if i == len(blocks) - 1 else ())
+        for i in range(len(blocks) - 1, -1, -1):
+            waits = name if i == 0 or not self.framework.overlap else (*name, i)
+            time_s = self._bucketed_s(function, blocks[i])
+            yield Task(("R", *name, i), (stage, "link"), time_s, (waits,))
+
+    def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
+        optimizer = ("optimizer", stage)
+        yield Task(optimizer, (stage, "compute"), self._optimizer_s(stage), after)
+        if self.split.zero and self.split.replicas > 1:
+            # ZeRO-2 in FSDP's sense gathers ahead of the next forward pass; here all wait for it.
+            total = replace(Block(), parameters=sum(block.parameters for block in self.stages[stage]))
+            time_s = self._exchange_s(ALL_GATHER, total, self.precision.work)
+            yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
+
+    def _optimizer_s(self, stage: int) -> float:
+        own = sum(block.parameters for block in self.stages[stage])
+        return own * self.blocks.optimizer_s / (self.split.replicas if self.split.zero else 1)
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def step_s(self, *, silent: bool = False) -> float:
+        """The step's time; ``silent``: if communication between replicas and stages took none.
+
+        Many micro-batches follow each other alike: few are looked at.
+        """
+        split = self.split
+        step = split.pipeline
+        fewer = (step * (1 + split.chunks) if step > 1 else 3) + split.parts % step
+        if split.parts <= fewer + step:
+            return self._run_s(split.parts, silent)
+        short_s, long_s = (self._run_s(each, silent) for each in (fewer, fewer + step))
+        # Where stages are nearly alike, the slowest is not yet what the others wait for.
+        each_s = max((long_s - short_s) / step, self._slowest_s)
+        return short_s + (split.parts - fewer) * each_s
+
+    @cached_property
+    def _slowest_s(self) -> float:
+        """Of the stages' work for one micro-batch, the longest."""
+        return max(
+            sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages
+        )
+
+    def _run_s(self, parts: int, silent: bool) -> float:
+        tasks = self.tasks(parts)
+        if silent:
+            tasks = (
+                task if task.resource[1:] == ("compute",) else replace(task, time_s=0.0) for task in tasks
+            )
+        return run(tasks).time_s
+
+    def time(self) -> StepTime:
+        """The step's time, and what it consists of."""
+        parts = self.split.parts
+        time_s, silent_s = self.step_s(), self.step_s(silent=True)
+        stages = [[self._times(block) for block in stage] for stage in self.stages]
+        slowest = max(stages, key=lambda times: sum(each.forward + each.backward for each in times))
+        compute_s = parts * sum(each.forward_s + each.backward_s for each in slowest)
+        again_s = parts * sum(each.recompute_s for each in slowest)
+        link_s = parts * sum(each.forward_link_s + each.backward_link_s for each in slowest)
+        optimizer_s = max(self._optimizer_s(i) for i in range(self.split.pipeline))
+        return StepTime(
+            time_s,
+            compute_s,
+            again_s,
+            link_s,
+            data_s=max(0.0, time_s - silent_s),
+            bubble_s=max(0.0, silent_s - compute_s - again_s - link_s - optimizer_s),
+            optimizer_s=optimizer_s,
+        )
+
+    def least_s(self) -> float:
+        """No schedule is faster: what the slowest stage does, and filling the pipeline."""
+        split = self.split
+        own = [sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages]
+        return split.parts * max(own) + (sum(own) - max(own)) / split.chunks * (split.parts >= split.pipeline)
+
+    def memory(self) -> RankMemory:
+        """Of the rank that holds most."""
+        return max((self._memory(stage) for stage in range(self.split.pipeline)), key=lambda each: each.total)
+
+    def _memory(self, stage: int) -> RankMemory:
+        split, precision = self.split, self.precision
+        blocks = self.stages[stage]
+        own = sum(block.parameters for block in blocks)
+        share = [1 / split.replicas if split.zero >= level else 1.0 for level in (1, 2, 3)]
+        largest = max(block.parameters for block in blocks)
+        gathered = 2 * largest * precision.work if split.zero == 3 else 0.0
+        # A copy in the type of the products, where the weight is in another.
+        copies = own * precision.work * (precision.work != precision.weight) * (split.zero < 3)
+        kept = sum(self._kept(block) for block in blocks)
+        whole = max((block.saved_bytes for block in blocks), default=0)
+        flight = in_flight(stage, split.pipeline, split.chunks, split.parts)
+        again = whole if split.checkpoint != "none" else 0.0
+        widest = max(block.widest_bytes for block in blocks)
+        return RankMemory(
+            parameters=own * precision.weight * share[2] + copies + gathered,
+            gradients=own * (precision.gradient * share[1] + precision.copies)
+            + (2 * largest * precision.gradient if split.zero >= 2 else 0.0),
+            optimizer=own * precision.optimizer * share[0],
+            activations=kept * flight,
+            temporary=max(2.0 * widest, again),
+            other=self.blocks.buffer_bytes + CONTEXT_BYTES,
+        )
+
+    def _kept(self, block: Block) -> float:
+        """What a micro-batch keeps of a block for the backward pass."""
+        if block is self.blocks.before or block is self.blocks.after:
+            return block.saved_bytes
+        kept = {"selective": block.products_bytes + block.input_bytes, "full": block.input_bytes}
+        return kept.get(self.split.checkpoint, block.saved_bytes)
+
+
+def _cut(
+    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float
+) -> tuple[int, ...] | None:
+    """Bounds of parts that take ``most_s`` at most, each with a layer, filled from the last on; None where
+    there are none."""
+    bounds = [len(costs)]
+    for left in range(parts - 1, -1, -1):  # parts that come before this one
+        begin = bounds[-1]
+        used_s = (after_s if left == parts - 1 else 0.0) + (0.0 if left else before_s)
+        while begin > left and (begin == bounds[-1] or used_s + costs[begin - 1] <= most_s):
+            begin -= 1
+            used_s += costs[begin]
+        if used_s > most_s:
+            return None
+        bounds.append(begin)
+    return None if bounds[-1] else tuple(reversed(bounds))
+
+
+def order(stage: int, stages: int, chunks: int, parts: int) -> Iterator[tuple[str, int, int]]:
+    """What a stage computes one after the other: forward or backward (``F``, ``B``), micro-batch, chunk.
+
+    1F1B: as many forward passes as there are stages behind, then one of each in turn. With several chunks
+    (``parts`` a multiple of ``stages``) the micro-batches go through them in groups of ``stages``.
+    """
+    total = parts * chunks
+    ahead = min(
+        total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    )
+
+    def place(number: int, *, backward: bool) -> tuple[str, int, int]:
+        if chunks == 1:
+            return ("B" if backward else "F"), number, 0
+        group, rest = divmod(number, stages * chunks)
+        chunk = rest // stages
+        part = group * stages + rest % stages
+        return ("B", part, chunks - 1 - chunk) if backward else ("F", part, chunk)
+
+    for number in range(ahead):
+        yield place(number, backward=False)
+    for number in range(total):
+        if number + ahead < total:
+            yield place(number + ahead, backward=False)
+        yield place(number, backward=True)
+
+
+def in_flight(stage: int, stages: int, chunks: int, parts: int) -> float:
+    """Micro-batches of which a stage holds activations at once; of several chunks, a part of one each."""
+    if chunks == 1:
+        return min(stages - stage, parts)
+    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, parts * chunks) / chunks

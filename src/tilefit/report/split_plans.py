@@ -1,0 +1,310 @@
+"""Plans of a training on many GPUs, as text and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from tilefit import console, units
+from tilefit.cost.links import Fabric
+from tilefit.formats import renders
+from tilefit.gpus import Gpu
+from tilefit.parallel.launchers import settings
+from tilefit.parallel.planning import LEAST_SCALING, Priced
+
+#: Splits of the table, unless all are asked for.
+_ROWS = 8
+#: What a step consists of, in the words of the explanation.
+_PARTS = {
+    "compute_s": "computation",
+    "recompute_s": "recomputation",
+    "tensor_s": "tensor- and context-parallel communication",
+    "data_s": "communication of gradients, parameters and activations that nothing hides",
+    "bubble_s": "pipeline bubble",
+    "optimizer_s": "the optimizer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best splits over one kind of GPU.
+
+    Attributes:
+        fabric: The GPU, its machines and what joins them.
+        ranked: Splits over all GPUs, best first.
+        frontier: The best over fewer GPUs, by their number.
+        price: Of a GPU for an hour; None where unknown.
+        peak_flop_per_s: Of the GPU, for the utilization.
+        refused: Why there is no split; empty where there are.
+    """
+
+    fabric: Fabric
+    ranked: tuple[Priced, ...]
+    frontier: tuple[tuple[int, Priced], ...]
+    price: float | None
+    peak_flop_per_s: float
+    refused: str = ""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU."""
+        return self.fabric.gpu
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How to share a training over GPUs.
+
+    Attributes:
+        target: What is trained.
+        gpus: How many GPUs.
+        batch: Samples of a step.
+        tokens: Of a sample; 0 where its inputs are none.
+        parameters: Of the model.
+        flop: Of the products of one sample.
+        choices: One for each kind of GPU.
+        epoch: Samples of an epoch; 0 where unknown.
+        notes: What a reader must know.
+        explain: The text says why the runner-up lost.
+        launch: The text has the settings of frameworks whose names begin so; ``all`` for every one.
+    """
+
+    target: str
+    gpus: int
+    batch: int
+    tokens: int
+    parameters: int
+    flop: float
+    choices: tuple[Choice, ...]
+    epoch: int = 0
+    notes: tuple[str, ...] = ()
+    explain: bool = False
+    launch: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "tokens" if self.tokens else "samples"
+
+    def rate(self, priced: Priced) -> float:
+        """Tokens, or samples, per second."""
+        return self.batch * (self.tokens or 1) / priced.time.time_s
+
+    def utilization(self, choice: Choice, priced: Priced) -> float:
+        """Model FLOP over the peak (MFU)."""
+        return self.batch * self.flop / (priced.time.time_s * priced.split.gpus * choice.peak_flop_per_s)
+
+    def cost(self, choice: Choice, priced: Priced) -> float | None:
+        """Of an epoch where its size is known, else of a billion tokens or a million samples."""
+        if choice.price is None:
+            return None
+        samples = self.epoch or (1e9 / self.tokens if self.tokens else 1e6)
+        hours = samples / self.batch * priced.time.time_s / 3600
+        return hours * priced.split.gpus * choice.price
+
+    @property
+    def cost_unit(self) -> str:
+        """What a cost is of."""
+        return "epoch" if self.epoch else "G tokens" if self.tokens else "M samples"
+
+
+@renders(SplitPlan, "json")
+def as_json(plan: SplitPlan) -> str:
+    """JSON: times in seconds, bytes, rates per second."""
+    data = {
+        "schema_version": 1,
+        "target": plan.target,
+        "gpus": plan.gpus,
+        "global_batch": plan.batch,
+        "tokens_per_sample": plan.tokens,
+        "parameters": plan.parameters,
+        "unit": plan.unit,
+        "cost_of": plan.cost_unit,
+        "notes": plan.notes,
+        "choices": [
+            {
+                "gpu": choice.gpu.name,
+                "gpus_per_machine": choice.fabric.per_machine,
+                "network": choice.fabric.network.name if choice.fabric.network else None,
+                "price_per_gpu_hour": choice.price,
+                "refused": choice.refused,
+                "splits": [_row(plan, choice, priced) for priced in choice.ranked],
+                "frontier": [_row(plan, choice, priced) for _, priced in choice.frontier],
+                "settings": _settings(plan, choice),
+            }
+            for choice in plan.choices
+        ],
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def _settings(plan: SplitPlan, choice: Choice) -> dict[str, str]:
+    return settings(choice.ranked[0].split, choice.fabric.per_machine, plan.tokens) if choice.ranked else {}
+
+
+def _row(plan: SplitPlan, choice: Choice, priced: Priced) -> dict[str, Any]:
+    split = priced.split
+    return {
+        "split": str(split),
+        **asdict(split),
+        "micro_batches": split.parts,
+        "gpus": split.gpus,
+        **asdict(priced.time),
+        "exposed_s": priced.time.exposed_s,
+        "rate_per_s": plan.rate(priced),
+        "mfu": plan.utilization(choice, priced),
+        "memory_bytes": {**asdict(priced.memory), "total": priced.memory.total},
+        "cost": plan.cost(choice, priced),
+    }
+
+
+@renders(SplitPlan, "text")
+def as_text(plan: SplitPlan, *, width: int = 80, show_all: bool = False) -> RenderableType:
+    """The best splits, the frontier, what the best consists of, and its settings."""
+    size = f"{units.count(plan.parameters)} parameters"
+    batch = f"global batch {plan.batch}" + (f" of {plan.tokens} tokens" if plan.tokens else "")
+    parts: list[RenderableType] = [
+        Text.assemble((plan.target, "bold"), f", {size}, {batch}, {units.counted(plan.gpus, 'GPU')}"),
+        Text(),
+    ]
+    for choice in plan.choices:
+        parts += _choice(plan, choice, show_all=show_all)
+    if len(plan.choices) > 1:
+        parts += _compared(plan)
+    return Group(*parts, *(Text(note, "dim") for note in plan.notes))
+
+
+def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[RenderableType]:
+    net = choice.fabric.network
+    joined = f", machines of {choice.fabric.per_machine} by {net.name}" if net else ""
+    yield Text.assemble((choice.gpu.title, "bold"), joined)
+    if not choice.ranked:
+        yield from (Text(choice.refused), Text())
+        return
+    rows = choice.ranked if show_all else choice.ranked[:_ROWS]
+    yield _table(plan, choice, [("", each) for each in rows])
+    yield Text()
+    yield Text(_made_of(choice.ranked[0]))
+    if plan.explain:
+        yield from map(Text, explained(choice.ranked))
+    yield Text()
+    if len(choice.frontier) > 1:
+        yield Text("Strong scaling: the best split over fewer GPUs", "bold")
+        yield _table(plan, choice, [(str(count), each) for count, each in choice.frontier])
+        yield from (Text(scaling(choice)), Text())
+    if plan.launch:
+        every = _settings(plan, choice)
+        chosen = [
+            name for name in every if plan.launch == "all" or name.lower().startswith(plan.launch.lower())
+        ]
+        for name in chosen:
+            yield from (Text(f"{name}:", "bold"), Text(every[name]), Text())
+        if not chosen:
+            yield Text(
+                f"{plan.launch} has no settings for the best split; {', '.join(every) or 'none'} has.\n"
+            )
+
+
+def _table(plan: SplitPlan, choice: Choice, rows: list[tuple[str, Priced]]) -> RenderableType:
+    priced = choice.price is not None
+    counted = any(count for count, _ in rows)
+    heads = [*([">GPUs"] if counted else []), "split", ">step", f">{plan.unit}/s", ">MFU", ">GiB", ">exposed"]
+    made = []
+    for count, each in rows:
+        cost = plan.cost(choice, each)
+        made.append(
+            [
+                *([count] if counted else []),
+                str(each.split),
+                units.seconds(each.time.time_s),
+                units.number(plan.rate(each)),
+                f"{100 * plan.utilization(choice, each):.0f} %",
+                f"{each.memory.total / 2**30:.0f}",
+                units.share(each.time.exposed_s / each.time.time_s),
+                *([units.number(cost)] if cost is not None else []),
+            ]
+        )
+    return console.table(*heads, *([f">per {plan.cost_unit}"] if priced else []), rows=made)
+
+
+def _made_of(priced: Priced) -> str:
+    """Where the time of a split goes, and its memory."""
+    whole, memory = priced.time.time_s, priced.memory
+    spent = {name: getattr(priced.time, key) for key, name in _PARTS.items()}
+    said = [f"{name} {units.share(each / whole)}" for name, each in spent.items() if each >= whole / 200]
+    held = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "temporaries": memory.temporary,
+        "other": memory.other,
+    }
+    gib = [f"{name} {each / 2**30:.1f}" for name, each in held.items()]
+    return f"The best spends its time on: {', '.join(said)}.\nIt holds, in GiB: {', '.join(gib)}."
+
+
+def explained(ranked: tuple[Priced, ...]) -> Iterator[str]:
+    """Why the runner-up lost, in a sentence or two."""
+    if len(ranked) < 2:
+        yield "No other split fits."
+        return
+    best, other = ranked[:2]
+    more_s = other.time.time_s - best.time.time_s
+    yield (
+        f"The runner-up ({other.split}) takes {units.seconds(more_s)} "
+        f"({units.share(more_s / best.time.time_s)}) longer:"
+    )
+    gaps = {key: getattr(other.time, key) - getattr(best.time, key) for key in _PARTS}
+    for key, gap_s in sorted(gaps.items(), key=lambda pair: -abs(pair[1])):
+        if abs(gap_s) >= 0.02 * best.time.time_s or abs(gap_s) >= 0.2 * more_s > 0:
+            sign = "more" if gap_s > 0 else "less"
+            yield f"  {units.seconds(abs(gap_s))} {sign} of {_PARTS[key]}"
+
+
+def scaling(choice: Choice) -> str:
+    """Up to how many GPUs each doubling pays."""
+    doubled = [
+        (first, fewer.time.time_s / more.time.time_s - 1)
+        for (first, fewer), (second, more) in pairwise(choice.frontier)
+        if second == 2 * first
+    ]
+    poor = next((first for first, gain in doubled if gain < LEAST_SCALING), None)
+    if poor is not None:
+        percent = f"{100 * LEAST_SCALING:.0f} %"
+        return f"Beyond {poor} GPUs at this global batch a doubling gains less than {percent}."
+    if not doubled:
+        return "Fewer GPUs do not hold the model."
+    return (
+        f"Each doubling up to {choice.frontier[-1][0]} GPUs gains {100 * doubled[-1][1]:.0f} % or more."
+        if (doubled[-1][1] == min(gain for _, gain in doubled))
+        else f"Each doubling gains at least {100 * min(gain for _, gain in doubled):.0f} %."
+    )
+
+
+def _compared(plan: SplitPlan) -> Iterator[RenderableType]:
+    """The best of each kind of GPU, by cost where prices are known."""
+    best = [(choice, choice.ranked[0]) for choice in plan.choices if choice.ranked]
+
+    def key(pair: tuple[Choice, Priced]) -> float:
+        cost = plan.cost(*pair)
+        return pair[1].time.time_s if cost is None else cost
+
+    yield Text("GPUs compared", "bold")
+    rows = [
+        [
+            choice.gpu.title,
+            str(priced.split),
+            units.seconds(priced.time.time_s),
+            units.number(cost) if (cost := plan.cost(choice, priced)) is not None else "?",
+        ]
+        for choice, priced in sorted(best, key=key)
+    ]
+    yield console.table("GPU", "split", ">step", f">per {plan.cost_unit}", rows=rows)
+    yield Text()

@@ -1,0 +1,172 @@
+"""From a target to a plan over many GPUs: captured with few layers, split, priced, ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tilefit.capture.child import capture_in_child
+from tilefit.cost.links import MOST_LINKED, Fabric, Network
+from tilefit.cost.priced import PricedGpu
+from tilefit.errors import UsageError
+from tilefit.options import TargetOptions
+from tilefit.parallel.blocks import Model
+from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
+from tilefit.report.split_plans import Choice, SplitPlan
+
+#: Layers that a model of many equal ones is captured with.
+FEW_LAYERS = 2
+#: Samples of the capture: a batch of one spares copies that every larger one needs.
+_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is to be rented.
+
+    Attributes:
+        gpus: How many GPUs.
+        machines: In how many machines; 0 for as few as there can be.
+        network: What joins them.
+        prices: Of a GPU for an hour, by name; "" stands for all others.
+    """
+
+    gpus: int
+    machines: int
+    network: Network
+    prices: dict[str, float]
+
+    @property
+    def per_machine(self) -> int:
+        """GPUs of a machine."""
+        return self.gpus // self.machines if self.machines else min(self.gpus, MOST_LINKED)
+
+    def check(self) -> None:
+        """Refuse what is no cluster.
+
+        Raises:
+            UsageError: there are no GPUs, or the machines cannot share them.
+        """
+        if self.gpus < 1:
+            raise UsageError(f"a plan over {self.gpus} GPUs", where="--gpus", hint="Take one GPU or more.")
+        if not self.machines and self.gpus % self.per_machine:
+            raise UsageError(
+                f"{self.gpus} GPUs do not fill machines of {self.per_machine}",
+                where="--gpus",
+                hint=f"Take a multiple of {self.per_machine}, or say in how many machines they are: --nodes.",
+            )
+        if self.machines and self.gpus % self.machines:
+            raise UsageError(
+                f"{self.machines} machines do not share {self.gpus} GPUs evenly",
+                where="--nodes",
+                hint="Take a number of machines that divides the number of GPUs.",
+            )
+        if self.per_machine > MOST_LINKED:
+            raise UsageError(
+                f"{self.per_machine} GPUs in a machine",
+                where="--nodes",
+                hint=f"A machine has {MOST_LINKED} at most.",
+            )
+
+    def fabric(self, gpu: PricedGpu) -> Fabric:
+        """The machines with one kind of GPU."""
+        several = self.gpus > self.per_machine
+        return Fabric(gpu, self.per_machine, self.network if several else None)
+
+
+@dataclass
+class PlanSession:
+    """One plan of a target.
+
+    Attributes:
+        target: What is trained.
+        options: How its step is captured.
+        gpus: Kinds of GPU to compare.
+        cluster: How many, and what joins them.
+        batch: Samples of a step, over all GPUs.
+        layers: Of the model, where it is built with fewer; 0: as many as it is built with.
+        epoch: Samples of an epoch; 0 where unknown.
+        timeout_s: How long a capture may take.
+        fresh: Capture again, although the target is unchanged.
+        tell: Is told what goes on.
+    """
+
+    target: str
+    options: TargetOptions
+    gpus: Sequence[PricedGpu]
+    cluster: Cluster
+    batch: int
+    layers: int = 0
+    epoch: int = 0
+    timeout_s: float = 300.0
+    fresh: bool = False
+    tell: Callable[[str], None] = lambda text: None
+
+    def model(self) -> tuple[Model, tuple[str, ...]]:
+        """The captured step, and what is to be said of it.
+
+        Raises:
+            TilefitError: it cannot be captured, or has no layers.
+        """
+        options = self.options
+        if not options.autocast:
+            options = replace(options, weights="bf16")
+        name, layers = "", 0
+        if self.target.startswith("hf:"):
+            options = replace(options, batch=_SAMPLES)
+            from tilefit.capture.targets.kinds.hf import repeated_layers
+            from tilefit.capture.torchvision_import import tolerated
+
+            with tolerated():
+                name, layers = repeated_layers(self.target.removeprefix("hf:"), options.arguments)
+        if layers > FEW_LAYERS:
+            arguments = {**options.arguments, name: FEW_LAYERS}
+            few = replace(options, arguments=arguments)
+            step = capture_in_child(self.target, few, self.timeout_s, fresh=self.fresh)
+            notes = (f"Captured with {FEW_LAYERS} of its {layers} layers, which are alike.",)
+            return Model(step, layers), (*notes, *step.notes)
+        step = capture_in_child(self.target, options, self.timeout_s, fresh=self.fresh)
+        return Model(step, self.layers), step.notes
+
+    def plan(self) -> SplitPlan:
+        """The best splits over each kind of GPU.
+
+        Raises:
+            TilefitError: the target cannot be captured, or no kind of GPU can share the batch.
+        """
+        if self.batch < 1:
+            raise UsageError(
+                f"a global batch of {self.batch}", where="--global-batch", hint="Take 1 or more."
+            )
+        self.cluster.check()
+        model, notes = self.model()
+        made = [self._choice(model, gpu) for gpu in self.gpus]
+        return SplitPlan(
+            self.target,
+            self.cluster.gpus,
+            self.batch,
+            tokens_of(model.step),
+            model.parameters,
+            model.flop,
+            tuple(made),
+            self.epoch,
+            (*notes, "Predicted, not measured; docs/plan.md tells how far off such predictions were."),
+        )
+
+    def _choice(self, model: Model, gpu: PricedGpu) -> Choice:
+        fabric = self.cluster.fabric(gpu)
+        job = Job(self.batch, precision_of(model.step))
+        planner = Planner(model, fabric, job)
+        self.tell(gpu.title)
+        price = self.cluster.prices.get(gpu.name, self.cluster.prices.get(""))
+        peak = gpu.peak_flop_per_s("bf16" if job.precision.work == 2 else "tf32")
+        try:
+            ranked = tuple(planner.best(self.cluster.gpus))
+        except UsageError as error:
+            if len(self.gpus) == 1:
+                raise
+            return Choice(fabric, (), (), price, peak, error.what)
+        if not ranked:
+            return Choice(fabric, (), (), price, peak, "No split fits into the memory.")
+        frontier = planner.frontier(self.cluster.gpus, lambda count: self.tell(f"{gpu.title}, {count} GPUs"))
+        return Choice(fabric, ranked, tuple(frontier), price, peak)

@@ -1,0 +1,100 @@
+"""``tilefit plan``: the table, its JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def build():
+    return Net(), torch.randint(0, 1000, (2, 64))
+
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(MODEL)
+    return "net.py:build"
+
+
+def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
+    command = ("plan", model, "--gpu", "h100-sxm", "--gpu", "l40s", "--gpus", "16", "--global-batch", "64")
+    command += ("--layers", "8", "--price", "h100-sxm=2.5", "--price", "1", "--network", "8x400")
+    ran = tilefit(*command, "--output-format", "json")
+    assert ran.code == 0
+    data = json.loads(ran.out, parse_constant=lambda text: pytest.fail(text))
+    assert data["schema_version"] == 1
+    assert (data["gpus"], data["global_batch"], data["tokens_per_sample"]) == (16, 64, 64)
+    first, second = data["choices"]
+    assert (first["price_per_gpu_hour"], second["price_per_gpu_hour"]) == (2.5, 1)
+    for choice in data["choices"]:
+        times = [split["time_s"] for split in choice["splits"]]
+        assert times == sorted(times)
+        for split in choice["splits"]:
+            ranks = split["data"] * split["tensor"] * split["pipeline"] * split["context"]
+            assert ranks == split["gpus"] == 16
+            assert split["data"] * split["samples"] * split["micro_batches"] == 64
+            memory = split["memory_bytes"]
+            assert memory.pop("total") == pytest.approx(sum(memory.values()))
+    # A billion tokens are 64 x 64 of them a step.
+    best = first["splits"][0]
+    assert best["cost"] == pytest.approx(1e9 / 64**2 * best["time_s"] / 3600 * 16 * 2.5)
+    text = " ".join(tilefit(*command, "--explain", "--launch", "all").out.split())
+    for said in ("The runner-up", "Strong scaling", "GPUs compared", "per G tokens", "torchrun --nnodes 2"):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpus", "0"), "a plan over 0 GPUs"),
+        (("--gpus", "12"), "12 GPUs do not fill machines of 8"),
+        (("--gpus", "16", "--nodes", "3"), "3 machines do not share 16 GPUs evenly"),
+        (("--gpus", "16", "--nodes", "1"), "16 GPUs in a machine"),
+        (("--network", "pigeons"), "unknown network 'pigeons'"),
+        (("--gpus", "8", "--global-batch", "0"), "a global batch of 0"),
+        (("--price", "cheap"), "cannot read the price 'cheap'"),
+        (("--price", "a100=2"), "a price of a100, which is not compared"),
+        (("--set", "width"), "cannot read --set width"),
+        (
+            ("--gpus", "32", "--global-batch", "7"),
+            "a global batch of 7 cannot be shared by 32",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_hint(
+    tilefit, model: str, options: tuple[str, ...], message: str
+) -> None:
+    ran = tilefit("plan", model, "--gpu", "h100-sxm", *options)
+    assert ran.code == 2
+    assert message in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err

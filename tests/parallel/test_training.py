@@ -1,0 +1,195 @@
+"""Training steps on many GPUs: bounds that hold for every split, and what can be told by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tilefit.capture.child import capture_target
+from tilefit.cost.links import NETWORKS, Fabric, Network
+from tilefit.cost.priced import priced
+from tilefit.errors import UsageError
+from tilefit.ops import Step
+from tilefit.options import TargetOptions
+from tilefit.parallel.blocks import Block, Blocks, Framework, Model
+from tilefit.parallel.launchers import settings
+from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
+from tilefit.parallel.training import Precision, Training, TrainingSplit
+
+H100 = priced("h100-sxm")
+CLUSTER = Fabric(H100, 8, NETWORKS["infiniband"])
+LAYER = Block(
+    forward_s=1e-3, backward_s=2e-3, parameters=10**7, saved_bytes=10**8, products_bytes=4 * 10**7,
+    products_s=6e-4, input_bytes=10**6,
+)  # fmt: skip
+BLOCKS = Blocks(Block(parameters=10**6), (LAYER,) * 8, Block(parameters=10**6), optimizer_s=1e-12)
+
+
+def training(split: TrainingSplit, fabric: Fabric = CLUSTER, **framework: object) -> Training:
+    return Training(BLOCKS, split, fabric, Precision(), Framework(**framework))  # type: ignore[arg-type]
+
+
+SPLITS = [
+    TrainingSplit(),
+    TrainingSplit(data=16, micro_batches=4),
+    TrainingSplit(data=16, micro_batches=40, zero=1),
+    TrainingSplit(data=16, micro_batches=2, zero=3),
+    TrainingSplit(data=4, pipeline=4, micro_batches=8, zero=1),
+    TrainingSplit(data=2, pipeline=4, micro_batches=60, chunks=2),
+    TrainingSplit(pipeline=8, micro_batches=4, checkpoint="full"),
+    TrainingSplit(data=8, context=2, micro_batches=2, checkpoint="selective"),
+]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_never_below_its_parts_and_no_slower_on_a_faster_network(split: TrainingSplit) -> None:
+    made = training(split)
+    time = made.time()
+    assert time.time_s >= time.compute_s + time.recompute_s + time.tensor_s + time.optimizer_s - 1e-12
+    assert time.time_s >= made.least_s() - 1e-12
+    total = time.compute_s + time.recompute_s + time.exposed_s + time.bubble_s + time.optimizer_s
+    assert total == pytest.approx(time.time_s)
+    fast = replace(CLUSTER, network=replace(NETWORKS["infiniband"], card_bytes_per_s=500e9))
+    assert training(split, fast).time().time_s <= time.time_s
+
+
+@pytest.mark.parametrize(
+    "split", [replace(each, micro_batches=parts) for each in SPLITS[3:6] for parts in (24, 40)], ids=str
+)
+def test_many_micro_batches_are_extrapolated_to_what_all_of_them_take(split: TrainingSplit) -> None:
+    made = training(split)
+    assert made.step_s() == pytest.approx(made._run_s(split.parts, False), rel=0.01)
+
+
+def test_the_bubble_by_hand() -> None:
+    # Four stages of two layers, 6 ms each way: (8 + 3) times that; with two chunks half of the filling.
+    one = training(TrainingSplit(pipeline=4, micro_batches=8), replace(CLUSTER, per_machine=8)).time()
+    two = training(TrainingSplit(pipeline=4, micro_batches=8, chunks=2)).time()
+    assert one.bubble_s == pytest.approx(3 * 6e-3, rel=0.02)
+    assert two.bubble_s == pytest.approx(1.5 * 6e-3, rel=0.02)
+
+
+def test_what_is_summed_up_hides_behind_the_backward_pass_and_shows_where_it_is_slow() -> None:
+    split = TrainingSplit(data=16)
+    slow = Fabric(H100, 8, Network("slow", 1, 1e9))
+    hidden, shown = training(split).time(), training(split, slow).time()
+    assert hidden.data_s < 0.2 * hidden.compute_s
+    assert shown.data_s > shown.compute_s
+    assert training(split, overlap=False).time().data_s > 2 * hidden.data_s
+
+
+def test_checkpointing_trades_time_for_memory() -> None:
+    made = [training(TrainingSplit(checkpoint=each)) for each in ("none", "selective", "full")]
+    times = [each.time().recompute_s for each in made]
+    assert times == pytest.approx([0, 8 * 4e-4, 8 * 1e-3])
+    kept = [each.memory().activations for each in made]
+    assert kept == [8 * 10**8, 8 * (4 * 10**7 + 10**6), 8 * 10**6]
+
+
+def test_memory_of_a_rank_by_hand_and_adds_up() -> None:
+    own = sum(block.parameters for block in (BLOCKS.before, *BLOCKS.layers, BLOCKS.after))
+    whole = training(TrainingSplit(data=8)).memory()
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (2 * own, 4 * own, 12 * own)
+    assert training(TrainingSplit(data=8, zero=1)).memory().optimizer == pytest.approx(12 * own / 8)
+    sharded = training(TrainingSplit(data=8, zero=3)).memory()
+    assert sharded.parameters == pytest.approx(2 * own / 8 + 2 * 2 * 10**7)
+    parts = [whole.parameters, whole.gradients, whole.optimizer, whole.activations, whole.temporary]
+    assert whole.total == sum(parts) + whole.other
+    # 1F1B: the first stage holds as many micro-batches as there are stages.
+    staged = training(TrainingSplit(pipeline=4, micro_batches=8)).memory()
+    assert staged.activations == 4 * 2 * 10**8
+
+
+def test_stages_are_balanced_by_time_and_too_many_are_refused() -> None:
+    heavy = replace(BLOCKS, after=replace(LAYER, forward_s=2e-3, backward_s=4e-3))
+    made = Training(heavy, TrainingSplit(pipeline=2, micro_batches=2), CLUSTER, Precision(), Framework())
+    assert made.bounds == (0, 5, 8)
+    with pytest.raises(UsageError, match="8 layers do not fill 9 pipeline stages"):
+        training(TrainingSplit(pipeline=9, micro_batches=9)).memory()
+
+
+def test_a_step_without_layers_cannot_be_planned() -> None:
+    with pytest.raises(UsageError, match="no list of layers"):
+        Model(Step(()))
+
+
+# --- of a captured model ---------------------------------------------------------------------------
+
+_SIZES = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[int, Model]:
+    """A small Llama with two and with four layers."""
+    made = {}
+    for layers in (2, 4):
+        options = TargetOptions(
+            batch=2,
+            seq=128,
+            fused_optimizer=True,
+            weights="bf16",
+            arguments={**_SIZES, "num_hidden_layers": layers},
+        )
+        made[layers] = Model(capture_target("hf:llama", options), 4)
+    return made
+
+
+def test_few_layers_stand_for_all(models: dict[int, Model]) -> None:
+    few, whole = models[2], models[4]
+    assert few.parameters == whole.parameters
+    assert few.flop == pytest.approx(whole.flop)
+    one, other = few.blocks(CLUSTER, 4, 2), whole.blocks(CLUSTER, 4, 2)
+    assert len(one.layers) == len(other.layers) == 4
+    for name in ("forward_s", "backward_s", "saved_bytes", "parameters"):
+        sums = [sum(getattr(layer, name) for layer in each.layers) for each in (one, other)]
+        assert sums[0] == pytest.approx(sums[1], rel=0.02)
+
+
+def test_ranks_share_a_layer(models: dict[int, Model]) -> None:
+    whole, part = models[2].blocks(CLUSTER, 4), models[2].blocks(CLUSTER, 4, 4)
+    assert part.layers[0].forward_link_s > 0 == whole.layers[0].forward_link_s
+    assert part.layers[0].flop * 4 == whole.layers[0].flop
+    # With the sequence split a rank keeps a quarter of everything.
+    assert part.layers[0].saved_bytes == pytest.approx(whole.layers[0].saved_bytes / 4, rel=0.05)
+    apart = models[2].blocks(CLUSTER, 4, 4, Framework(sequence=False))
+    assert apart.layers[0].saved_bytes > part.layers[0].saved_bytes
+    slow = models[2].blocks(CLUSTER, 4, 4, Framework(layer_host_s=1.0))
+    assert slow.layers[0].forward_s + slow.layers[0].backward_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_every_split_keeps_the_batch_and_the_best_is_the_fastest_that_fits(models: dict[int, Model]) -> None:
+    planner = Planner(models[2], CLUSTER, Job(64, precision_of(models[2].step)))
+    splits = list(planner.splits(16))
+    assert {split.gpus for split in splits} == {16}
+    assert {split.batch for split in splits} == {64}
+    assert len(splits) == len(set(splits))
+    best = planner.best(16)
+    assert all(each.fits for each in best)
+    times = [each.time.time_s for each in best]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(
+        min(planner.training(split).step_s() for split in [*splits[::7], best[0].split])
+    )
+    assert [count for count, _ in planner.frontier(16)] == [1, 2, 4, 8, 16]
+
+
+def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Model]) -> None:
+    step = models[2].step
+    assert precision_of(step) == Precision(2, 2, 4, 12)
+    assert tokens_of(step) == 128
+    assert {parameter.dtype for parameter in step.parameters.values()} == {"bf16"}
+
+
+def test_settings_of_frameworks() -> None:
+    sharded = settings(TrainingSplit(data=16, zero=3, samples=2, micro_batches=4), 8, 4096)
+    assert {*sharded} == {"torchrun + PyTorch", "torchtitan", "Accelerate", "DeepSpeed"}
+    assert "--nnodes 2 --nproc-per-node 8" in sharded["torchrun + PyTorch"]
+    assert '"train_batch_size": 128' in sharded["DeepSpeed"]
+    assert "data_parallel_shard_degree = 16" in sharded["torchtitan"]
+    staged = settings(TrainingSplit(data=2, tensor=4, pipeline=4, micro_batches=8, chunks=2, zero=1), 8, 4096)
+    assert {*staged} == {"Megatron-LM"}
+    assert "--num-virtual-stages-per-pipeline-rank 2" in staged["Megatron-LM"]
