@@ -17,6 +17,7 @@ import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,20 @@ def models() -> Iterator[tuple[str, nn.Module, Any, Callable[[Any], torch.Tensor
         model = timm.create_model(name)
         size = model.default_cfg["input_size"]
         yield f"timm:{name}", model, (torch.randn(IMAGES, *size),), of_classes
+    # It reads values, to warn.
+    transformers.PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
     for kind, head, sizes in TRANSFORMERS:
         config = transformers.AutoConfig.for_model(kind, **sizes)
-        for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(config, token, 1)
+        config.use_cache = False  # which a block that runs twice would add to twice
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = 1
         model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
         ids = torch.randint(2, 1000, TOKENS)
-        yield f"transformers:{kind}", model, {"input_ids": ids, "labels": ids.clone()}, None
+        yield (
+            f"transformers:{kind}",
+            model,
+            {"input_ids": ids, "labels": ids.clone()},
+            None,
+        )
 
 
 def optimizer_of(inputs: Any) -> str:
@@ -203,8 +211,10 @@ def real_peak(model: nn.Module, inputs: Any, loss_of: Any, train: bool) -> tuple
     return live.peak, held_bytes
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows(only: str = "") -> Iterator[dict[str, Any]]:
     for name, model, inputs, loss in models():
+        if only not in name:
+            continue
         for how in ("training", "checkpointed", "inference"):
             train = how != "inference"
             each = checkpointed(model) if how == "checkpointed" else deepcopy(model)
@@ -265,10 +275,11 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="where to write the rows")
     parser.add_argument("--gpu", action="store_true", help="also predict what was measured on GPUs")
+    parser.add_argument("--only", default="", help="models whose names contain this")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for part, made in (("cpu", rows), ("gpu", on_gpus)):
+    for part, made in (("cpu", partial(rows, arguments.only)), ("gpu", on_gpus)):
         if part == "gpu" and not arguments.gpu:
             continue
         found = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
+from tilefit.cost.recompute import Recompute
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
-from tilefit.units import share, size
+from tilefit.units import capacity, seconds, share, size
 
 #: Share of the memory that tensors can fill; the rest goes to the CUDA context, library workspaces and the
 #: allocator's fragmentation. A choice, not a measurement.
@@ -39,7 +40,8 @@ class OutOfMemory(Rule):
 
     Fix: a smaller batch with gradient accumulation; activation checkpointing, which computes activations
     again instead of keeping them; where the fixed part alone is too large, sharding (FSDP), an 8-bit
-    optimizer or a larger GPU.
+    optimizer or a larger GPU. The message says which modules to checkpoint: those that cost the least time
+    for each byte that they free at the fullest moment, until the step fits; ``tilefit fix`` does it.
 
     Source: Rajbhandari and others, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020), on what fills the memory.
@@ -67,9 +69,10 @@ class OutOfMemory(Rule):
             state = "parameters, gradients and optimizer state" if training else "the parameters"
             fix = f"No batch fits: shard {state} over at least {gpus} GPUs, or take a larger one."
         elif not fits:
-            fix = "Not one sample fits: shorten the inputs, or take a larger GPU."
+            again = f", or {_recompute(context, usable)}" if training else ""
+            fix = f"Not one sample fits: shorten the inputs, or take a larger GPU{again}."
         elif training:
-            fix = f"Use a batch of at most {fits} and accumulate gradients, or checkpoint activations."
+            fix = f"Use a batch of at most {fits} and accumulate gradients, or {_recompute(context, usable)}."
         else:
             fix = f"Use a batch of at most {fits}."
         yield Proposal(
@@ -86,3 +89,22 @@ class OutOfMemory(Rule):
             ),
             severity=ERROR,
         )
+
+
+def _recompute(context: Context, usable_bytes: float) -> str:
+    """What checkpointing it takes to fit, priced; in general words where the timeline is not known."""
+    memory = context.step.memory
+    if not memory.timeline.events:
+        return "checkpoint activations"
+    found = Recompute(context.step, context.estimate.ops).within(usable_bytes)
+    if not found.modules:
+        return "checkpoint activations"
+    if found.peak_bytes > usable_bytes:
+        least = f"{capacity(found.peak_bytes)} at the least"
+        return f"checkpoint activations and split the rest: all modules together leave {least}"
+    modules = f"{len(found.modules)} module{'s' * (len(found.modules) > 1)}"
+    saved = capacity(memory.peak_bytes - found.peak_bytes)
+    return (
+        f"checkpoint {modules} ({found.modules[0]} and on), which frees {saved} for "
+        f"{seconds(found.extra_s)} more: tilefit fix --select checkpoint"
+    )
