@@ -52,7 +52,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cache: list[torch.Tensor] | None = [] if self.cached else None
         for block in self.blocks:
-            x = block(x, cache)
+            x = block(x=x, cache=cache)
         return self.head(x)
 
 

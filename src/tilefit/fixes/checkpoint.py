@@ -45,7 +45,7 @@ class Checkpoint(Behaviour):
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         first, before = True, _snapshot((args, kwargs))
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(args: Any, kwargs: Any) -> Any:
             nonlocal first
             if first:
                 first = False
@@ -54,7 +54,8 @@ class Checkpoint(Behaviour):
             return forward(*args, **kwargs)
 
         contexts = lambda: (nullcontext(), _StatisticsAside(module))  # noqa: E731
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # Of keywords PyTorch would not see the device, whose random state is to be kept.
+        return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=contexts)
 
 
 def _snapshot(value: Any, known: dict[int, Any] | None = None) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import ceil
 
 from tilefit.cost.recompute import Recompute
+from tilefit.cost.waits import host_bytes_per_s
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
+from tilefit.ops.timeline import LOGITS
 from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 from tilefit.units import capacity, seconds, share, size
@@ -15,6 +17,13 @@ from tilefit.units import capacity, seconds, share, size
 #: Share of the memory that tensors can fill; the rest goes to the CUDA context, library workspaces and the
 #: allocator's fragmentation. A choice, not a measurement.
 USABLE_SHARE = 0.94
+
+#: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
+#: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
+_BF16, _EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
+#: Parts that a loss over many classes is computed in, and the share of the peak from which on it is worth a
+#: word: choices.
+_CHUNKS, _LARGE = 8, 0.05
 
 
 def largest_batch(step: Step, gpu: Gpu) -> int:
@@ -86,9 +95,25 @@ class OutOfMemory(Rule):
                 f"optimizer {size(memory.optimizer_bytes)}, activations {size(memory.activation_bytes)}"
                 + (f" for a batch of {step.batch}" if step.batch else ""),
                 f"usable: {share(USABLE_SHARE)} of {size(gpu.memory_bytes)} = {size(usable)}",
+                *(_choices(context) if training else ()),
             ),
             severity=ERROR,
         )
+
+
+def _choices(context: Context) -> Iterator[str]:
+    """What else takes less memory: bytes, price, and whether it is the same training."""
+    memory = context.step.memory
+    if state := memory.optimizer_bytes:
+        # There and back for each step; where the update is computed is not counted.
+        moved_s = 2 * state / host_bytes_per_s(context.gpu)
+        yield f"optimizer state in bf16: {size(state * (1 - _BF16))} less; rounds the update (unsafe)"
+        yield f"optimizer state in 8 bits: {size(state * (1 - _EIGHT_BITS))} less; rounds the update (unsafe)"
+        yield f"optimizer state on the host: {size(state)} less for {seconds(moved_s)} more (advice)"
+    held = memory.timeline.peak().owners.get(LOGITS, 0)
+    if held >= _LARGE * memory.peak_bytes:
+        saved = size(held * (1 - 1 / _CHUNKS))
+        yield f"loss in {_CHUNKS} chunks of rows: up to {saved} of logits less, the same loss (advice)"
 
 
 def _recompute(context: Context, usable_bytes: float) -> str:
