@@ -90,6 +90,9 @@ def rows(amp: str, gpu: Any) -> Iterator[dict[str, Any]]:
         trial = run.on_meta()
         Checkpointed(tuple(every)).apply(trial)
         least, every_s = gpu_s(trial, gpu)
+        if least >= peak:
+            print(f"{target}: checkpointing all {len(every)} blocks frees nothing", flush=True)
+            continue
         for share in SHARES:
             budget = peak - share * (peak - least)
             trial = run.on_meta()

@@ -8,6 +8,7 @@ where its backward pass begins; what it reads is kept until then.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ CALL_S = 1e-4
 _COUNTED = 0.2
 #: Classes of modules that are never called.
 _CONTAINERS = frozenset(("ModuleList", "ModuleDict", "ParameterList", "ParameterDict"))
+#: Classes of modules that keep statistics of their batches.
+NORMALIZATION = re.compile("BatchNorm|InstanceNorm")
 _HELD = frozenset((PARAMETERS, BUFFERS, INPUTS, GRADIENTS, OPTIMIZER_STATE))
 
 #: Bytes that are added at a place between events: index of the event, order there, bytes.
@@ -116,13 +119,15 @@ class Recompute:
                     yield part
 
     def _is_one_call(self, ops: Sequence[int]) -> bool:
-        """No parameter is read twice at the same place, and no buffer is written."""
+        """No parameter is read twice at the same place, and no buffer is written but statistics."""
         seen: set[tuple[str, str, str]] = set()
         for entry in map(self._step.ops.__getitem__, ops):
             key = entry.site.module, entry.name, entry.parameter
-            if (entry.parameter and entry.op.multiplies and key in seen) or any(
-                self._owner(ref.id) == BUFFERS for ref in entry.outputs
-            ):
+            writes = any(self._owner(ref.id) == BUFFERS for ref in entry.outputs)
+            if entry.parameter and entry.op.multiplies and key in seen:
+                return False
+            # Statistics of a normalisation are put aside while it runs again.
+            if writes and not NORMALIZATION.search(self._step.modules.get(entry.site.module, "")):
                 return False
             seen.add(key)
         return True
@@ -138,8 +143,8 @@ class Recompute:
         at_end, at_backward = self._from[part.last + 1] - 0.5, self._from[self._backward] - 0.5
         again = self._from[start] - 0.5
         dropped = {n for n in made if self._is_dropped(n, path, start)}
-        # Only what is needed is run again, up to the last operation that makes some of it.
-        needed = max((self._makers[n] for n in dropped), default=-1)
+        # Run again is what makes something that the module's backward pass reads, and what is before it.
+        needed = max((self._makers[n] for n in made if self._is_saved(n, path)), default=-1)
         for number in made:
             size = self._timeline.blocks[number].size_bytes
             if number in dropped:
@@ -163,12 +168,19 @@ class Recompute:
     def _op_before(self, event: float) -> int:
         return self._timeline.events[int(event)][1]
 
+    def _is_saved(self, number: int, path: str) -> bool:
+        """The module's own backward pass reads it."""
+        return any(reader >= self._backward and self._is_of(reader, path) for reader in self._readers[number])
+
+    def _is_of(self, op: int, path: str) -> bool:
+        return path in _around(self._step.ops[op].site.module)
+
     def _is_dropped(self, number: int, path: str, start: int) -> bool:
         """It is there when the module's backward pass begins, and only its own operations read it."""
         _, gone = self._life(number)
         if gone < self._from[start] or self._owner(number) in _HELD:
             return False
-        return all(path in _around(self._step.ops[reader].site.module) for reader in self._readers[number])
+        return all(self._is_of(reader, path) for reader in self._readers[number])
 
     # ---- the timeline of a choice --------------------------------------------------------------
 

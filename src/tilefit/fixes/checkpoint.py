@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tilefit import units
-from tilefit.cost.recompute import CALL_S, Recompute, Recomputed
+from tilefit.cost.recompute import CALL_S, NORMALIZATION, Recompute, Recomputed
 from tilefit.fixes.behaviour import Behaviour, behaviours
 from tilefit.fixes.calls import is_transformed
 from tilefit.fixes.edits import Edits
@@ -137,6 +137,8 @@ def unfit(module: nn.Module) -> str:
             return "has hooks within it, which would see two calls"
         if parametrize.is_parametrized(part):
             return "has parametrisations, which may keep a state"
+        if NORMALIZATION.search(type(part).__name__) and part._buffers and not isinstance(part, _NormBase):
+            return "keeps statistics in a way of its own"
         if part.__dict__.get("gradient_checkpointing"):
             return "is checkpointed by its own library"
     return ""

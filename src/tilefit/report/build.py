@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import islice
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.cost.footprint import footprint
@@ -118,13 +118,21 @@ def _memory(step: Step, gpu: Gpu) -> MemoryUse:
         **{each.name: getattr(memory, each.name) for each in fields(Memory) if each.name.endswith("_bytes")},
         share=memory.peak_bytes / gpu.memory_bytes,
         owners=dict(peak.owners),
-        modules=dict(islice(memory.timeline.modules(peak.blocks).items(), _MODULES)),
+        modules=_alike(memory.timeline.modules(peak.blocks)),
         peak_op=peak.op,
         timeline=tuple(
             MemoryMoment(each.op, dict(each.owners)) for each in memory.timeline.moments(_MOMENTS)
         ),
         **asdict(footprint(step, gpu)),
     )
+
+
+def _alike(modules: Mapping[str, int]) -> dict[str, int]:
+    """Modules that differ in numbers alone together (``layers.*.mlp``), the most first, as far as listed."""
+    together: dict[str, int] = defaultdict(int)
+    for path, size in modules.items():
+        together[re.sub(r"(?<![^.])\d+(?![^.])", "*", path)] += size
+    return dict(sorted(together.items(), key=lambda pair: -pair[1])[:_MODULES])
 
 
 def batch_curve(step: Step, gpu: Gpu, estimate: StepEstimate) -> tuple[BatchPoint, ...]:

@@ -64,7 +64,8 @@ class MemoryUse:
     Attributes:
         share: The peak as a share of the GPU's memory.
         owners: The peak by what the bytes hold; they add up to it. Empty where only the peak is known.
-        modules: The activations among them by the module that made them, the most first.
+        modules: The activations among them by the modules that made them, the most first; modules that differ
+            in numbers alone together (``layers.*.mlp``).
         peak_op: The operation that is about to be launched at the peak, counted from 0.
         timeline: The fullest moments of equal parts of the step, in order.
         allocator_bytes: On top of the peak, what the caching allocator's rounding and fragmentation take.
