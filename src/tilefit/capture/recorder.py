@@ -31,6 +31,8 @@ from tilefit.ops.peaks import Moment, fullest
 from tilefit.ops.timeline import INPUTS, OPTIMIZER_STATE, PARAMETERS, Timeline, owned
 
 _UNKNOWN = object()
+#: A result that a call does not make, such as the gradient of a bias that is not there.
+_NOTHING = ((), (), None)
 
 
 def _layout(value: Any) -> Any:
@@ -44,6 +46,8 @@ def _layout(value: Any) -> Any:
 
 
 def _result_layout(value: Any) -> Any:
+    if value is None:
+        return _NOTHING
     if isinstance(value, torch.Tensor) and value.device.type == "meta" and value.storage_offset() == 0:
         return (tuple(value.shape), value.stride(), value.dtype)
     return None
@@ -320,7 +324,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         several, layouts = known
         made = [
-            torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts
+            dtype and torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            for shape, stride, dtype in layouts
         ]
         return tuple(made) if several else made[0]
 

@@ -12,6 +12,7 @@ import typer
 from tilefit.capture.naming import require_program, require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile, Libraries
+from tilefit.cli.completion import gpu_option
 from tilefit.cli.option_groups import grouped, refuse_given
 from tilefit.options import ProgramOptions, TargetOptions
 
@@ -39,9 +40,7 @@ def check(
     *,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="GPU to check for; repeat to compare. Default: the one in this machine."
-        ),
+        gpu_option("GPU to check for; repeat to compare. Default: the one in this machine."),
     ] = None,
     calibration: CalibrationFile = None,
     libraries: Libraries = "",

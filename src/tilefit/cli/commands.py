@@ -24,8 +24,10 @@ class Command(TyperCommand):
             if name[1:2].isdigit():
                 raise UsageError(f"{name}: a size is at least 1") from error
             raise
-        for option, times in Counter(order).items():
-            if times > 1 and option.param_type_name == "option" and not option.multiple:
+        # Of a flag and its opposite the last one counts, as everywhere; of two values neither is meant less.
+        options = [each for each in order if not getattr(each, "is_flag", True)]  # arguments have none
+        for option, times in Counter(options).items():
+            if times > 1 and not option.multiple:
                 raise UsageError(f"{option.opts[0]} is given {times} times", hint="It takes one value.")
         return super().parse_args(ctx, args)
 
