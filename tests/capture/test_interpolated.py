@@ -13,6 +13,7 @@ from tilefit.capture.child import capture_target
 from tilefit.capture.interpolated import MOST_CAPTURES, StepsBySize, capture_sizes
 from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.ops import Step
+from tilefit.ops.timeline import Timeline
 from tilefit.options import TargetOptions
 
 SIZES = tuple(range(1, 65))
@@ -159,4 +160,4 @@ def test_a_real_model_is_what_a_capture_gives(tmp_path: Path) -> None:
     assert found.everywhere
     expected = capture_target(target, TargetOptions(batch=4, seq=8, amp="bf16", arguments={"vocab": 101}))
     assert [entry.op for entry in found.at(101).ops] == [entry.op for entry in expected.ops]
-    assert found.at(101).memory == replace(expected.memory, moments=())
+    assert found.at(101).memory == replace(expected.memory, moments=(), timeline=Timeline())

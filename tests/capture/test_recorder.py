@@ -148,6 +148,7 @@ def test_inference_keeps_parameters_and_what_is_alive() -> None:
     memory = capture(model, rows(8, 64), train=False).memory
     parameters, activation = 4 * 4 * 64 * 64, 4 * 8 * 64
     assert memory == Memory(
+        timeline=memory.timeline,
         parameter_bytes=parameters,
         saved_bytes=0,
         peak_bytes=parameters + 3 * activation,

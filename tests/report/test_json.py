@@ -22,6 +22,7 @@ from tilefit.report.report import (
     HostWait,
     MeasuredOp,
     MeasuredStep,
+    MemoryMoment,
     OpRow,
 )
 
@@ -42,8 +43,10 @@ def full(report: Report) -> Report:
         waits=(HostWait("cudaStreamSynchronize", "item", "", "train.py:3", 1, 1e-3),),
         **times,
     )
+    memory = replace(report.step.memory, timeline=(MemoryMoment(0, {"activations": 9}),))
     return replace(
         report,
+        step=replace(report.step, memory=memory),
         batch_curve=(BatchPoint(1, 1e-3, 0.9e-3, 1.1e-3, 1000),),
         environment={"torch": "2.13"},
         safe_gain_s=1e-3,

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.amp import autocast_mode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import DefaultDeviceType
 
 #: Operations whose inputs are cast to the autocast element type (matrix products, convolutions).
 LOWER_PRECISION = frozenset(
@@ -216,6 +217,8 @@ def simulated(state: AutocastState) -> Iterator[None]:
         patch.object(
             torch.amp, "is_autocast_available", lambda device: device in _DEVICES or available(device)
         ),
+        # It takes this for the device where no positional argument tells.
+        patch.object(DefaultDeviceType, "_default_device_type", "cuda"),
         patch.object(torch._C, "_is_any_autocast_enabled", lambda: state.enabled or any_enabled()),
         patch.multiple(autocast_mode, _cast=cast_inputs),
     ):

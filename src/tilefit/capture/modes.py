@@ -25,6 +25,7 @@ from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Memory, Parameter, Settings, Step
 from tilefit.ops.scaling import tensors_that_stay
+from tilefit.ops.timeline import BUFFERS, GRADIENTS, INPUTS
 
 #: What code that asks for the GPU's compute capability is told: the oldest with bf16 Tensor Cores, on which
 #: current libraries take the paths they take on every later one.
@@ -37,7 +38,7 @@ class Modes:
     def __init__(self, device: str, tf32: bool | None, of_module: bool) -> None:
         self.device = device
         self.of_module = of_module
-        self.sites = SiteTracker(self._adopt, self._keep_saved)
+        self.sites = SiteTracker(self._adopt, self._keep_saved, on_gradients=self._keep_gradients)
         tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
         tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
         self.recorder = Recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
@@ -102,17 +103,25 @@ class Modes:
         before = self.recorder.live_bytes
         for name, parameter in model.named_parameters():
             self.recorder.name_parameter(parameter, prefix + name)
-        self.recorder.keep(model.buffers())
+        self.recorder.keep(model.buffers(), BUFFERS)
         self._held_bytes += self.recorder.live_bytes - before
 
     def _keep_saved(self) -> None:
         """Count the activations that are there when a backward pass begins."""
+        self.recorder.keep_saved()
         self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - self._held_bytes)
+
+    def _keep_gradients(self) -> None:
+        """Note which memory holds the gradients when a backward pass has ended."""
+        parameters = (parameter for _, root in self.sites.roots for parameter in root.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.layout == torch.strided]
+        self.recorder.own(gradients, GRADIENTS)
 
     def hold(self, inputs: Any) -> None:
         """Count the inputs as memory."""
         for tensor in tensors(inputs):
             self.recorder.identify(tensor)
+        self.recorder.own(tensors(inputs), INPUTS)
         self._held_bytes = self.recorder.live_bytes
 
     def note_graph_breaks(self, values_read: int) -> None:
@@ -165,6 +174,7 @@ class Modes:
         parameter_bytes = sum(p.numel() * p.element_size() for p in names)
         gradient_bytes = sum(p.numel() * p.element_size() for p in names if p.requires_grad)
         buffer_bytes = sum(b.numel() * b.element_size() for b in buffers)
+        stay = tensors_that_stay(self.recorder.ops, parameters)
         memory = Memory(
             parameter_bytes=parameter_bytes,
             gradient_bytes=gradient_bytes if settings.training else 0,
@@ -172,7 +182,8 @@ class Modes:
             buffer_bytes=buffer_bytes,
             saved_bytes=self.saved_bytes,
             peak_bytes=self.recorder.peak_bytes,
-            moments=self.recorder.moments(tensors_that_stay(self.recorder.ops, parameters)),
+            moments=self.recorder.moments(stay),
+            timeline=self.recorder.timeline(stay),
         )
         return Step(
             ops=tuple(self.recorder.ops),

@@ -34,7 +34,7 @@ def made_optimizer(make: str | MakeOptimizer, parameters: list[nn.Parameter]) ->
     return (OPTIMIZERS[make] if isinstance(make, str) else make)(parameters)
 
 
-def _state(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[torch.Tensor]:
     """The tensors of the optimizer's state on the device, or those on the host, which count steps."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [t for t in values if isinstance(t, torch.Tensor) and (t.dim() == 0) == on_host]
@@ -42,7 +42,7 @@ def _state(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[t
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state on the device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _state(optimizer))
+    return sum(tensor.numel() * tensor.element_size() for tensor in state_of(optimizer))
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,8 +98,8 @@ class OptimizerSteps:
             step = type(optimizer).step
             with self.recorder.silent():
                 getattr(step, "__wrapped__", step)(*args)
-        self.recorder.keep_from_start(_state(optimizer))
-        self.recorder.keep_on_host(_state(optimizer, on_host=True))
+        self.recorder.keep_from_start(state_of(optimizer))
+        self.recorder.keep_on_host(state_of(optimizer, on_host=True))
         self.optimizer_bytes += state_bytes(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from tilefit.ops import (
     TensorRef,
 )
 from tilefit.ops.peaks import Moment, fullest
+from tilefit.ops.timeline import INPUTS, OPTIMIZER_STATE, PARAMETERS, Timeline, owned
 
 _UNKNOWN = object()
 #: A result that a call does not make, such as the gradient of a bias that is not there.
@@ -74,8 +75,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops: list[StepOp] = []
         self.live_bytes = 0
         self.peak_bytes = 0
-        # What was made (and freed: negative) in order: the number of the memory, bytes.
-        self._allocations: list[tuple[int, int]] = []
+        # What was made (and freed: negative) in order: the number of the memory, bytes, the operation then.
+        self._allocations: list[tuple[int, int, int]] = []
+        self._owners: dict[int, str] = {}
+        self._saved: set[int] = set()
         self.muted = False
         self._phase = ""
         self._kept: set[int] = set()
@@ -103,7 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._ids[key] = number
             size = storage.nbytes()
             self.live_bytes += size
-            self._allocations.append((number, size))
+            self._allocations.append((number, size, len(self.ops)))
             if self._phase == OPTIMIZER:
                 self._kept.add(number)  # as large as the parameters, whatever the batch
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -112,7 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int, number: int, size: int) -> None:
         self.live_bytes -= size
-        self._allocations.append((number, -size))
+        self._allocations.append((number, -size, len(self.ops)))
         if self._ids.get(key) == number:
             del self._ids[key]
         self._parameter_of.pop(number, None)
@@ -121,28 +124,54 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def name_parameter(self, tensor: torch.Tensor, name: str) -> None:
         """Make operations that read ``tensor``, a view or a cast copy of it say which parameter it is."""
         self._parameter_of[self.identify(tensor)] = name
-        self.keep([tensor])
+        self.keep([tensor], PARAMETERS)
 
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+    def keep(self, tensors: Iterable[torch.Tensor], owner: str) -> None:
         """Take these for what a model holds: their memory does not grow with the batch."""
-        self._kept.update(map(self.identify, tensors))
+        numbers = [self.identify(tensor) for tensor in tensors]
+        self._kept.update(numbers)
+        self._owners.update(dict.fromkeys(numbers, owner))
+
+    def own(self, tensors: Iterable[torch.Tensor], owner: str) -> None:
+        """Note whose the memory is of those tensors that were seen."""
+        self._owners.update(dict.fromkeys(set(map(self.number_of, tensors)) - {-1}, owner))
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory; -1 where it was not seen."""
+        return self._ids.get(tensor.untyped_storage()._cdata, -1)
+
+    def keep_saved(self) -> None:
+        """Take what is alive now for what a backward pass reads."""
+        self._saved.update(self._ids.values())
 
     def keep_from_start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """:meth:`keep`, as if they had been there before everything else."""
+        """:meth:`keep` an optimizer's state, as if it had been there before everything else."""
         count, live_bytes, peak_bytes = len(self._allocations), self.live_bytes, self.peak_bytes
-        self.keep(tensors)
-        self._allocations[:] = [*self._allocations[count:], *self._allocations[:count]]
+        self.keep(tensors, OPTIMIZER_STATE)
+        made = [(number, size, 0) for number, size, _ in self._allocations[count:]]
+        self._allocations[:] = [*made, *self._allocations[:count]]
         self.peak_bytes = peak_bytes + self.live_bytes - live_bytes
 
     def restart(self) -> None:
         """Forget what was recorded: the step begins here, and what is alive was there before it."""
         self.ops.clear()
         alive: Counter[int] = Counter()
-        for number, size in self._allocations:
+        for number, size, _ in self._allocations:
             alive[number] += size
-        self._allocations[:] = [(number, size) for number, size in alive.items() if size]
-        self._kept.update(number for number, _ in self._allocations)
+        self._allocations[:] = [(number, size, 0) for number, size in alive.items() if size]
+        self._kept.update(number for number, *_ in self._allocations)
+        self._owners = {number: self._owners.get(number, INPUTS) for number, *_ in self._allocations}
+        self._saved.clear()
         self.peak_bytes = self.live_bytes
+
+    def timeline(self, stay: Collection[int]) -> Timeline:
+        """What was alive when, and whose it was; ``stay`` as of :meth:`moments`."""
+        sizes = {number: size for number, size, _ in self._allocations if size > 0}
+        freed = {number for number, size, _ in self._allocations if size < 0}
+        return Timeline(
+            owned(self.ops, sizes, freed, self._owners, self._saved, {*stay, *self._kept}),
+            tuple((number, op) for number, _, op in self._allocations if number in sizes),
+        )
 
     def moments(self, stay: Collection[int]) -> tuple[Moment, ...]:
         """The moments that are the fullest on some batch.
@@ -153,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def after_each() -> Iterator[Moment]:
             stays = grows = 0
-            for number, size in self._allocations:
+            for number, size, _ in self._allocations:
                 if number in stay or number in self._kept:
                     stays += size
                 else:

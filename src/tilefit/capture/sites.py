@@ -45,6 +45,7 @@ class SiteTracker:
         on_root: Told of every model that runs, once, with what its names begin with.
         on_backward: Called when a backward pass begins.
         is_model: Whether a module that runs, and is no part of a known model, is to be named.
+        on_gradients: Called when a backward pass has ended.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class SiteTracker:
         on_root: Callable[[str, nn.Module], None],
         on_backward: Callable[[], None],
         is_model: Callable[[nn.Module], bool] = lambda module: True,
+        on_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         #: The models that ran, by what the names of their modules and parameters begin with.
         self.roots: list[tuple[str, nn.Module]] = []
         self._on_root = on_root
-        self._on_backward = on_backward
+        self._on_backward, self._on_gradients = on_backward, on_gradients
         self._is_model = is_model
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
@@ -121,7 +123,9 @@ class SiteTracker:
             kept = self._modules_outside, self._creates_graph
             self._modules_outside, self._creates_graph = len(self._stack), create_graph
             try:
-                return engine(outputs, gradients, retain_graph, create_graph, *args, **kw)
+                found = engine(outputs, gradients, retain_graph, create_graph, *args, **kw)
+                self._on_gradients()
+                return found
             finally:
                 self._modules_outside, self._creates_graph = kept
 

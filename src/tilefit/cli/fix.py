@@ -67,6 +67,13 @@ class FixOptions:
     measure: bool = option(
         False, "Measure each fix on this machine's GPU, and leave out what is no gain there."
     )
+    memory_budget: float | None = option(
+        None,
+        "GiB that the tensors of a step may take: what does not fit computes modules again in its backward "
+        "pass. Default: what fits the GPU.",
+        metavar="GIB",
+        min=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ def fix(
         level=ways.level,
         verify=ways.verify,
         measure=ways.measure,
+        memory_bytes=None if ways.memory_budget is None else ways.memory_budget * 2**30,
         own_optimizer=options.train
         and not any(given(context, name) for name in ("optimizer", "fused_optimizer")),
         timeout_s=capture.timeout,

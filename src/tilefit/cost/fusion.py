@@ -38,6 +38,7 @@ from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.ops.peaks import fullest
 from tilefit.ops.scaling import tensors_that_stay
+from tilefit.ops.timeline import Timeline
 
 #: ``StepOp.name`` of a copy that pads a product's operand.
 PAD = "pad"
@@ -233,7 +234,13 @@ class _Fusion:
             if entry.phase == FORWARD:
                 saved = sum(now.values()) - held
         peak_bytes = max((stays + grows for stays, grows in moments), default=held)
-        return replace(eager, saved_bytes=saved, peak_bytes=peak_bytes, moments=fullest(moments))
+        return replace(
+            eager,
+            saved_bytes=saved,
+            peak_bytes=peak_bytes,
+            moments=fullest(moments),
+            timeline=Timeline(),  # that of the operations one by one
+        )
 
     def _lives(self) -> tuple[dict[int, dict[_Value, int]], dict[_Value, int]]:
         """The results and the copies that pad products, with their bytes, by the operation that makes them;

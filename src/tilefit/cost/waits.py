@@ -43,8 +43,13 @@ class _Action(NamedTuple):
 
 def copy_s(event: HostEvent, gpu: Gpu) -> float:
     """Time of a copy between host and GPU; 0 where nothing is copied."""
+    return event.bytes / (host_bytes_per_s(gpu) * (1.0 if event.pinned else _PAGEABLE))
+
+
+def host_bytes_per_s(gpu: Gpu) -> float:
+    """Rate of copies between the GPU and page-locked memory of the host, in one direction."""
     link = _C2C if gpu.name.startswith("gh200") else _SLOTS.get(gpu.architecture, _PCIE_5)
-    return event.bytes / (link * _PINNED * (1.0 if event.pinned else _PAGEABLE))
+    return link * _PINNED
 
 
 def call_s(program: Program | None, scale: float) -> float:

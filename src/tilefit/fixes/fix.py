@@ -37,6 +37,8 @@ class Stage(IntEnum):
     #: What it gains cannot be predicted: tried where steps are measured, and kept where it gains more than
     #: the noise.
     TRIED = 2
+    #: It makes the step slower, and is taken where the step needs more memory than it may take.
+    FIT = 3
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def optimize(
     gpu: str | Gpu | None = None,
     level: str = SAFE,
     budget: float | None = None,
+    memory_bytes: float | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     verify: bool = True,
     measure: bool = False,
@@ -93,6 +94,8 @@ def optimize(
         inputs, gpu, loss: As for :func:`tilefit.check`; one GPU.
         level: ``"safe"``: fixes that keep the function; ``"unsafe"``: also those that may change training.
         budget: Seconds after which no further fix is looked for; None for no limit.
+        memory_bytes: What the tensors of a step may take at once; None for what fits the GPU. A training step
+            that needs more is made to compute some modules again in its backward pass (``checkpoint``).
         verify: Prove every fix.
         measure: Measure the step with and without the fixes, in turn, on the CUDA GPU that the model and the
             inputs are on; a fix that makes it slower is taken back: ``plan.refused`` says by how much.
@@ -122,6 +125,7 @@ def optimize(
         loss=loss,
         # Of a copy the caller's optimizer has no parameter: what the plan says of it is to be done.
         live_optimizer=live if inplace and isinstance(live, torch.optim.Optimizer) else None,
+        memory_bytes=memory_bytes,
     )
     return make_plan(run, gpus[0], selection, level=level, verify=verify, measure=measure, budget=budget)
 
@@ -162,6 +166,7 @@ def make_plan(
         while applied is None:
             while time.monotonic() < deadline_s and planner.improve():
                 pass
+            planner.fit()
             applied = planner.settle(verify)
         return planner.measured(applied) if measure else planner.plan(applied)
 
@@ -334,6 +339,20 @@ class _Planner:
                 self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
                 return True
         return False
+
+    def fit(self) -> None:
+        """Take the first change that brings the step into the memory that it may take, if it needs more."""
+        budget_bytes = self.run.budget_bytes(self.gpu)
+        if self.now.step.memory.peak_bytes <= budget_bytes:
+            return
+        for proposal in self._proposals(self.now, Stage.FIT):
+            after = self._tried(proposal)
+            if after is not None and after.step.memory.peak_bytes <= budget_bytes:
+                self.now = after
+                return
+            if after is not None:
+                need, has = map(units.capacity, (after.step.memory.peak_bytes, budget_bytes))
+                self.reject(proposal, f"the step would still need {need}, and may take {has}")
 
     def _known_gain_s(self, proposal: Proposal) -> float:
         return self._gains.get(proposal.key, float("inf"))
@@ -585,12 +604,15 @@ def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
 def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
     """Indices of changes that do not stay, with what each gains."""
     gains = _gains(times_s)
+    # What makes the step fit the memory is worth the time that it takes.
+    for_time = [(i, each, gains[i]) for i, each in enumerate(made) if each.fix.stage != Stage.FIT]
     losses = [
         (index, gain.time_s)
-        for index, (proposal, gain) in enumerate(zip(made, gains, strict=True))
+        for index, proposal, gain in for_time
         if gain.high_s < 0 or (proposal.fix.stage == Stage.TRIED and gain.low_s <= 0)
     ]
-    if not losses and Gain.between(times_s[0], times_s[-1]).time_s < 0:
+    together_s = Gain.between(times_s[0], times_s[-1]).time_s
+    if not losses and len(for_time) == len(made) and together_s < 0:
         # No single one for sure, all together none the less.
         losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
     return losses

@@ -12,9 +12,11 @@ from torch import nn
 
 from tilefit.capture.copies import copied, on_device
 from tilefit.capture.run import capture
+from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.options import StepOptions
+from tilefit.rules.batch.memory import USABLE_SHARE
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Run:
         live_optimizer: The user's optimizer, if there is one.
         samples: Of the step that is captured, over those of the inputs. Where real data is needed, a step on
             few samples is captured and scaled.
+        memory_bytes: What its step may take at most; None for what fits the GPU.
     """
 
     model: nn.Module
@@ -39,6 +42,11 @@ class Run:
     loss: Callable[[Any], torch.Tensor] | None = None
     live_optimizer: torch.optim.Optimizer | None = None
     samples: float = 1.0
+    memory_bytes: float | None = None
+
+    def budget_bytes(self, gpu: Gpu) -> float:
+        """Bytes that the step's tensors may take at once."""
+        return USABLE_SHARE * gpu.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     def capture(self) -> Step:
         """The step it executes, on shapes alone unless its options say otherwise.

@@ -17,7 +17,7 @@ from tilefit.ops.step import Step
 #: two at most in the batch, the sequence length or the vocabulary (a score matrix grows with the square).
 CAPTURES = 3
 #: What is interpolated of the memory; which moments are the fullest changes by leaps.
-_SIZES = [each.name for each in fields(Memory) if each.name != "moments"]
+_SIZES = [each.name for each in fields(Memory) if each.name.endswith("_bytes")]
 
 #: The step at a size.
 StepAt = Callable[[int], Step]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tilefit.ops.peaks import Moment, fullest
+from tilefit.ops.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Memory:
             (what is held by then, and what is made of parameters alone, such as autocast's copies of them),
             and those that grow with it. Empty where only the peak is known: then all that is not held
             between steps is taken to grow.
+        timeline: What is alive when, and whose it is; empty where only the sums are known.
     """
 
     parameter_bytes: int = 0
@@ -30,6 +32,7 @@ class Memory:
     saved_bytes: int = 0
     peak_bytes: int = 0
     moments: tuple[Moment, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def fixed_bytes(self) -> int:
@@ -51,6 +54,7 @@ class Memory:
         return self._with(
             [(stays, round(grows * factor)) for stays, grows in self._moments],
             saved_bytes=round(self.saved_bytes * factor),
+            timeline=self.timeline.on_batch(factor),
         )
 
     def part(self, held: float, activations: float) -> Memory:
@@ -66,6 +70,7 @@ class Memory:
             ],
             **of_held,
             saved_bytes=round(self.saved_bytes * activations),
+            timeline=Timeline(),  # whose share each piece is, is not known
         )
 
     def largest_batch(self, batch: int, capacity_bytes: float) -> int | None:
@@ -81,7 +86,8 @@ class Memory:
     def _moments(self) -> tuple[Moment, ...]:
         return self.moments or ((self.fixed_bytes, self.activation_bytes),)
 
-    def _with(self, moments: Iterable[Moment], **held: int) -> Memory:
+    def _with(self, moments: Iterable[Moment], *, timeline: Timeline, **held: int) -> Memory:
         found = fullest(moments)
         peak_bytes = max(stays + grows for stays, grows in found)
-        return replace(self, **held, peak_bytes=peak_bytes, moments=found if self.moments else ())
+        moments = found if self.moments else ()
+        return replace(self, **held, peak_bytes=peak_bytes, moments=moments, timeline=timeline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple, replace
 from typing import Any, cast
 
 from tilefit.errors import TilefitError
@@ -13,6 +13,7 @@ from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
 from tilefit.ops.program import Assumption, Habit, HostEvent, Loader, Program
+from tilefit.ops.timeline import Block, Timeline
 
 #: Version of the form.
 SCHEMA = 1
@@ -46,7 +47,7 @@ def dump(step: Mapping[str, Any]) -> str:
         for site in sites
     ]
     changed = {
-        "memory": asdict(step["memory"]),
+        "memory": _memory_data(step["memory"]),
         "settings": asdict(step["settings"]),
         "parameters": {
             name: [p.shape, p.dtype, p.aliases, p.trainable] for name, p in step["parameters"].items()
@@ -119,8 +120,26 @@ def _site(operations: list[Op], module: str, source: str, *call: Any) -> Site:
     return Site(module, source, Fallback(number, cast("Attention", operations[op]), reason))
 
 
-def _memory(moments: Iterable[Iterable[int]] = (), **held: int) -> Memory:
-    return Memory(**held, moments=tuple((stays, grows) for stays, grows in moments))
+def _memory_data(memory: Memory) -> dict[str, Any]:
+    blocks = [[number, *astuple(block)] for number, block in memory.timeline.blocks.items()]
+    return {
+        **asdict(replace(memory, timeline=Timeline())),
+        "timeline": {"blocks": blocks, "events": memory.timeline.events},
+    }
+
+
+def _memory(
+    moments: Iterable[Iterable[int]] = (), timeline: Mapping[str, Any] | None = None, **held: int
+) -> Memory:
+    timeline = timeline or {"blocks": (), "events": ()}
+    return Memory(
+        **held,
+        moments=tuple((stays, grows) for stays, grows in moments),
+        timeline=Timeline(
+            {number: Block(*block) for number, *block in timeline["blocks"]},
+            tuple((number, op) for number, op in timeline["events"]),
+        ),
+    )
 
 
 def _program(command: str, step: str, steps: int, fake: list[str], **parts: list[dict[str, Any]]) -> Program:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.cost.footprint import footprint
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
 from tilefit.ops.scaling import scale_batch
 from tilefit.report.program import Around
-from tilefit.report.report import BatchPoint, Device, MemoryUse, OpRow, Report, StepSummary, Unmodelled
+from tilefit.report.report import (
+    BatchPoint,
+    Device,
+    MemoryMoment,
+    MemoryUse,
+    OpRow,
+    Report,
+    StepSummary,
+    Unmodelled,
+)
 from tilefit.rules import all_rules
 from tilefit.rules.finding import Finding
 from tilefit.rules.registry import pages
@@ -20,8 +31,10 @@ from tilefit.version import __version__
 #: The batch curve ends at this multiple of the step's own batch.
 _LARGEST_FACTOR = 64
 
-#: What :class:`~tilefit.report.report.MemoryUse` takes from the step's memory as it is.
-_HELD = {each.name for each in fields(MemoryUse)} - {"share"}
+#: Parts of the step that the timeline of its memory has.
+_MOMENTS = 96
+#: Modules whose activations are listed.
+_MODULES = 12
 
 _Priced = Sequence[tuple[StepOp, Estimate]]
 
@@ -75,7 +88,6 @@ def build(
 
 def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> StepSummary:
     rate = _ratio(step.tensor_flop, estimate.time_s)
-    held = {name: size for name, size in asdict(step.memory).items() if name in _HELD}
     return StepSummary(
         time_s=estimate.time_s,
         low_s=estimate.low_s,
@@ -88,7 +100,7 @@ def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> S
         peak_share=rate / gpu.peak_flop_per_s(main_dtype(step)),
         moved_bytes=sum(entry.op.moved_bytes for entry in step.ops),
         memory_bytes=step.memory.peak_bytes,
-        memory=MemoryUse(**held, share=step.memory.peak_bytes / gpu.memory_bytes),
+        memory=_memory(step, gpu),
         largest_batch=largest_batch(step.memory, step.batch, gpu.memory_bytes),
         parameter_count=step.parameter_count,
         op_count=len(step.ops),
@@ -97,6 +109,30 @@ def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> S
         kinds_s=_time_by(priced, kind),
         provenance=estimate.provenance,
     )
+
+
+def _memory(step: Step, gpu: Gpu) -> MemoryUse:
+    memory = step.memory
+    peak = memory.timeline.peak()
+    return MemoryUse(
+        **{each.name: getattr(memory, each.name) for each in fields(Memory) if each.name.endswith("_bytes")},
+        share=memory.peak_bytes / gpu.memory_bytes,
+        owners=dict(peak.owners),
+        modules=_alike(memory.timeline.modules(peak.blocks)),
+        peak_op=peak.op,
+        timeline=tuple(
+            MemoryMoment(each.op, dict(each.owners)) for each in memory.timeline.moments(_MOMENTS)
+        ),
+        **asdict(footprint(step, gpu)),
+    )
+
+
+def _alike(modules: Mapping[str, int]) -> dict[str, int]:
+    """Modules that differ in numbers alone together (``layers.*.mlp``), the most first, as far as listed."""
+    together: dict[str, int] = defaultdict(int)
+    for path, size in modules.items():
+        together[re.sub(r"(?<![^.])\d+(?![^.])", "*", path)] += size
+    return dict(sorted(together.items(), key=lambda pair: -pair[1])[:_MODULES])
 
 
 def batch_curve(step: Step, gpu: Gpu, estimate: StepEstimate) -> tuple[BatchPoint, ...]:

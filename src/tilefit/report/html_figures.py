@@ -14,7 +14,7 @@ from tilefit.cost.curve import knee
 from tilefit.ops import PRODUCTS
 from tilefit.report import text
 from tilefit.report.plot import ceiling
-from tilefit.report.report import BatchPoint, Device, OpRow, Report
+from tilefit.report.report import BatchPoint, Device, MemoryMoment, OpRow, Report
 from tilefit.report.text import OpGroup
 
 #: Kinds that have a colour of their own; the others share one.
@@ -303,6 +303,52 @@ class BatchCurve:
     panels: tuple[Panel, ...]
     knee: int
     largest: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Bytes over the operations of the step, stacked by what they hold.
+
+    Attributes:
+        areas: Colour class, owner, and the corners of its area.
+        peak: Place and label of the fullest moment.
+    """
+
+    frame: Frame
+    y_ticks: tuple[Tick, ...]
+    areas: tuple[tuple[str, str, str], ...]
+    peak: tuple[float, float, str]
+
+
+def memory_color(owner: str) -> str:
+    """The colour class of an owner of memory."""
+    return owner.replace(" ", "-")
+
+
+def memory_timeline(moments: Sequence[MemoryMoment]) -> MemoryTimeline | None:
+    """The figure; None where nothing is known of a step's memory over time."""
+    if len(moments) < 2:
+        return None
+    frame = Frame(left=76, top=12, right=712, bottom=212)
+    totals = [sum(moment.owners.values()) for moment in moments]
+    fullest = max(range(len(moments)), key=totals.__getitem__)
+    top, last = max(totals), moments[-1].op or 1
+    x = [frame.x(moment.op / last) for moment in moments]
+    below = [0] * len(moments)
+    areas = []
+    for owner in dict.fromkeys(owner for moment in moments for owner in moment.owners):
+        above = [low + moment.owners.get(owner, 0) for low, moment in zip(below, moments, strict=True)]
+        edge = [*zip(x, above, strict=True), *reversed([*zip(x, below, strict=True)])]
+        areas.append(
+            (memory_color(owner), owner, " ".join(f"{at},{frame.y(size / top)}" for at, size in edge))
+        )
+        below = above
+    return MemoryTimeline(
+        frame,
+        tuple(Tick(frame.y(share), units.capacity(share * top)) for share in (0.0, 0.5, 1.0)),
+        tuple(areas),
+        (x[fullest], frame.y(1.0), f"operation {moments[fullest].op}: {units.capacity(top)}"),
+    )
 
 
 def batch_curve(report: Report) -> BatchCurve | None:

@@ -66,6 +66,8 @@ def _view(report: Report) -> dict[str, Any]:
         "report": report,
         "bars": _bars(report),
         "memory": _memory(report),
+        "beside": text.memory(report)[1:],
+        "timeline": html_figures.memory_timeline(report.step.memory.timeline),
         "run": html_measured.facts(report.measured) if report.measured else [],
         "agreement": html_figures.agreement([row.group for row in rows]),
         "differences": html_measured.differences(rows),
@@ -118,6 +120,8 @@ def _program(around: program.Around) -> dict[str, Any]:
 def _memory(report: Report) -> list[tuple[str, str, int]]:
     """What fills the memory at its fullest: (colour class, name, bytes)."""
     memory = report.step.memory
+    if memory.owners:
+        return [(html_figures.memory_color(owner), owner, size) for owner, size in memory.owners.items()]
     held = [
         ("parameters", "parameters", memory.parameter_bytes),
         ("gradients", "gradients", memory.gradient_bytes),

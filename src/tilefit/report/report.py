@@ -49,11 +49,32 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """The fullest moment of a part of the step.
+
+    Attributes:
+        op: The operation that is about to be launched then, counted from 0.
+        owners: Bytes by what they hold.
+    """
+
+    op: int
+    owners: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryUse:
     """Bytes of GPU memory, by what they hold; see :class:`tilefit.ops.Memory`.
 
     Attributes:
         share: The peak as a share of the GPU's memory.
+        owners: The peak by what the bytes hold; they add up to it. Empty where only the peak is known.
+        modules: The activations among them by the modules that made them, the most first; modules that differ
+            in numbers alone together (``layers.*.mlp``).
+        peak_op: The operation that is about to be launched at the peak, counted from 0.
+        timeline: The fullest moments of equal parts of the step, in order.
+        allocator_bytes: On top of the peak, what the caching allocator's rounding and fragmentation take.
+        library_bytes: Workspaces of cuBLAS.
+        context_bytes: The CUDA context.
     """
 
     parameter_bytes: int
@@ -63,6 +84,18 @@ class MemoryUse:
     saved_bytes: int
     peak_bytes: int
     share: float
+    owners: dict[str, int] = field(default_factory=dict)
+    modules: dict[str, int] = field(default_factory=dict)
+    peak_op: int = 0
+    timeline: tuple[MemoryMoment, ...] = ()
+    allocator_bytes: int = 0
+    library_bytes: int = 0
+    context_bytes: int = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """The peak with what is taken beside it."""
+        return self.peak_bytes + self.allocator_bytes + self.library_bytes + self.context_bytes
 
 
 @dataclass(frozen=True, slots=True)

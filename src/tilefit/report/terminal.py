@@ -238,17 +238,8 @@ def _totals(report: Report, show_all: bool) -> RenderableType:
         grid.add_row(
             "Arithmetic", f"{units.flop(report.step.flop)}, {units.size(report.step.moved_bytes)} moved"
         )
-        memory = report.step.memory
-        held = {
-            "parameters": memory.parameter_bytes,
-            "gradients": memory.gradient_bytes,
-            "optimizer": memory.optimizer_bytes,
-            "buffers": memory.buffer_bytes,
-            "saved activations": memory.saved_bytes,
-        }
-        grid.add_row(
-            "Memory", ", ".join(f"{name} {units.capacity(value)}" for name, value in held.items() if value)
-        )
+        for label, words in text.memory(report):
+            grid.add_row(label, Text(words))
     grid.add_row("Covers", Text(text.coverage(report)))
     grid.add_row("Times", text.times(report.step.provenance, report.profile))
     for note in report.notes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tilefit import units
@@ -159,6 +159,35 @@ def site(finding: Finding) -> str:
     """``transformer.h.*.mlp.c_fc (12 modules)``."""
     module = plain(finding.module) or "the whole step"
     return f"{module} ({finding.sites} modules)" if finding.sites > 1 else module
+
+
+def memory(report: Report) -> list[tuple[str, str]]:
+    """What fills the memory at its fullest moment, what of that are activations, and what comes on top."""
+    use = report.step.memory
+    held = use.owners or {
+        "parameters": use.parameter_bytes,
+        "gradients": use.gradient_bytes,
+        "optimizer": use.optimizer_bytes,
+        "buffers": use.buffer_bytes,
+        "saved activations": use.saved_bytes,
+    }
+    lines = [("Memory", _sizes(held))]
+    if use.modules:
+        lines.append(
+            ("Activations", _sizes({plain(name) or "the model": n for name, n in use.modules.items()}))
+        )
+    if use.context_bytes:
+        beside = {
+            "allocator": use.allocator_bytes,
+            "cuBLAS": use.library_bytes,
+            "CUDA context, about": use.context_bytes,
+        }
+        lines.append(("Beside them", f"{_sizes(beside)}: {units.capacity(use.taken_bytes)} in all"))
+    return lines
+
+
+def _sizes(of: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {units.capacity(size)}" for name, size in of.items() if size)
 
 
 def coverage(report: Report) -> str:

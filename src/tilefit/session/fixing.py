@@ -44,6 +44,7 @@ class FixRequest:
         level: ``safe`` or ``unsafe``.
         verify: Prove each fix.
         measure: Measure each on this machine's GPU.
+        memory_bytes: What the step's tensors may take; None for what fits the GPU.
         own_optimizer: The optimizer is the one that the user's files make, where they do.
         timeout_s: How long one capture may take.
         fresh: Capture it again, though it is unchanged.
@@ -56,6 +57,7 @@ class FixRequest:
     level: str = "safe"
     verify: bool = True
     measure: bool = False
+    memory_bytes: float | None = None
     own_optimizer: bool = False
     timeout_s: float = 600.0
     fresh: bool = False
@@ -176,7 +178,7 @@ class FixSession:
             inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
         with self._stage("Choosing fixes") as say:
             return make_plan(
-                Run(model, inputs, options, loss=loaded.loss),
+                Run(model, inputs, options, loss=loaded.loss, memory_bytes=request.memory_bytes),
                 request.gpu,
                 request.selection,
                 level=request.level,
@@ -258,6 +260,7 @@ class FixSession:
             "select": (list(wanted.select), []),
             "ignore": (list(wanted.ignore), []),
             "min_gain": (wanted.min_gain, None),
+            "memory_bytes": (request.memory_bytes, None),
         }
         if wanted.min_gain == MIN_GAIN:
             del settings["min_gain"]

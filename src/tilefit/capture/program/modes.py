@@ -13,7 +13,7 @@ from torch.amp import autocast_mode
 
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
-from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes
+from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.sites import SiteTracker
@@ -22,6 +22,7 @@ from tilefit.emulation.rules import RULES
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import install
 from tilefit.gpus import Gpu
+from tilefit.ops.timeline import OPTIMIZER_STATE
 
 
 class _Steps(OptimizerSteps):
@@ -59,7 +60,7 @@ class ProgramModes(Modes):
     def __init__(self, gpu: Gpu) -> None:
         super().__init__("meta", None, of_module=True)
         self.gpu = gpu
-        self.sites = SiteTracker(self._adopt, self._keep_saved, _is_on_gpu)
+        self.sites = SiteTracker(self._adopt, self._keep_saved, _is_on_gpu, self._keep_gradients)
         self.recorder: ProgramRecorder = ProgramRecorder(
             self.sites, "meta", tf32_matmul=False, tf32_conv=True
         )
@@ -114,6 +115,7 @@ class ProgramModes(Modes):
         """Activations are what is alive beside the model, its gradients and the optimizer's state."""
         if self.recorder.muted:
             return
+        self.recorder.keep_saved()
         parameters = {id(p): p for _, root in self.sites.roots for p in root.parameters()}.values()
         gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
         held = self._held_bytes + self.count_optimizer_state() + gradients
@@ -121,6 +123,8 @@ class ProgramModes(Modes):
 
     def count_optimizer_state(self) -> int:
         """Bytes of the state of all optimizers that have stepped; they are noted."""
+        for optimizer in self.steps.known:
+            self.recorder.own(state_of(optimizer), OPTIMIZER_STATE)
         self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
         return self.steps.optimizer_bytes
 

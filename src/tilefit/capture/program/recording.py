@@ -21,6 +21,10 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
         """The number of a tensor's memory."""
         return super().identify(tensor.on_meta if isinstance(tensor, CudaTensor) else tensor)
 
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory; -1 where it was not seen."""
+        return super().number_of(tensor.on_meta if isinstance(tensor, CudaTensor) else tensor)
+
     @property
     def alive(self) -> set[int]:
         """Numbers of the memory that is there."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import ceil
 
+from tilefit.cost.recompute import Recompute
+from tilefit.cost.waits import host_bytes_per_s
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
+from tilefit.ops.timeline import LOGITS
 from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
-from tilefit.units import share, size
+from tilefit.units import capacity, seconds, share, size
 
 #: Share of the memory that tensors can fill; the rest goes to the CUDA context, library workspaces and the
 #: allocator's fragmentation. A choice, not a measurement.
 USABLE_SHARE = 0.94
+
+#: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
+#: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
+_BF16, _EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
+#: Parts that a loss over many classes is computed in, and the share of the peak from which on it is worth a
+#: word: choices.
+_CHUNKS, _LARGE = 8, 0.05
 
 
 def largest_batch(step: Step, gpu: Gpu) -> int:
@@ -39,7 +49,8 @@ class OutOfMemory(Rule):
 
     Fix: a smaller batch with gradient accumulation; activation checkpointing, which computes activations
     again instead of keeping them; where the fixed part alone is too large, sharding (FSDP), an 8-bit
-    optimizer or a larger GPU.
+    optimizer or a larger GPU. The message says which modules to checkpoint: those that cost the least time
+    for each byte that they free at the fullest moment, until the step fits; ``tilefit fix`` does it.
 
     Source: Rajbhandari and others, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020), on what fills the memory.
@@ -67,9 +78,10 @@ class OutOfMemory(Rule):
             state = "parameters, gradients and optimizer state" if training else "the parameters"
             fix = f"No batch fits: shard {state} over at least {gpus} GPUs, or take a larger one."
         elif not fits:
-            fix = "Not one sample fits: shorten the inputs, or take a larger GPU."
+            again = f", or {_recompute(context, usable)}" if training else ""
+            fix = f"Not one sample fits: shorten the inputs, or take a larger GPU{again}."
         elif training:
-            fix = f"Use a batch of at most {fits} and accumulate gradients, or checkpoint activations."
+            fix = f"Use a batch of at most {fits} and accumulate gradients, or {_recompute(context, usable)}."
         else:
             fix = f"Use a batch of at most {fits}."
         yield Proposal(
@@ -83,6 +95,41 @@ class OutOfMemory(Rule):
                 f"optimizer {size(memory.optimizer_bytes)}, activations {size(memory.activation_bytes)}"
                 + (f" for a batch of {step.batch}" if step.batch else ""),
                 f"usable: {share(USABLE_SHARE)} of {size(gpu.memory_bytes)} = {size(usable)}",
+                *(_choices(context) if training else ()),
             ),
             severity=ERROR,
         )
+
+
+def _choices(context: Context) -> Iterator[str]:
+    """What else takes less memory: bytes, price, and whether it is the same training."""
+    memory = context.step.memory
+    if state := memory.optimizer_bytes:
+        # There and back for each step; where the update is computed is not counted.
+        moved_s = 2 * state / host_bytes_per_s(context.gpu)
+        yield f"optimizer state in bf16: {size(state * (1 - _BF16))} less; rounds the update (unsafe)"
+        yield f"optimizer state in 8 bits: {size(state * (1 - _EIGHT_BITS))} less; rounds the update (unsafe)"
+        yield f"optimizer state on the host: {size(state)} less for {seconds(moved_s)} more (advice)"
+    held = memory.timeline.peak().owners.get(LOGITS, 0)
+    if held >= _LARGE * memory.peak_bytes:
+        saved = size(held * (1 - 1 / _CHUNKS))
+        yield f"loss in {_CHUNKS} chunks of rows: up to {saved} of logits less, the same loss (advice)"
+
+
+def _recompute(context: Context, usable_bytes: float) -> str:
+    """What checkpointing it takes to fit, priced; in general words where the timeline is not known."""
+    memory = context.step.memory
+    if not memory.timeline.events:
+        return "checkpoint activations"
+    found = Recompute(context.step, context.estimate.ops).within(usable_bytes)
+    if not found.modules:
+        return "checkpoint activations"
+    if found.peak_bytes > usable_bytes:
+        least = f"{capacity(found.peak_bytes)} at the least"
+        return f"checkpoint activations and split the rest: all modules together leave {least}"
+    modules = f"{len(found.modules)} module{'s' * (len(found.modules) > 1)}"
+    saved = capacity(memory.peak_bytes - found.peak_bytes)
+    return (
+        f"checkpoint {modules} ({found.modules[0]} and on), which frees {saved} for "
+        f"{seconds(found.extra_s)} more: tilefit fix --select checkpoint"
+    )

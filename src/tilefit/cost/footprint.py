@@ -1,0 +1,45 @@
+"""What a step takes of a GPU's memory beside its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+from tilefit.ops.allocator import replayed
+
+#: Workspace that PyTorch gives cuBLAS for each handle: ``getChosenWorkspaceSize`` of
+#: aten/src/ATen/cuda/CublasHandlePool.cpp, for Hopper and for others.
+_CUBLAS_HOPPER_BYTES, _CUBLAS_BYTES = 32 << 20, (4096 * 2 + 16 * 8) << 10
+#: The CUDA context with PyTorch's kernels. A choice: it is some 0.3 to 0.6 GiB, by driver and GPU.
+CONTEXT_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that are taken beside the tensors that are alive at the peak.
+
+    Attributes:
+        allocator_bytes: By which the caching allocator reserves more: rounding and fragmentation. It is
+            replayed with PyTorch's default settings, from an empty GPU on; 0 where no timeline is known.
+        library_bytes: cuBLAS's workspaces; the thread of the backward pass has a handle of its own. What
+            cuDNN takes for a while is not among them.
+        context_bytes: The CUDA context.
+    """
+
+    allocator_bytes: int = 0
+    library_bytes: int = 0
+    context_bytes: int = 0
+
+
+def footprint(step: Step, gpu: Gpu) -> Footprint:
+    """What ``step`` takes of a GPU beside its tensors."""
+    if not step.memory.timeline.events:
+        return Footprint()
+    workspace = _CUBLAS_HOPPER_BYTES if gpu.architecture == "hopper" else _CUBLAS_BYTES
+    multiplies = any(entry.op.kind == "gemm" for entry in step.ops)
+    return Footprint(
+        replayed(step.memory.timeline).reserved_bytes - step.memory.peak_bytes,
+        workspace * multiplies * (1 + step.settings.training),
+        CONTEXT_BYTES,
+    )
