@@ -79,17 +79,21 @@ class StepFinder:
         if not any(optimizer is each for each in self.stepped):
             self.stepped.append(optimizer)
         count = self._counts[id(optimizer)]
-        waiting = any(not self._counts[id(each)] for each in self._made if _trains(each))
-        if self._anchor is None and (not waiting or count >= _PATIENCE):
+        if self._anchor is None and (count >= _PATIENCE or not self._others_to_come()):
             self._anchor = id(optimizer)
             self._begun_at = count + self._skip - 1
         if id(optimizer) == self._anchor:
             self._reached(count)
 
+    def _others_to_come(self) -> bool:
+        """Whether parameters have not been stepped whose optimizer was made."""
+        stepped = {p for each in self._made if self._counts[id(each)] for p in _trained(each)}
+        return any(not self._counts[id(each)] and _trained(each) - stepped for each in self._made)
+
     def _passed_backward(self) -> None:
         self.backwards += 1
         self._backwards += 1
-        if not self._counts and not any(map(_trains, self._made)):
+        if not self._counts and not any(map(_trained, self._made)):
             self._begun_at = self._skip
             self._reached(self._backwards)
 
@@ -102,5 +106,6 @@ class StepFinder:
             self._on_end()
 
 
-def _trains(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Its parameters. One that wraps another, as SAM does, has the other's."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -44,6 +44,8 @@ class Habits:
         self._switched: Counter[str] = Counter()
         self._lines: dict[str, str] = {}
         self._depth = 0
+        #: Backward passes that have left gradients behind.
+        self.backwards = 0
         #: Calls whose reads are named for them, with the number of events before.
         self._calls: list[tuple[str, int]] = []
         #: Calls in eval mode whose graph may yet be used, by model, and those whose graph never was, by line.
@@ -111,6 +113,7 @@ class Habits:
 
             def run_backward(*args: Any, **kwargs: Any) -> Any:
                 out = self._within(_ANOMALY, engine, *args, **kwargs)
+                self.backwards += bool(kwargs.get("accumulate_grad"))
                 self._passed_backward()
                 return out
 
