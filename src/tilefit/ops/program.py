@@ -118,6 +118,8 @@ class Program:
         loaders: The data loaders that fed the step.
         habits: Ways of writing it that cost time.
         fake: Data that were made up, such as ``torchvision.datasets.MNIST: 60000 random images``.
+        optimizers: Lines that made those that stepped.
+        model: The line that called the model first.
     """
 
     command: str
@@ -128,6 +130,8 @@ class Program:
     loaders: tuple[Loader, ...] = ()
     habits: tuple[Habit, ...] = ()
     fake: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    model: str = ""
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

@@ -123,7 +123,9 @@ def _memory(moments: Iterable[Iterable[int]] = (), **held: int) -> Memory:
     return Memory(**held, moments=tuple((stays, grows) for stays, grows in moments))
 
 
-def _program(command: str, step: str, steps: int, fake: list[str], **parts: list[dict[str, Any]]) -> Program:
+def _program(
+    command: str, step: str, steps: int, fake: list[str], model: str = "", **parts: list[Any]
+) -> Program:
     def at(values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "site": Site(**values["site"])}
 
@@ -136,4 +138,6 @@ def _program(command: str, step: str, steps: int, fake: list[str], **parts: list
         loaders=tuple(Loader(**each) for each in parts["loaders"]),
         habits=tuple(Habit(**at(each)) for each in parts["habits"]),
         fake=tuple(fake),
+        optimizers=tuple(parts.get("optimizers", ())),
+        model=model,
     )

@@ -28,13 +28,20 @@ class StepFinder:
         steps: Steps until it ends.
         on_begin: Told when it begins.
         on_end: Told when it ends.
+        line: The line of the program that is running.
     """
 
     def __init__(
-        self, skip: int, steps: int, on_begin: Callable[[], None], on_end: Callable[[], None]
+        self,
+        skip: int,
+        steps: int,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        line: Callable[[], str],
     ) -> None:
         self._skip, self._steps = skip, steps
-        self._on_begin, self._on_end = on_begin, on_end
+        self._on_begin, self._on_end, self._line = on_begin, on_end, line
+        self._lines: dict[int, str] = {}
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._counts: Counter[int] = Counter()
         self._backwards = 0
@@ -49,6 +56,11 @@ class StepFinder:
         """Optimizer steps so far: of the one that made most."""
         return max(self._counts.values(), default=self._backwards)
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Where the optimizers of the step were made."""
+        return tuple(dict.fromkeys(self._lines.get(id(each), "") for each in self.stepped))
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block steps are noticed."""
@@ -58,6 +70,7 @@ class StepFinder:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
+            self._lines[id(optimizer)] = self._line()
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             out = engine(*args, **kwargs)

@@ -29,6 +29,7 @@ class Window:
     def __init__(self, modes: ProgramModes) -> None:
         self._modes = modes
         self._inputs: Any = None
+        self._called_at = ""
         #: Of the forward passes that a backward pass followed, how many there were of each model with its
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search.
@@ -49,6 +50,7 @@ class Window:
             if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
                 self._passes.setdefault(id(module), {}).setdefault(self._habits.backwards, _version(module))
                 if self._inputs is None:
+                    self._called_at = sites.source_line()
                     self._inputs = _named(module, args, kwargs)
             return call(module, *args, **kwargs)
 
@@ -92,6 +94,7 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
+            model=self._called_at,
         )
         return replace(step, program=program, batch=batch * passes)
 
