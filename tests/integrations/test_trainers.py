@@ -13,14 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.report import Report
+from tilefit.report.program import Around
 
 _FEATURES, _CLASSES, _BATCH = 64, 10, 16
 
 
-def report_of(*arguments: Any, **keywords: Any) -> Report:
+def trained(*arguments: Any, **keywords: Any) -> Around:
     found = tilefit.check(*arguments, gpu="h200", **keywords)
     assert isinstance(found, Report)
-    return found
+    assert found.program is not None
+    return found.program
 
 
 def test_a_trainer_is_checked_with_its_optimizer_precision_and_accumulation(tmp_path: Path) -> None:
@@ -55,9 +57,7 @@ def test_a_trainer_is_checked_with_its_optimizer_precision_and_accumulation(tmp_
     model = Masked()
     trainer = trainer_of(model, arguments, train_dataset=rows)  # type: ignore[arg-type]
     before = torch.get_rng_state()
-    step = report_of(trainer).step
-    assert step.program is not None
-    assert step.program.step == f"2 micro-batches of {_BATCH}, AdamW, bf16 autocast"
+    assert trained(trainer).step == f"2 micro-batches of {_BATCH}, AdamW, bf16 autocast"
     assert next(model.parameters()).device.type == "cpu"  # the user's model is as it was
     assert torch.equal(before, torch.get_rng_state())
 
@@ -83,9 +83,8 @@ def test_a_lightning_module_is_checked_by_its_training_step() -> None:
             rows = TensorDataset(torch.randn(64, _FEATURES), torch.zeros(64, dtype=torch.long))
             return DataLoader(rows, batch_size=_BATCH)
 
-    step = report_of(Classifier(), datamodule=Data(), amp="bf16").step
-    assert step.program is not None
-    assert step.program.step == f"a batch of {_BATCH}, SGD, bf16 autocast"
+    found = trained(Classifier(), datamodule=Data(), amp="bf16")
+    assert found.step == f"a batch of {_BATCH}, SGD, bf16 autocast"
     with pytest.raises(tilefit.TilefitError, match="no data of its own"):
         tilefit.check(Classifier(), gpu="h200")
     with pytest.raises(tilefit.TilefitError, match="no LightningModule"):
