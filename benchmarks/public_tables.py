@@ -22,12 +22,14 @@ from random import Random
 from statistics import fmean, median, quantiles
 
 from tilefit import gpus
+from tilefit.cost import estimate
 from tilefit.cost.attention import estimate_attention
 from tilefit.cost.constants import GDDR_CAPABILITIES, GDDR_MATH_EFFICIENCY, GENERAL, Constants
 from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.fitting import RANGES, Measured, fit
 from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv2d, Gemm
 
@@ -50,6 +52,8 @@ FP32 = {
 }
 FIT_ROWS = 400
 CALIBRATION_ROWS = 100
+#: A network is asked for each: evenly spaced ones will do.
+PRICED_ROWS = 3000
 #: The L2 rate needs a GPU whose table is partly served by the L2; only the L40S's is.
 WITHOUT_L2 = tuple(name for name in RANGES if name != "l2_bytes_per_clock_per_sm")
 
@@ -100,6 +104,15 @@ def gemm_scores(rows: Sequence[Measured], constants: Constants) -> dict[str, flo
     }
 
 
+def priced_scores(rows: Sequence[Measured]) -> dict[str, float]:
+    """As ``tilefit gemm`` prices them: by the calibration that ships, which no table was used for."""
+    device = priced(rows[0].gpu)
+    estimates = [estimate(row.gemm, device) for row in rows]
+    return scores((e.time_s, row.time_s) for e, row in zip(estimates, rows, strict=True)) | {
+        "inside": inside([(e.low_s, e.high_s, r.time_s) for e, r in zip(estimates, rows, strict=True)])
+    }
+
+
 def roofline(rows: Sequence[Measured]) -> dict[str, float]:
     def predict(gemm: Gemm, gpu: Gpu) -> float:
         return max(
@@ -140,6 +153,8 @@ def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
             older = [other for other in others if other not in HOPPER]
             start = prior(tables, older, gpu)
             show(f"gemm bf16 {name}: datasheet, from {' '.join(older)}", gemm_scores(rows, start))
+            every = rows[:: max(1, len(rows) // PRICED_ROWS)]
+            show(f"gemm bf16 {name}: as priced, from the H200's calibration", priced_scores(every))
         chosen = set(spread_out(rows, start, CALIBRATION_ROWS))
         fitted = fit([rows[i] for i in sorted(chosen)], start)
         rest = [row for i, row in enumerate(rows) if i not in chosen]

@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def build() -> tuple[nn.Module, Tensor]:
+def build(layers: int = 8) -> tuple[nn.Module, Tensor]:
     """The model, its hidden layers 8 / 3 as wide as the others, and 8 sequences of 1024 tokens."""
-    model = LanguageModel(vocabulary=32000, width=1024, hidden=2730, layers=8)
+    model = LanguageModel(vocabulary=32000, width=1024, hidden=2730, layers=layers)
     return model, torch.zeros(8, 1024, dtype=torch.int64)

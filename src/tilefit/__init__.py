@@ -64,6 +64,7 @@ _HOMES = {
     "Verification": "tilefit.fixes",
     "assess": "tilefit.session",
     "check": "tilefit.session",
+    "load_ipython_extension": "tilefit.cli.notebook",
     "optimize": "tilefit.fixes",
     "strip": "tilefit.fixes",
     "verify": "tilefit.fixes",

@@ -116,6 +116,28 @@ def render(
     return made if isinstance(made, str) else console.plain(made, width)
 
 
+def save(document: object, path: Path, format: str = "") -> None:
+    """Write a document to a file, in a format or, without one, in that of the file's ending.
+
+    Raises:
+        UsageError: there is no such format, the ending is that of none, or the file cannot be written.
+    """
+    require_ending(path, format, formats_of(document))
+    write(path, render(document, format or by_ending(document, path.suffix)))
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write what was made of a document to a file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
+
+
 def _renderer(document: object, format: str) -> Callable[..., Any] | None:
     found = (_RENDERERS.get((kind, format)) for kind in type(document).__mro__)
     return next(filter(None, found), None)

@@ -115,6 +115,28 @@ def test_a_typo_is_one_clear_message(tilefit, arguments: list[str], suggestion: 
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("tilefit che", "check"),
+        ("tilefit check net.py:build --gpu l40", "l40s"),
+        ("tilefit rule ALN002", "ALN002"),
+        ("tilefit rule aln002", "aln002"),
+        ("tilefit check net.py:build --gpu nope", ""),
+    ],
+)
+def test_the_shell_completes(typed: str, completed: str) -> None:
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    ran = subprocess.run(
+        [sys.executable, "-c", "from tilefit.cli import main; main()"],
+        env={**os.environ, **asked, "_TILEFIT_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split() == completed.split()
+
+
 def test_without_a_gpu_one_must_be_named(tilefit) -> None:
     ran = tilefit("gemm", "64", "64", "64")
     assert ran.code == 2

@@ -400,6 +400,22 @@ def test_weights_that_are_kept(how: str) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_hook_of_a_part_is_given_tensors(place: str) -> None:
+    original, x = Attention(annotated).eval(), torch.randn(2, 9, WIDTH)
+    model = fused(original)
+    seen: list[list[torch.Tensor]] = []
+    for each in (original, model):
+        seen.append([])
+        if place == "before":
+            each.softmax.register_forward_pre_hook(lambda _, given: seen[-1].append(given[0]))
+        else:
+            each.softmax.register_forward_hook(lambda _, given, weights: seen[-1].append(weights))
+        each(x)
+    assert [type(tensor) for tensor in seen[1]] == [torch.Tensor]
+    torch.testing.assert_close(*seen)
+
+
 class Diffusing(nn.Module):
     """Attention of a diffusion model: three dimensions, and a product that scales."""
 

@@ -134,8 +134,8 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
 def test_what_is_not_certain_is_left_to_the_user(
     tmp_path: Path, code: str, at: str, old: str, new: str
 ) -> None:
+    text = _TRAIN.replace(old, new)
     with pytest.raises(RefusedError):
-        text = _TRAIN.replace(old, new)
         written(tmp_path, code, text, at if at in text else new.split("(")[0])
 
 

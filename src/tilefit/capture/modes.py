@@ -104,7 +104,7 @@ class Modes:
         """Name a model's parameters; count them and its buffers as memory."""
         before = self.recorder.live_bytes
         for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
+            if isinstance(parameter, nn.UninitializedParameter):
                 self.without_size[prefix + name] = parameter
             else:
                 self.recorder.name_parameter(parameter, prefix + name)

@@ -11,6 +11,7 @@ import typer
 
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile, Libraries
+from tilefit.cli.completion import gpu_option
 from tilefit.cli.option_groups import grouped
 
 #: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
@@ -25,9 +26,7 @@ def check(
     *,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="GPU to check for; repeat to compare. Default: the one in this machine."
-        ),
+        gpu_option("GPU to check for; repeat to compare. Default: the one in this machine."),
     ] = None,
     calibration: CalibrationFile = None,
     libraries: Libraries = "",

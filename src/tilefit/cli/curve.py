@@ -15,6 +15,7 @@ from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.commands import TargetGroup, Verbs
+from tilefit.cli.completion import GpuName
 from tilefit.cli.curve_sizes import read_sizes
 from tilefit.cli.destination import Destination, Where
 from tilefit.cli.local_gpu import LocalGpu, devices
@@ -38,7 +39,6 @@ app = Verbs(
 )
 
 _OUTPUT = "Output"
-GpuName = Annotated[str | None, typer.Option(metavar="NAME", help="GPU; default: the one in this machine.")]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, tf32, fp32, fp8, …")]
 Measure = Annotated[
     bool, typer.Option("--measure", help="Measure on this machine's GPU too; interrupted, it continues.")

@@ -57,7 +57,7 @@ class Destination:
         """Draw, and print or write results; ``options`` as of :func:`tilefit.formats.render`."""
         if self.plot:
             picture = formats.by_ending(document, self.plot.suffix)
-            output.write_file(self.plot, formats.make(document, picture))
+            formats.write(self.plot, formats.make(document, picture))
         report_output.show(document, self.output_format, self.output_file, trimmed=False, **options)
 
 

@@ -14,6 +14,7 @@ import typer
 from tilefit.capture.naming import has_source
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.completion import gpu_option
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
 from tilefit.cli.option_groups import Group, given, grouped
 from tilefit.errors import UsageError
@@ -86,9 +87,7 @@ def fix(
     target: step_options.TargetOrProgram,
     arguments: step_options.Arguments = None,
     *,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU to plan for. Default: the one in this machine.")
-    ] = None,
+    gpu: Annotated[str | None, gpu_option("GPU to plan for. Default: the one in this machine.")] = None,
     calibration: CalibrationFile = None,
     options: step_options.Options,
     capture: step_options.Capture,

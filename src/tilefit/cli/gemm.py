@@ -9,6 +9,7 @@ import typer
 
 from tilefit.cli import output
 from tilefit.cli.calibration_option import CalibrationFile, Libraries
+from tilefit.cli.completion import GpuName
 from tilefit.cli.local_gpu import devices
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ def gemm(
     m: Annotated[int, typer.Argument(min=1, help="Rows of C.", show_default=False)],
     n: Annotated[int, typer.Argument(min=1, help="Columns of C.", show_default=False)],
     k: Annotated[int, typer.Argument(min=1, help="Contraction.", show_default=False)],
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU; default: the one in this machine.")
-    ] = None,
+    gpu: GpuName = None,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, tf32, fp32, fp8, …")] = "bf16",
     layout: Annotated[
         Literal["TN", "NN", "NT", "TT"],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilefit.cli import output
+from tilefit.cli.completion import gpu_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 def gpu(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Such as h200; all when left out.", show_default=False),
+        typer.Argument(
+            metavar="[NAME]",
+            help="Such as h200; all when left out.",
+            show_default=False,
+            autocompletion=gpu_names,
+        ),
     ] = None,
 ) -> None:
     """Show a GPU's facts, where each is from, and its ops:byte ratios; without a name, list the GPUs."""

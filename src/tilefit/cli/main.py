@@ -40,7 +40,6 @@ app = Verbs(
     name="tilefit",
     help="Find where a PyTorch model wastes a GPU, and what each fix is worth. No GPU needed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -86,15 +86,3 @@ def writable(path: Path | None) -> Path | None:
     if path is not None and path.is_dir():
         raise UsageError("cannot be written: it is a folder", where=str(path), hint="Name a file in it.")
     return path
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a report or a picture to a file.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        path.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error

@@ -13,6 +13,7 @@ from tilefit import gpus
 from tilefit.capture.naming import require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.completion import gpu_option
 from tilefit.cli.option_groups import Group, grouped, refuse_given
 from tilefit.errors import TilefitError, UsageError
 from tilefit.options import TargetOptions, option
@@ -66,10 +67,7 @@ def profile(
     *,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="GPU that rates are compared with. Default: the one in this machine, or the trace's.",
-        ),
+        gpu_option("GPU that rates are compared with. Default: the one in this machine, or the trace's."),
     ] = None,
     calibration: CalibrationFile = None,
     window: Annotated[Window, Group(_RUN)],

@@ -71,4 +71,4 @@ def show(
     if file is None:
         print(text, end="")
     else:
-        output.write_file(file, text)
+        formats.write(file, text)

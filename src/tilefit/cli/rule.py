@@ -8,18 +8,20 @@ from typing import Annotated
 import typer
 
 from tilefit.cli import output
+from tilefit.cli.completion import rule_codes
+from tilefit.cli.rules import every_rule
 
 
 def rule(
-    code: Annotated[str, typer.Argument(metavar="CODE", help="Such as ALN002.", show_default=False)],
+    code: Annotated[
+        str,
+        typer.Argument(metavar="CODE", help="Such as ALN002.", show_default=False, autocompletion=rule_codes),
+    ],
 ) -> None:
     """Explain a rule: what it sees, why it costs time, the arithmetic, an example, the source."""
-    from tilefit.precision.rules import all_rules as all_precision_rules
-    from tilefit.rules import all_rules
-    from tilefit.rules.registry import Titled, pick
+    from tilefit.rules.registry import pick
 
-    every: tuple[Titled, ...] = (*all_rules(), *all_precision_rules())
-    found = pick(code, every)
+    found = pick(code, every_rule())
     page = f"# {found.code}: {found.title}\n\n{inspect.getdoc(type(found))}"
     console = output.stdout()
     if console.is_terminal:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tilefit.cli import output
+
+if TYPE_CHECKING:
+    from tilefit.rules.registry import Titled
+
+
+def every_rule() -> tuple[Titled, ...]:
+    """The rules of check and those of precision."""
+    from tilefit.precision.rules import all_rules as all_precision_rules
+    from tilefit.rules import all_rules
+
+    return *all_rules(), *all_precision_rules()
 
 
 def rules() -> None:
     """List the rules: of check, and of precision (AMP)."""
     from rich.text import Text
 
-    from tilefit.precision.rules import all_rules as all_precision_rules
-    from tilefit.rules import all_rules
-    from tilefit.rules.registry import Titled
-
-    every: tuple[Titled, ...] = (*all_rules(), *all_precision_rules())
     table = output.table("", "")
-    for rule in every:
+    for rule in every_rule():
         table.add_row(Text(rule.code, style="bold"), Text(rule.title))
     output.stdout().print(table)

@@ -36,9 +36,7 @@ Target = Annotated[
 ]
 TargetOrProgram = Annotated[
     str,
-    typer.Argument(
-        metavar="TARGET|PROGRAM", help=f"{TARGETS}; or a program, train.py.", show_default=False
-    ),
+    typer.Argument(metavar="TARGET|PROGRAM", help=f"{TARGETS}; or a program, train.py.", show_default=False),
 ]
 Arguments = Annotated[
     list[str] | None,

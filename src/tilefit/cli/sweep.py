@@ -14,6 +14,7 @@ import typer
 from tilefit.capture.naming import require_readable
 from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.completion import gpu_option
 from tilefit.cli.destination import Where
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
 from tilefit.cli.option_groups import Group, given, grouped
@@ -84,9 +85,7 @@ def sweep(
     target: step_options.Target,
     *,
     varied: Annotated[Varied, Group(_OPTIONS)],
-    gpu: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="GPU; repeat. Default: the one in this machine.")
-    ] = None,
+    gpu: Annotated[list[str] | None, gpu_option("GPU; repeat. Default: the one in this machine.")] = None,
     splits: Annotated[Splits, Group(step_options.SPLIT)],
     options: step_options.Options,
     capture: step_options.Timeout,

@@ -13,6 +13,7 @@ from tilefit.fixes.behaviour import Behaviour, behaves
 from tilefit.fixes.calls import is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
+from tilefit.fixes.interior import has_hooks
 from tilefit.fixes.modules import behave, common
 from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing
@@ -28,8 +29,9 @@ class Fused(Behaviour):
     """Attention within the module, as one call of ``scaled_dot_product_attention``."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A hook on a part's gradients would make scores an argument of a ``Function``.
-        if is_followed() or any(m._backward_hooks or m._backward_pre_hooks for m in module.modules()):
+        # A hook of a part would be handed scores that are not computed; one on gradients would make them an
+        # argument of a ``Function``.
+        if is_followed() or any(has_hooks(part) for part in module.modules() if part is not module):
             return forward(*args, **kwargs)
         with Fusing(module) as mode:
             return mode.finished(forward(*args, **kwargs))
@@ -68,8 +70,8 @@ class FuseAttention(Fix):
 
     Refused: modules compiled by TorchScript or whose ``forward`` was replaced. Weights that the block
     returns are computed for it, which leaves no gain; with dropout they would not be those that were used,
-    and that is an error. Under ``torch.compile`` the block runs as it was written, and fusing is the
-    compiler's business.
+    and that is an error. While a part of the block has hooks, which would be handed the scores, it runs as it
+    was written; so it does under ``torch.compile``, where fusing is the compiler's business.
     """
 
     name = "fuse-attention"

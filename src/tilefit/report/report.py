@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefit import units
-from tilefit.formats import make, render, renders
+from tilefit.errors import UsageError
+from tilefit.formats import make, render, renders, save
 from tilefit.ops import Settings
 from tilefit.report.program import Around
 from tilefit.rules.finding import SAFE, Finding, RulePage
 
 if TYPE_CHECKING:
+    import pandas
     from rich.console import RenderableType
 
 #: Version of the JSON form of a report. It grows when a field changes its meaning or goes away; new fields
@@ -302,6 +306,33 @@ class Document(ABC):
     def to_html(self) -> str:
         """A page of its own: one file that needs nothing else, with every operation."""
         return render(self, "html")
+
+    def save(self, path: str | os.PathLike[str], format: str = "") -> None:
+        """Write it to a file, ``report.save("step.html")``; without a format in that of the ending.
+
+        Raises:
+            UsageError: there is no such format, the ending is that of none, or the file cannot be written.
+        """
+        save(self, Path(path), format)
+
+    def to_pandas(self, rows: str = "ops") -> pandas.DataFrame:
+        """A table with a row for each operation, or for each of the ``findings``; ``gpu`` comes first.
+
+        Raises:
+            UsageError: pandas is not installed, or there are no such rows.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError("pandas is not installed", hint="Run: pip install pandas.") from error
+        tables = self.reports or (self,)
+        if rows not in ("ops", "findings") or not all(hasattr(table, rows) for table in tables):
+            raise UsageError(f"there are no rows {rows!r}", hint="Take the findings: to_pandas('findings').")
+        return pandas.DataFrame(
+            {"gpu": getattr(table, "gpu", ""), **{each.name: getattr(row, each.name) for each in fields(row)}}
+            for table in tables
+            for row in getattr(table, rows)
+        )
 
     def __repr__(self) -> str:
         """What it is, in a line: every operation would fill a prompt's window."""

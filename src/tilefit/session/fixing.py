@@ -23,13 +23,13 @@ from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOption
 
 if TYPE_CHECKING:
     from tilefit.fixes import Plan
-    from tilefit.rules import Finding
-    from tilefit.rules.base import Context
     from tilefit.fixes.answers import Answer
     from tilefit.fixes.outcome import Outcome
     from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Program
     from tilefit.report import Report
+    from tilefit.rules import Finding
+    from tilefit.rules.base import Context
 
 #: Says what is going on while a block runs, and gives it what says more of it.
 Stage = Callable[[str], AbstractContextManager[Callable[[str], None]]]
@@ -334,9 +334,7 @@ class ProgramFixSession(FixSession):
             captured,
         )
         with self._stage("Trying changes of your files"):
-            return propose_for(
-                before.context, partial(_findings, self._worth_it), trial, self.request.levels
-            )
+            return propose_for(before.context, partial(_findings, self._worth_it), trial, self.request.levels)
 
 
 def _findings(selection: Selection, context: Context) -> list[Finding]:

@@ -1,9 +1,9 @@
 """The step of a Hugging Face Trainer or of a LightningModule, from what they hold.
 
 Neither is run: they have chosen their device before. Their model trains on the emulated GPU in a copy of this
-process, with their optimizer, precision, accumulation, clipping and first batch; where there can be no copy, it
-is captured on shapes, and the report's notes say what is not in it. The program around them, as it is, is what
-``tilefit check train.py`` runs.
+process, with their optimizer, precision, accumulation, clipping and first batch; where there can be no copy,
+it is captured on shapes, and the report's notes say what is not in it. The program around them, as it is, is
+what ``tilefit check train.py`` runs.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _of_transformers(trainer: Any, inputs: Any) -> Training:
     found.recomputes = bool(args.gradient_checkpointing)
     found.notes.append("The step is that of the Trainer's model, optimizer, precision and first batch.")
     found.accumulates, found.clips = args.gradient_accumulation_steps, args.max_grad_norm or 0.0
-    base = next(c for c in type(trainer).__mro__ if c.__module__.startswith("transformers."))
+    base: Any = next(c for c in type(trainer).__mro__ if c.__module__.startswith("transformers."))
     if type(trainer).compute_loss is not base.compute_loss or trainer.compute_loss_func is not None:
         found.notes.append("The loss is the model's: the Trainer's own compute_loss is not in it.")
     return found
@@ -197,7 +197,9 @@ def _of_lightning(module: Any, inputs: Any, datamodule: Any) -> Training:
     found.notes.append("The step is that of training_step with the module's optimizer and first batch.")
     trainer = module._trainer
     if trainer is None:
-        found.notes.append("No lightning Trainer is attached: the precision is fp32, unless amp says otherwise.")
+        found.notes.append(
+            "No lightning Trainer is attached: the precision is fp32, unless amp says otherwise."
+        )
         return found
     found.settings["amp"] = {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(trainer.precision, "off")
     found.accumulates, found.clips = trainer.accumulate_grad_batches, trainer.gradient_clip_val or 0.0
@@ -206,9 +208,11 @@ def _of_lightning(module: Any, inputs: Any, datamodule: Any) -> Training:
 
 def _lightning_batch(module: Any, datamodule: Any) -> Any:
     if datamodule is None:
-        hooks = next(c for c in type(module).__mro__ if c.__name__ == "DataHooks")
+        hooks: Any = next(c for c in type(module).__mro__ if c.__name__ == "DataHooks")
         if type(module).train_dataloader is hooks.train_dataloader:
-            raise UsageError("the LightningModule has no data of its own", hint=f"Give datamodule=…. {_NO_DATA}")
+            raise UsageError(
+                "the LightningModule has no data of its own", hint=f"Give datamodule=…. {_NO_DATA}"
+            )
         return _first_batch(module.train_dataloader)
     datamodule.prepare_data()
     datamodule.setup("fit")

@@ -55,7 +55,7 @@ class Loop:
 
 def can_fork() -> bool:
     """Whether a copy of this process can be made that has the emulated GPU, and none else."""
-    return hasattr(os, "fork") and not torch.cuda.is_initialized()
+    return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def capture_forked(loop: Loop, gpu: str, timeout_s: float = 300.0) -> Step:

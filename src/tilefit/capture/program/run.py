@@ -47,9 +47,14 @@ def capture_program(
         with contained(folder, fake=options.fake_data) as around:
             modes = ProgramModes(gpu)
             capture = _Capture(modes, options, around, done, told)
-            with one_rank(), modes.running(), capture.finder.watching(), capture.window.watching():
-                with overlaid(options.sources):
-                    error = _run(options, around)
+            with (
+                one_rank(),
+                modes.running(),
+                capture.finder.watching(),
+                capture.window.watching(),
+                overlaid(options.sources),
+            ):
+                error = _run(options, around)
         result = error or _no_step(capture.finder, options)
     except TilefitError as refused:
         result = refused

@@ -26,8 +26,9 @@ def at_once(syntax: Syntax, loop: cst.For, torch: str) -> str:
     indentation = syntax.indentation(syntax.line(loop))
     newline = syntax.file.newline_after(syntax.start(loop))
     return f"{newline}{indentation}".join(
-        f"{torch}._foreach_{name}({', '.join([_listed(target, lists), *_arguments(syntax, arguments, lists)])})"
-        for name, arguments in operations
+        f"{torch}._foreach_{name}({', '.join([_listed(target, lists), *arguments])})"
+        for name, given in operations
+        for arguments in [_arguments(syntax, given, lists)]
     )
 
 
@@ -38,14 +39,14 @@ def _lists(syntax: Syntax, loop: cst.For) -> dict[str, str]:
             target=cst.Tuple(elements=names), iter=cst.Call(func=cst.Name(value="zip"), args=over)
         ) if len(names) == len(over):
             pairs = [(element.value, argument.value) for element, argument in zip(names, over, strict=True)]
-        case cst.For(target=cst.Name() as name):
-            pairs = [(name, loop.iter)]
         case _:
-            pairs = []
+            pairs = [(loop.target, loop.iter)]
     lists = {}
-    for name, source in pairs:
-        match name, source:
-            case cst.Name(value=text), cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]):
+    for pair in pairs:
+        match pair:
+            case cst.Name(value=text), cst.Call(
+                func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]
+            ):
                 lists[text] = syntax.code(source)
             case _:
                 pairs = []

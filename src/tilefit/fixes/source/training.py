@@ -110,12 +110,14 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Written:
 
 
 def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> Change:
-    """A statement ``model.method`` beside the one that makes the only optimizer, of the model's parameters."""
+    """A statement ``model.method`` beside the one that makes the only optimizer, of its parameters."""
     (syntax, call), *others = _optimizers(context, files)
-    models = {syntax.code(c.func.value) for c in syntax.all(cst.Call, call) if _asks_parameters(c)}
+    models = {name for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
     statement = syntax.around(call, cst.SimpleStatementLine)
     if others or len(models) != 1 or statement is None:
-        raise RefusedError("it is not clear what the program calls its model: not one optimizer of one model")
+        raise RefusedError(
+            "it is not clear what the model is called: there is not one optimizer of one model"
+        )
     files.require_own(syntax)
     name = models.pop()
     torch, imports = torch_name(syntax) if "torch." in method else ("torch", ())
@@ -133,8 +135,12 @@ def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> C
     return Change({syntax: (*imports, edit)}, number + behind, text)
 
 
-def _asks_parameters(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and call.func.attr.value in ("parameters", "named_parameters")
+def _asked(syntax: Syntax, call: cst.Call) -> str:
+    """What a call asks for its parameters; empty where it does not."""
+    match call.func:
+        case cst.Attribute(value=model, attr=cst.Name(value="parameters" | "named_parameters")):
+            return syntax.code(model)
+    return ""
 
 
 def _autocast(finding: Finding, context: Context, files: Files) -> Written:
@@ -230,14 +236,18 @@ def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Writte
     edits = {syntax: own for syntax, own in edits.items() if own}
     if not edits:
         raise RefusedError("the batches come from no DataLoader of yours")
-    note = "" if level == SAFE else "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
+    note = (
+        ""
+        if level == SAFE
+        else "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
+    )
     summary = "pin_memory=True, non_blocking=True" if any(pinned) else "non_blocking=True"
     return level, Change(edits, first, summary, note)
 
 
 def _copies(syntax: Syntax, call: cst.Call) -> bool:
     """Whether a call is ``x.to(device)`` or ``x.cuda()``, and names no other place."""
-    if not isinstance(call.func, cst.Attribute) or not call.func.attr.value in ("to", "cuda"):
+    if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in ("to", "cuda"):
         return False
     return "cpu" not in syntax.code(call) and not any(argument.star for argument in call.args)
 
@@ -275,7 +285,9 @@ def _written_in_place(syntax: Syntax, names: Collection[str]) -> bool:
 def _pinned(source: str, files: Files) -> tuple[Syntax, Edit] | None:
     """The edit that has a loader pin its batches; None where it does."""
     syntax, line = _at(source, files)
-    calls = [each for each in _calls(syntax, line) if any(_is_loader(name) for name in syntax.means(each.func))]
+    calls = [
+        each for each in _calls(syntax, line) if any(_is_loader(name) for name in syntax.means(each.func))
+    ]
     if len(calls) != 1:
         raise RefusedError(f"{source} does not call DataLoader once")
     if any(argument.star == "**" for argument in calls[0].args):

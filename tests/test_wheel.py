@@ -1,0 +1,65 @@
+"""What is released: a wheel that works by itself, away from the sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tilefit.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+#: A package index asks for less than 100 MB; users on slow lines for much less.
+LARGEST_BYTES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_it_is_small_and_holds_the_package_alone(wheel: Path) -> None:
+    assert wheel.name == f"tilefit-{__version__}-py3-none-any.whl"
+    assert wheel.stat().st_size < LARGEST_BYTES
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    assert {name.split("/")[0] for name in names} == {"tilefit", f"tilefit-{__version__}.dist-info"}
+    sources = (path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file())
+    assert {str(path) for path in sources if "__pycache__" not in path.parts} <= names
+
+
+def test_it_works_without_the_sources(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "site")
+    (tmp_path / "net.py").write_text(
+        "from torch import nn, randn\ndef build():\n    return nn.Linear(4096, 4095), randn(8192, 4096)\n"
+    )
+    code = (
+        "import sys, tilefit\n"
+        f"assert tilefit.__file__.startswith({str(tmp_path)!r}), tilefit.__file__\n"
+        "from tilefit.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-c", code, "check", "net.py:build", "--gpu", "h200", "--amp", "bf16"),
+            *("--output-file", "net.html"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stderr
+    page = (tmp_path / "net.html").read_text(encoding="utf-8")
+    assert "ALN001" in page
+    assert "measured by tilefit" in page
