@@ -44,10 +44,11 @@ def _lists(syntax: Syntax, loop: cst.For) -> dict[str, str]:
     lists = {}
     for pair in pairs:
         match pair:
-            case cst.Name(value=text), cst.Call(
-                func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]
+            case (
+                cst.Name(value=text),
+                cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]) as asked,
             ):
-                lists[text] = syntax.code(source)
+                lists[text] = syntax.code(asked)
             case _:
                 pairs = []
     if not pairs or loop.orelse or loop.asynchronous:
