@@ -3,7 +3,7 @@
     python benchmarks/program_models.py                 # all
     python benchmarks/program_models.py hf:bert timm:   # those that begin so
     python benchmarks/program_models.py --cost          # also the price against the target's own capture
-    python benchmarks/program_models.py --rows rows.json    # keeps what came of each; goes on where it stopped
+    python benchmarks/program_models.py --rows rows.json    # keeps what came of each; goes on where it was
 
 Each model trains in a process forked from one that has imported the libraries, on the emulated GPU, with
 inputs made on the CPU. Without network and GPU; 200 models take some 15 minutes on two cores.

@@ -47,6 +47,9 @@ class Watch(Protocol):
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was asked for that is not known, and answered."""
 
+    def exchanged(self, name: str, size: int, ranks: int, overlaps: bool) -> None:
+        """A collective of so many bytes and processes."""
+
     def captured(self) -> AbstractContextManager[object]:
         """Within the block a CUDA graph is captured, instead of anything running."""
 

@@ -95,7 +95,7 @@ def install(device: Device, gpu: Gpu) -> None:
     _loaders()
     _optimizers()
     if torch.distributed.is_available():
-        distributed.install()
+        distributed.install(device.watch)
 
 
 def _answer(gpu: Gpu, device: Device) -> None:

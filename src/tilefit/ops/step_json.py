@@ -12,7 +12,7 @@ from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
-from tilefit.ops.program import Assumption, Habit, HostEvent, Loader, Program
+from tilefit.ops.program import Assumption, Exchange, Habit, HostEvent, Loader, Program
 
 #: Version of the form.
 SCHEMA = 1
@@ -139,5 +139,6 @@ def _program(
         habits=tuple(Habit(**at(each)) for each in parts["habits"]),
         fake=tuple(fake),
         optimizers=tuple(parts.get("optimizers", ())),
+        exchanges=tuple(Exchange(**at(each)) for each in parts.get("exchanges", ())),
         model=model,
     )

@@ -148,4 +148,4 @@ class _Capture:
             fake=tuple(self.around.found),
             optimizers=self.finder.lines,
         )
-        return replace(step, program=program, notes=(*step.notes, *rank_notes()))
+        return replace(step, program=program, notes=(*step.notes, *rank_notes(program.exchanges)))
