@@ -134,6 +134,9 @@ def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
         ("hf:", UsageError, "cannot read the target", "hf:"),
         ("hf:gpt22", TargetError, "no model type 'gpt22'", "gpt2"),
         ("hf:{folder}/config.json", TargetError, "no configuration file", ""),
+        ("hf:t5-small", TargetError, "no model type 't5-small'", "the type, hf:t5,"),
+        ("hf:meta-llama/Llama-3.1-8B", TargetError, "no model type 'meta-llama/L", "the type, hf:llama,"),
+        ("hf:nobody/nothing", TargetError, "no model type 'nobody/nothing'", "such as gpt2"),
         ("torchvision:resnet51", TargetError, "no model 'resnet51'", "resnet50"),
         ("timm:convnext_tinyy", TargetError, "no model 'convnext_tinyy'", "convnext_tiny"),
         ("timm:maxvit_tiny", TargetError, "no model 'maxvit_tiny'", "maxvit_tiny_"),
@@ -252,6 +255,17 @@ def test_a_wrong_configuration_is_told(tmp_path: Path, text: str, what: str) -> 
     with pytest.raises(TargetError) as caught:
         _load(f"hf:{path}")
     assert what in caught.value.what
+
+
+def test_a_model_of_the_hub_that_is_kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--somebody--tiny"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    (snapshot / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 24, "n_head": 2}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert _load("hf:somebody/tiny", batch=2, seq=8).model.config.n_embd == 24
 
 
 def _hf(folder: Path, model_type: str, values: dict[str, Any], **options: Any) -> Any:

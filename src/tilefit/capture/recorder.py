@@ -30,6 +30,8 @@ from tilefit.ops import (
 from tilefit.ops.peaks import Moment, fullest
 
 _UNKNOWN = object()
+#: A result that a call does not make, such as the gradient of a bias that is not there.
+_NOTHING = ((), (), None)
 
 
 def _layout(value: Any) -> Any:
@@ -43,6 +45,8 @@ def _layout(value: Any) -> Any:
 
 
 def _result_layout(value: Any) -> Any:
+    if value is None:
+        return _NOTHING
     if isinstance(value, torch.Tensor) and value.device.type == "meta" and value.storage_offset() == 0:
         return (tuple(value.shape), value.stride(), value.dtype)
     return None
@@ -291,7 +295,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         several, layouts = known
         made = [
-            torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in layouts
+            dtype and torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            for shape, stride, dtype in layouts
         ]
         return tuple(made) if several else made[0]
 

@@ -7,7 +7,7 @@ import io
 import random
 import tarfile
 import zipfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,6 +66,11 @@ def labels(count: int, classes: int) -> NDArray[Any]:
 
 def tokens(count: int, dtype: Any) -> NDArray[Any]:
     """Random tokens, or numbers from 0 to 1 of a floating-point type."""
+    return _tokens(count, dtype).copy()
+
+
+@lru_cache(maxsize=4)  # programs open a file again for each of their batches
+def _tokens(count: int, dtype: Any) -> NDArray[Any]:
     import numpy as np
 
     kind, values = np.dtype(dtype), np.random.default_rng(2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,13 @@ def _silent(*args: Any, **kwargs: Any) -> None:
 
 
 def _config(transformers: Any, name: str, arguments: Mapping[str, int]) -> Any:
-    """The configuration of a model type, or in a file or a folder."""
+    """The configuration of a model type, in a file or a folder, or of a model of the hub that is here."""
     model_type: Any = name
     where = f"hf:{name}"
     values: Any = {}
-    if name.endswith(".json") or os.sep in name:
-        path = Path(name)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise TargetError(f"there is no configuration file {path}")
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if name not in known:
+        path = _file(name, known)
         where = str(path)
         try:
             values = json.loads(path.read_text())
@@ -90,11 +88,37 @@ def _config(transformers: Any, name: str, arguments: Mapping[str, int]) -> Any:
         model_type = values.pop("model_type", None) if isinstance(values, dict) else None
         if model_type is None:
             raise TargetError("the configuration names no model_type", where=where)
-    known = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known:
-        hint = "Give a model type such as gpt2, or a config.json."
-        raise unknown("transformers has no model type", model_type, known, hint)
+        raise unknown("transformers has no model type", model_type, known, "")
     return guarded(lambda: transformers.AutoConfig.for_model(model_type, **{**values, **arguments}), where)
+
+
+def _file(name: str, known: Sequence[str]) -> Path:
+    """The configuration that a name that is no model type stands for.
+
+    Raises:
+        TargetError: there is none.
+    """
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return path
+    if name.endswith(".json"):
+        raise TargetError(f"there is no configuration file {path}")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):
+        kept = try_to_load_from_cache(name, "config.json")
+        if isinstance(kept, str):
+            return Path(kept)
+    # Nothing is downloaded, but what a name of the hub begins with says which type is meant.
+    begun = name.rpartition("/")[2].lower().replace("-", "_")
+    types = sorted((each for each in known if begun.startswith(each.replace("-", "_"))), key=len)
+    hint = "Give a model type such as gpt2, or a config.json."
+    if types:
+        hint = f"Nothing is downloaded: give the type, hf:{types[-1]}, or the model's config.json."
+    raise unknown("transformers has no model type", name, [] if types else known, hint)
 
 
 def _model_class(transformers: Any, config: Any) -> tuple[Any, str]:
