@@ -10,12 +10,15 @@ import pytest
 
 from tilefit import gpus
 from tilefit.capture.naming import program_file
+from tilefit.cost.priced import resolve
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.training import write
 from tilefit.ops import HostEvent, Loader, Site
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
+from tilefit.options import ProgramOptions, Selection, TargetOptions
+from tilefit.session.fixing import FixRequest, ProgramFixSession
 
 _TRAIN = """\
 import torch
@@ -150,3 +153,35 @@ def test_a_module_begins_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "package" / "sub").mkdir(parents=True)
     assert program_file("package.train", True) == tmp_path / "package" / "train.py"
     assert program_file("package.sub", True) == tmp_path / "package" / "sub" / "__main__.py"
+
+
+def test_a_changed_program_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """\
+import torch
+
+layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+net = torch.nn.Sequential(*layers).to("cuda")
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(4):
+    net(torch.randn(8, 256, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    Path("train.py").write_text(text)
+    request = FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=("NTC003",)),
+        program=ProgramOptions("train.py"),
+    )
+    session = ProgramFixSession(request)
+    (patch,) = session.patches.made
+    assert (patch.code, patch.level, patch.where) == ("NTC003", "safe", "train.py:5")
+    assert patch.gain_s > 0
+    assert [*session.patches.texts().values()] == [text.replace("parameters())", "parameters(), fused=True)")]
+    outcome = session.outcome(source_wanted=True)
+    assert outcome.exit_code == 1
+    assert not outcome.left
+    assert Path("train.py").read_text() == text
