@@ -55,7 +55,7 @@ def test_a_trainer_is_checked_with_its_optimizer_precision_and_accumulation(tmp_
     )
     arguments.bf16 = True
     model = Masked()
-    trainer = trainer_of(model, arguments, train_dataset=rows)  # type: ignore[arg-type]
+    trainer = trainer_of(model, arguments, train_dataset=rows)
     before = torch.get_rng_state()
     assert trained(trainer).step == f"2 micro-batches of {_BATCH}, AdamW, bf16 autocast"
     assert next(model.parameters()).device.type == "cpu"  # the user's model is as it was
