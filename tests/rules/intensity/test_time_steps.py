@@ -50,3 +50,19 @@ def test_a_loop_over_known_inputs_is_one_product(train: bool) -> None:
 
 def test_products_that_wait_for_each_other_are_left_alone() -> None:
     assert not findings(capture(Repeated(), X[0]), "INT005", min_gain=0)
+
+
+@pytest.mark.parametrize("accumulated", [True, False])
+def test_micro_batches_are_no_time_steps(accumulated: bool) -> None:
+    model = nn.Linear(1024, 2048, device="meta")
+
+    def step(x: torch.Tensor) -> None:
+        losses = []
+        for row in x:
+            losses.append(model(row).square().mean())
+            if accumulated:
+                losses.pop().backward()
+        if losses:
+            torch.stack(losses).sum().backward()
+
+    assert bool(findings(capture(step, (X,)), "INT005", min_gain=0)) != accumulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, StepOp, Streaming
 from tilefit.rules.flow import Flow, LinearCall, bias_gradient, linear_calls, parent
@@ -52,12 +53,22 @@ class CellLoop:
 
 
 def repeated_weights(flow: Flow) -> list[Repeated]:
-    """Weights that at least :data:`LEAST_STEPS` forward products of one shape use."""
+    """Weights that at least :data:`LEAST_STEPS` products of one shape in one forward pass use.
+
+    The next forward pass, as of another micro-batch, begins when the gradients of the one before are there.
+    """
     step = flow.step
+    forward_pass = list(
+        accumulate(
+            before.phase != FORWARD and entry.phase == FORWARD and not entry.recomputed
+            for before, entry in pairwise((*step.ops[:1], *step.ops))
+        )
+    )
     calls: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
     for call in linear_calls(step):
-        entry = step.ops[call.forward]
-        calls[(call.layer.parameter, call.layer.module, entry.op, entry.recomputed)].append(call)
+        entry, layer = step.ops[call.forward], call.layer
+        same = layer.parameter, layer.module, entry.op, entry.recomputed, forward_pass[call.forward]
+        calls[same].append(call)
     groups = [group for group in calls.values() if len(group) >= LEAST_STEPS]
     bits = {call.forward: 1 << bit for bit, group in enumerate(groups) for call in group}
     sequential = 0
