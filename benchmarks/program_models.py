@@ -3,6 +3,7 @@
     python benchmarks/program_models.py                 # all
     python benchmarks/program_models.py hf:bert timm:   # those that begin so
     python benchmarks/program_models.py --cost          # also the price against the target's own capture
+    python benchmarks/program_models.py --rows rows.json    # keeps what came of each; goes on where it was
 
 Each model trains in a process forked from one that has imported the libraries, on the emulated GPU, with
 inputs made on the CPU. Without network and GPU; 200 models take some 15 minutes on two cores.
@@ -88,6 +89,8 @@ def program(target: str, batch: int, cost: bool, write: int) -> None:
     path.write_text(_PROGRAM.format(target=target, batch=batch))
 
     def done(step: object) -> None:
+        if isinstance(step, TilefitError):
+            answer(error=str(step).splitlines()[0])
         found = {"ops": len(step.ops), "flop": step.flop, "events": len(step.program.events)}
         if cost:
             found["s"] = seconds(step)
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("only", nargs="*")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--rows", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     import torch._dynamo  # noqa: F401 - once for all
@@ -162,8 +166,12 @@ def main() -> None:
     ]
     if arguments.only:
         targets = [each for each in targets if each.startswith(tuple(arguments.only))]
-    passed = 0
+    path = arguments.rows
+    rows = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    passed = sum("error" not in rows[each] for each in targets if each in rows)
     for target in targets:
+        if target in rows:
+            continue
         found = forked(program, target, arguments.batch, arguments.cost)
         if arguments.cost and "error" not in found:
             own = forked(by_target, target, arguments.batch)
@@ -171,6 +179,9 @@ def main() -> None:
                 off = [f"{found[each] / own[each] - 1:+.2%}" for each in ("s", "flop")]
                 found["against"] = f"{' '.join(off)} {found['ops']}/{own['ops']}"
         passed += "error" not in found
+        rows[target] = found
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{'ok  ' if 'error' not in found else 'FAIL'} {target:40} {found}", flush=True)
     print(f"{passed} of {len(targets)}")
 

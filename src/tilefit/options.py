@@ -181,6 +181,7 @@ class ProgramOptions:
         steps: Steps of its optimizer that the captured step is made of.
         skip: Steps before them.
         fake_data: Data that it lacks are made up.
+        sources: Texts of files, by real path, to be read instead of what the files say.
     """
 
     program: str = ""
@@ -189,6 +190,7 @@ class ProgramOptions:
     steps: int = option(1, "Optimizer steps that are looked at, as one.", min=1, metavar="N")
     skip: int = option(2, "Optimizer steps before them: the first does more.", min=1, metavar="N")
     fake_data: bool = option(False, "Make up data and weights that are not there, at random.")
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

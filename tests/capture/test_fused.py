@@ -170,6 +170,8 @@ def test_a_packed_sequence_runs_to_the_longest() -> None:
     step = captured(run, rows(7, 3, 24), parts={"layer": nn.GRU(24, 32)})
     op = _ops(step, Recurrent)[0]
     assert (op.seq_len, op.batch, op.input_size, op.hidden_size) == (7, 3, 24, 32)
+    # Samples that have ended are not multiplied.
+    assert op.flop == (7 + 5 + 2) * 2 * (3 * 32) * (24 + 32)
 
 
 def test_a_loop_over_cells_runs_two_products_and_one_kernel_a_step() -> None:

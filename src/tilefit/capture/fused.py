@@ -218,7 +218,7 @@ class _Recurrence(torch.autograd.Function):
         cell = x.new_empty((layers, op.batch, op.hidden_size)) if op.mode == "LSTM" else None
         # What cuDNN reserves for the backward pass: the gates (and the cell) of every step.
         per_step = (op.gates + (1 if op.mode == "LSTM" else 0)) * op.hidden_size
-        reserve = x.new_empty(layers * op.seq_len * op.batch * per_step)
+        reserve = x.new_empty(layers * op.all_rows * per_step)
         calls.recorder.record(op, f"aten.{op.mode.lower()}", tensors, [output])
         calls.leave_empty()
         ctx.calls, ctx.op = calls, op
@@ -279,6 +279,7 @@ def _recurrent(mode_name: str, calls: FusedCalls, *args: Any) -> Any:
         bidirectional=bidirectional,
         proj_size=projected if projected != hidden else 0,
         packed=packed,
+        rows=x.shape[0] if packed else 0,
         dtype=dtype,
         persistent=_purpose(x, *states, *weights) if persistent else "",
     )

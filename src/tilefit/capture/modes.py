@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from tilefit.capture.autocast import AutocastState, simulated
 from tilefit.capture.dtypes import DTYPES
@@ -46,6 +47,8 @@ class Modes:
         self.semantic = SemanticMode(self.recorder, self.autocast)
         self.steps = OptimizerSteps(self.recorder, self.autocast)
         self.saved_bytes = 0
+        #: Parameters that had no size yet when their model was first seen, by name.
+        self.without_size: dict[str, nn.Parameter] = {}
         self._held_bytes = 0  # parameters, buffers, inputs
         self.notes: list[str] = []
         #: Layers that ``torch.compile`` compiles each for itself.
@@ -102,8 +105,11 @@ class Modes:
         """Name a model's parameters; count them and its buffers as memory."""
         before = self.recorder.live_bytes
         for name, parameter in model.named_parameters():
-            self.recorder.name_parameter(parameter, prefix + name)
-        self.recorder.keep(model.buffers(), BUFFERS)
+            if isinstance(parameter, nn.UninitializedParameter):
+                self.without_size[prefix + name] = parameter
+            else:
+                self.recorder.name_parameter(parameter, prefix + name)
+        self.recorder.keep((buffer for buffer in model.buffers() if not is_lazy(buffer)), BUFFERS)
         self._held_bytes += self.recorder.live_bytes - before
 
     def _keep_saved(self) -> None:

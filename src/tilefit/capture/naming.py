@@ -45,6 +45,14 @@ def require_program(program: str, is_module: bool) -> None:
         _require_file(Path(program))
 
 
+def program_file(program: str, is_module: bool) -> Path:
+    """The file that a program begins in, links resolved."""
+    if not is_module:
+        return Path(program).resolve()
+    path = Path(*program.split("."))
+    return (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).resolve()
+
+
 def _require_file(path: Path) -> None:
     if path.is_file():
         return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import site
 import sys
 import sysconfig
+import tokenize
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from types import CodeType
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -38,7 +41,7 @@ def is_installed(path: str) -> bool:
 
 @contextmanager
 def overlaid(sources: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, files that are imported read as ``sources`` says, others as they are.
+    """Within the block, files that are imported or run read as ``sources`` says, others as they are.
 
     The user's modules that were imported in the block are forgotten afterwards, so that the next block reads
     them anew.
@@ -55,9 +58,18 @@ def overlaid(sources: Mapping[str, str]) -> Iterator[None]:
             return original(self, name)
         return self.source_to_code(text, path)
 
+    open_code = io.open_code
+
+    def opened(path: str) -> Any:
+        text = sources.get(os.path.realpath(path))
+        if text is None:
+            return open_code(path)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(text.encode()).readline)
+        return io.BytesIO(text.encode(encoding))
+
     before = set(sys.modules)
     try:
-        with patch.object(SourceFileLoader, "get_code", get_code):
+        with patch.object(SourceFileLoader, "get_code", get_code), patch.object(io, "open_code", opened):
             yield
     finally:
         for name in sys.modules.keys() - before:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilefit.capture.naming import require_program, require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile, Libraries
 from tilefit.cli.completion import gpu_option
-from tilefit.cli.option_groups import grouped, refuse_given
-from tilefit.options import ProgramOptions, TargetOptions
+from tilefit.cli.option_groups import grouped
 
-#: Options that describe the step of a model.
-_OF_MODELS = [each.name for each in fields(TargetOptions) if "help" in each.metadata]
 #: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
 _MANY_OPS = 100_000
 
@@ -25,18 +21,8 @@ _MANY_OPS = 100_000
 @grouped
 def check(
     context: typer.Context,
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET|PROGRAM",
-            help=f"{step_options.TARGETS}; or a program, train.py.",
-            show_default=False,
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="The program's own.", show_default=False),
-    ] = None,
+    target: step_options.TargetOrProgram,
+    arguments: step_options.Arguments = None,
     *,
     gpu: Annotated[
         list[str] | None,
@@ -56,13 +42,7 @@ def check(
     A program's own arguments stand after --. Nothing is downloaded and no GPU is needed. Exit code: 0
     nothing found, 1 findings, 2 could not run.
     """
-    is_program = program.is_module or step_options.is_script(target)
-    if is_program:
-        refuse_given(context, _OF_MODELS, "a program makes its own steps; its own arguments stand after --")
-        require_program(target, program.is_module)
-    else:
-        refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
-        require_readable(target)
+    is_program = step_options.refuse_of_others(context, target, program)
     from tilefit.cost.priced import resolve, with_libraries
     from tilefit.rules import select
 

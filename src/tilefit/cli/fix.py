@@ -76,6 +76,10 @@ class FixOptions:
     )
 
 
+#: Options of what is done at run time, to a model.
+_OF_RUN_TIME = ("verify", "measure")
+
+
 @dataclass(frozen=True)
 class FileOptions:
     """What becomes of the user's files."""
@@ -87,32 +91,35 @@ class FileOptions:
 @grouped
 def fix(
     context: typer.Context,
-    target: step_options.Target,
+    target: step_options.TargetOrProgram,
+    arguments: step_options.Arguments = None,
     *,
     gpu: Annotated[str | None, gpu_option("GPU to plan for. Default: the one in this machine.")] = None,
     calibration: CalibrationFile = None,
     options: step_options.Options,
     capture: step_options.Capture,
+    program: step_options.OfProgram,
     ways: Annotated[FixOptions, Group(_FIXES)],
     selection: _Fixes,
     files: Annotated[FileOptions, Group(report_output.PANEL)],
     shown: _Shown,
 ) -> int:
-    """Fix a model: what to change, what each change saves, and the proof that it is the same model.
+    """Fix a model, or a program: what to change, what each change saves, the proof that it is the same model.
 
     Without --write nothing is changed. Exit code: 0 nothing to do, 1 fixes found, 2 could not run.
     """
+    is_program = step_options.refuse_of_others(context, target, program, _OF_RUN_TIME)
     settled = config.load(Path.cwd())
     if files.diff and (files.write or shown.output_format not in (None, "text") or shown.output_file):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
     device = _gpu(gpu, settled.gpu, ways.measure, calibration)
-    if (files.diff or files.write) and not has_source(target):
+    if (files.diff or files.write) and not (is_program or has_source(target)):
         raise UsageError(
             f"{target} is a library's model: there is no source of yours to change",
             hint="Leave out --diff and --write, or give the file of yours that builds it: file.py:factory.",
         )
 
-    from tilefit.session.fixing import FixRequest, FixSession
+    from tilefit.session.fixing import FixRequest, FixSession, ProgramFixSession
 
     request = FixRequest(
         target=target,
@@ -127,8 +134,9 @@ def fix(
         and not any(given(context, name) for name in ("optimizer", "fused_optimizer")),
         timeout_s=capture.timeout,
         fresh=capture.fresh,
+        program=replace(program, program=target, arguments=tuple(arguments or ())) if is_program else None,
     )
-    session = FixSession(request, _stage)
+    session = (ProgramFixSession if is_program else FixSession)(request, _stage)
     outcome = session.outcome(source_wanted=files.diff or files.write)
     if files.write:
         outcome = replace(outcome, written=outcome.patches.write())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
 
+from tilefit.capture.naming import require_program, require_readable
 from tilefit.cli.commands import Command
-from tilefit.cli.option_groups import Group
+from tilefit.cli.option_groups import Group, refuse_given
 from tilefit.options import ProgramOptions, Selection, Split, StepOptions, TargetOptions, option
 
 _STEP = "The step"
@@ -32,6 +33,14 @@ Target = Annotated[
         help=f"{TARGETS}.",
         show_default=False,
     ),
+]
+TargetOrProgram = Annotated[
+    str,
+    typer.Argument(metavar="TARGET|PROGRAM", help=f"{TARGETS}; or a program, train.py.", show_default=False),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ARGS]...", help="The program's own.", show_default=False),
 ]
 Options = Annotated[TargetOptions, Group(_STEP)]
 #: Where sizes are ranges, or what a run is given.
@@ -82,6 +91,33 @@ class ScriptCommand(Command):
 def is_script(text: str) -> bool:
     """Whether a target is a script."""
     return text.endswith(".py")
+
+
+def refuse_of_others(
+    context: typer.Context, target: str, program: ProgramOptions, of_models: Sequence[str] = ()
+) -> bool:
+    """Whether a target is a program; options of the other kind of target are refused.
+
+    Args:
+        context: The command's.
+        target: As it was typed.
+        program: Options of programs.
+        of_models: Options of models alone, beside those of their step.
+
+    Raises:
+        UsageError: an option has no effect, or the target is not understood.
+        TargetError: the file is not there.
+    """
+    is_program = program.is_module or is_script(target)
+    if is_program:
+        names = [each.name for each in fields(TargetOptions) if "help" in each.metadata]
+        why = "a program makes its own steps; its own arguments stand after --"
+        refuse_given(context, [*names, *of_models], why)
+        require_program(target, program.is_module)
+    else:
+        refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
+        require_readable(target)
+    return is_program
 
 
 def note_misplaced(context: typer.Context, script: str, arguments: Sequence[str]) -> None:

@@ -47,6 +47,9 @@ class Watch(Protocol):
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was asked for that is not known, and answered."""
 
+    def exchanged(self, name: str, size: int, ranks: int, overlaps: bool) -> None:
+        """A collective of so many bytes and processes."""
+
     def captured(self) -> AbstractContextManager[object]:
         """Within the block a CUDA graph is captured, instead of anything running."""
 
@@ -57,6 +60,7 @@ class Watch(Protocol):
 _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
 #: What initial values of parameters are made with.
 _INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
+_TAKE_THEMSELVES_APART = frozenset(("DTensor", "NestedTensor"))
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
 
@@ -103,8 +107,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it takes itself apart
+        if any(kind.__name__ in _TAKE_THEMSELVES_APART for kind in types):
+            return NotImplemented
         if _names_cuda(kwargs.get("device")) or _has_cuda(leaves(args)) or _has_cuda(leaves(kwargs)):
             return self.run(func, args, kwargs)
         name = func._overloadpacket.__name__

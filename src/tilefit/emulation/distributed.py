@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.multiprocessing
+
+from tilefit.emulation.device import Watch
+from tilefit.emulation.tensor import CudaTensor
 
 #: What torchrun tells a process; answered to whoever asks by name, and not there for whoever looks first.
 _VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
@@ -26,8 +29,12 @@ class _Done:
         return True
 
 
-def install() -> None:
-    """Make distributed programs run as one process, of as many as the environment says; not taken back."""
+def install(watch: Watch) -> None:
+    """Make distributed programs run as one process, of as many as the environment says; not taken back.
+
+    Args:
+        watch: Told of collectives.
+    """
     distributed: Any = torch.distributed
     begin = distributed.init_process_group
 
@@ -42,19 +49,6 @@ def install() -> None:
             world_size=size if size > 0 else int(os.environ["WORLD_SIZE"]),
         )
 
-    def nothing(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
-        return _Done() if async_op else None
-
-    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for output in outputs:
-            output.copy_(tensor)
-        return nothing(**kwargs)
-
-    def into(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        ranks = max(1, output.numel() // max(1, tensor.numel()))
-        output.copy_(tensor.flatten().repeat(ranks)[: output.numel()].view_as(output))
-        return nothing(**kwargs)
-
     def gather_object(outputs: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
         outputs[:] = [value] * len(outputs)
 
@@ -62,13 +56,57 @@ def install() -> None:
         function(0, *args)
 
     distributed.init_process_group = init_process_group
-    for name in _NOTHING_TO_DO:
-        setattr(distributed, name, nothing)
-    distributed.all_gather, distributed.all_gather_object = all_gather, gather_object
-    distributed.all_gather_into_tensor = distributed.reduce_scatter_tensor = into
+    distributed.all_gather_object = gather_object
+    _collectives(watch)
     multiprocessing: Any = torch.multiprocessing
     multiprocessing.spawn = spawn
     _answer_variables()
+
+
+def _collectives(watch: Watch) -> None:
+    """Collectives give what they would where all processes have the same."""
+    distributed: Any = torch.distributed
+
+    def told(name: str, tensors: Iterable[Any], group: Any, async_op: bool) -> _Done | None:
+        sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, CudaTensor)]
+        if sizes:
+            ranks = distributed.get_world_size(group) if distributed.is_initialized() else 1
+            watch.exchanged(name, sum(sizes), ranks, async_op)
+        return _Done() if async_op else None
+
+    def nothing(name: str) -> Callable[..., _Done | None]:
+        def call(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> _Done | None:
+            return told(name, (*args, *kwargs.values()), group, async_op)
+
+        return call
+
+    def all_gather(
+        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        for output in outputs:
+            output.copy_(tensor)
+        return told("all_gather", outputs, group, async_op)
+
+    def into(name: str) -> Callable[..., _Done | None]:
+        def call(
+            output: torch.Tensor,
+            given: torch.Tensor,
+            *args: Any,
+            group: Any = None,
+            async_op: bool = False,
+            **_: Any,
+        ) -> _Done | None:
+            ranks = max(1, output.numel() // max(1, given.numel()))
+            output.copy_(given.flatten().repeat(ranks)[: output.numel()].view_as(output))
+            return told(name, [max(output, given, key=torch.Tensor.numel)], group, async_op)
+
+        return call
+
+    for name in _NOTHING_TO_DO:
+        setattr(distributed, name, nothing(name))
+    distributed.all_gather = all_gather
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(distributed, name, into(name))
 
 
 def _answer_variables() -> None:

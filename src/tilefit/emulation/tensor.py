@@ -53,6 +53,8 @@ class CudaTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(kind.__name__ == "NestedTensor" for kind in types):
+            return NotImplemented  # of which this one is a part
         return CudaTensor.launched(func, args, kwargs or {})
 
     # ---- what reads memory past the dispatcher ---------------------------------------------------

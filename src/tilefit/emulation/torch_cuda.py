@@ -95,7 +95,7 @@ def install(device: Device, gpu: Gpu) -> None:
     _loaders()
     _optimizers()
     if torch.distributed.is_available():
-        distributed.install()
+        distributed.install(device.watch)
 
 
 def _answer(gpu: Gpu, device: Device) -> None:
@@ -200,7 +200,10 @@ def _types() -> None:
 
 
 def _functions(device: Device) -> None:
-    """CTC takes its lengths on the host, and moves them; those of the GPU are waited for."""
+    """Functions that are not an operation each.
+
+    CTC takes its lengths on the host, and moves them; those of the GPU are waited for.
+    """
     ctc = _torch.ctc_loss
 
     def ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
@@ -213,7 +216,11 @@ def _functions(device: Device) -> None:
             targets = targets.to(CUDA)
         return ctc(scores, targets, *rest, **kwargs)  # type: ignore[no-any-return]
 
-    _torch.ctc_loss = ctc_loss
+    def cond(which: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
+        """Not compiled, it reads which as any ``if`` does."""
+        return if_true(*operands) if which else if_false(*operands)
+
+    _torch.ctc_loss, _torch.cond = ctc_loss, cond
 
 
 def _graphs(device: Device) -> None:

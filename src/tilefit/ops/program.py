@@ -106,6 +106,28 @@ class Habit:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective that the program calls, which nobody answers here. It has no price.
+
+    Attributes:
+        index: How many of the step's operations were launched before it.
+        name: What was called, such as ``all_reduce``, ``all_gather_into_tensor``; ``gradients`` for the sum
+            that ``DistributedDataParallel`` makes of them.
+        bytes: Of the tensor that all have afterwards, or had before.
+        ranks: Processes that take part.
+        site: The line of the program.
+        overlaps: The host goes on, and other work may run meanwhile.
+    """
+
+    index: int
+    name: str
+    bytes: int
+    ranks: int
+    site: Site
+    overlaps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The program around a step.
 
@@ -118,6 +140,9 @@ class Program:
         loaders: The data loaders that fed the step.
         habits: Ways of writing it that cost time.
         fake: Data that were made up, such as ``torchvision.datasets.MNIST: 60000 random images``.
+        optimizers: Lines that made those that stepped.
+        model: The line that called the model first.
+        exchanges: Collectives of the step, in order.
     """
 
     command: str
@@ -128,12 +153,16 @@ class Program:
     loaders: tuple[Loader, ...] = ()
     habits: tuple[Habit, ...] = ()
     fake: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    model: str = ""
+    exchanges: tuple[Exchange, ...] = ()
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""
         return replace(
             self,
             events=tuple(replace(event, index=place(event.index)) for event in self.events),
+            exchanges=tuple(replace(each, index=place(each.index)) for each in self.exchanges),
             habits=tuple(
                 replace(habit, first=place(habit.first), last=place(habit.last)) for habit in self.habits
             ),

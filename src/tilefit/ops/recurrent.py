@@ -32,6 +32,7 @@ class Recurrent(Op):
         direction: ``forward``, ``backward-data`` or ``backward-weight``.
         persistent: ``inference`` or ``training``: what a layer of ``tilefit.nn`` is for, which runs
             persistent kernels where they were measured to be faster for that; empty: cuDNN runs it.
+        rows: Steps that the samples of a ``PackedSequence`` have altogether; 0: each has ``seq_len``.
     """
 
     kind: ClassVar[str] = "recurrent"
@@ -49,6 +50,7 @@ class Recurrent(Op):
     dtype: str = "bf16"
     direction: str = FORWARD
     persistent: str = ""
+    rows: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in GATES:
@@ -78,7 +80,9 @@ class Recurrent(Op):
         The input projection of a layer is one product over all time steps; the recurrent product is
         one per time step, and its weight gradient again one over all time steps.
         """
-        rows = self.seq_len * self.batch
+        rows, steps = self.all_rows, self.seq_len
+        # Fewer and fewer samples are left of a packed input: each step as if it had the mean.
+        least, more = divmod(rows, max(steps, 1))
         wide = self.gates * self.hidden_size
         out = self.output_size
         products: list[tuple[Gemm, int]] = []
@@ -88,10 +92,17 @@ class Recurrent(Op):
             matrices += [(self.proj_size, self.hidden_size, True)] if self.proj_size else []
             for outputs, features, each_step in matrices:
                 stepwise = each_step and self.direction != BACKWARD_WEIGHT
-                size = self.batch if stepwise else rows
-                gemm = linear_pass(self.direction, size, outputs, features, self.dtype)
-                products.append((gemm, self.directions * (self.seq_len if stepwise else 1)))
+                sizes = ((least, steps - more), (least + 1, more)) if stepwise else ((rows, 1),)
+                for size, times in sizes:
+                    if size and times:
+                        gemm = linear_pass(self.direction, size, outputs, features, self.dtype)
+                        products.append((gemm, self.directions * times))
         return tuple(products)
+
+    @property
+    def all_rows(self) -> int:
+        """Time steps of all samples."""
+        return self.rows or self.seq_len * self.batch
 
     @property
     def flop(self) -> int:
@@ -110,12 +121,12 @@ class Recurrent(Op):
     @property
     def _activation_bytes(self) -> int:
         widths = self.input_size + self.num_layers * self.directions * self.output_size
-        return self.seq_len * self.batch * widths * size_bytes(self.dtype)
+        return self.all_rows * widths * size_bytes(self.dtype)
 
     @property
     def _gate_bytes(self) -> int:
         wide = self.num_layers * self.directions * self.gates * self.hidden_size
-        return self.seq_len * self.batch * wide * size_bytes(self.dtype)
+        return self.all_rows * wide * size_bytes(self.dtype)
 
     @property
     def read_bytes(self) -> int:
@@ -136,7 +147,7 @@ class Recurrent(Op):
         return self.weight_bytes
 
     def on_batch(self, growth: Growth) -> Recurrent:
-        return replace(self, batch=growth.of(self.batch))
+        return replace(self, batch=growth.of(self.batch), rows=self.rows and growth.of(self.rows))
 
     @property
     def shape(self) -> str:

@@ -12,7 +12,7 @@ from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
-from tilefit.ops.program import Assumption, Habit, HostEvent, Loader, Program
+from tilefit.ops.program import Assumption, Exchange, Habit, HostEvent, Loader, Program
 from tilefit.ops.timeline import Block, Timeline
 
 #: Version of the form.
@@ -142,7 +142,9 @@ def _memory(
     )
 
 
-def _program(command: str, step: str, steps: int, fake: list[str], **parts: list[dict[str, Any]]) -> Program:
+def _program(
+    command: str, step: str, steps: int, fake: list[str], model: str = "", **parts: list[Any]
+) -> Program:
     def at(values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "site": Site(**values["site"])}
 
@@ -155,4 +157,7 @@ def _program(command: str, step: str, steps: int, fake: list[str], **parts: list
         loaders=tuple(Loader(**each) for each in parts["loaders"]),
         habits=tuple(Habit(**at(each)) for each in parts["habits"]),
         fake=tuple(fake),
+        optimizers=tuple(parts.get("optimizers", ())),
+        exchanges=tuple(Exchange(**at(each)) for each in parts.get("exchanges", ())),
+        model=model,
     )

@@ -56,6 +56,7 @@ def check(
     calibration: _Path | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     name: str = "",
+    datamodule: Any = None,
     **keywords: Unpack[CheckKeywords],
 ) -> Report: ...
 @overload
@@ -67,6 +68,7 @@ def check(
     calibration: _Path | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     name: str = "",
+    datamodule: Any = None,
     **keywords: Unpack[CheckKeywords],
 ) -> Report | Comparison: ...
 def check(
@@ -77,6 +79,7 @@ def check(
     calibration: _Path | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     name: str = "",
+    datamodule: Any = None,
     **keywords: Any,
 ) -> Report | Comparison:
     """Check a model: what a step executes, how long it takes on a GPU, and what is worth changing.
@@ -86,7 +89,8 @@ def check(
     Args:
         model: A module; or a callable that does a whole training step, whose ``inputs`` are its arguments;
             or a target as on the command line, such as ``"hf:gpt2"``, which brings its own inputs (keywords
-            ``batch``, ``seq``, ``image_size``, ``input``).
+            ``batch``, ``seq``, ``image_size``, ``input``); or a Trainer of transformers or a LightningModule,
+            checked with their own optimizer, precision and first batch.
         inputs: A tensor, a tuple of positional arguments or a mapping of keyword arguments. Only shapes
             and element types matter; ``meta`` tensors will do.
         gpu: The GPU, such as ``"h200"``; several are compared side by side; None is the GPU of this machine.
@@ -94,6 +98,7 @@ def check(
             own of a GPU, else the one that ships.
         loss: Makes the loss of the model's output; without it the output's ``loss``, or its mean.
         name: What to call the model in the report.
+        datamodule: Of a LightningModule: where its data come from.
         keywords: How the step runs (the fields of :class:`~tilefit.options.StepOptions`: ``train``, ``amp``,
             ``tf32``, ``optimizer``, ``fused_optimizer``, ``channels_last``, ``compile``, ``on_cpu``) and
             which findings are wanted (those of :class:`~tilefit.options.Selection`: ``select``, ``ignore``,
@@ -115,10 +120,15 @@ def check(
 
         return Session(partial(capture_in_child, model, options), gpus, selection).report
     from tilefit.capture import capture
+    from tilefit.session.trainers import training_of
 
-    return Session(
-        partial(capture, model, inputs, options=options, loss=loss, name=name), gpus, selection
-    ).report
+    training = training_of(model, inputs, datamodule)
+    if training is None:
+        captured = partial(capture, model, inputs, options=options, loss=loss, name=name)
+    else:
+        training.loss, training.name = loss or training.loss, name or training.name
+        captured = partial(training.capture, options, keywords, gpus[0].name)
+    return Session(captured, gpus, selection).report
 
 
 def assess(

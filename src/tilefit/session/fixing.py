@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from tilefit import rules
 from tilefit.assessment import Assessment
-from tilefit.capture.child import capture_in_child
-from tilefit.capture.naming import has_source, require_readable
+from tilefit.capture.child import capture_in_child, capture_program_in_child
+from tilefit.capture.naming import has_source, program_file, require_readable
 from tilefit.cost import fuse
 from tilefit.cost.priced import PricedGpu
-from tilefit.errors import UsageError
+from tilefit.errors import TilefitError, UsageError
 from tilefit.ops import Step
-from tilefit.options import Selection, StepOptions, TargetOptions
+from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOptions
 
 if TYPE_CHECKING:
     from tilefit.fixes import Plan
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Program
     from tilefit.report import Report
+    from tilefit.rules import Finding
+    from tilefit.rules.base import Context
 
 #: Says what is going on while a block runs, and gives it what says more of it.
 Stage = Callable[[str], AbstractContextManager[Callable[[str], None]]]
@@ -48,6 +50,7 @@ class FixRequest:
         own_optimizer: The optimizer is the one that the user's files make, where they do.
         timeout_s: How long one capture may take.
         fresh: Capture it again, though it is unchanged.
+        program: The target is a program; ``options`` have no effect.
     """
 
     target: str
@@ -61,6 +64,7 @@ class FixRequest:
     own_optimizer: bool = False
     timeout_s: float = 600.0
     fresh: bool = False
+    program: ProgramOptions | None = None
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -80,7 +84,8 @@ class FixSession:
     """
 
     def __init__(self, request: FixRequest, stage: Stage = lambda _: nullcontext(lambda _: None)) -> None:
-        require_readable(request.target)
+        if request.program is None:
+            require_readable(request.target)
         self.request = request
         self._stage = stage
         if request.selection.select or request.selection.ignore:
@@ -147,6 +152,14 @@ class FixSession:
         return replace(wanted, select=codes_of(wanted.select), ignore=codes_of(wanted.ignore))
 
     @property
+    def _worth_it(self) -> Selection:
+        """Those whose saving is worth a change."""
+        from tilefit.fixes.planner import MIN_GAIN
+
+        selection = self._selection
+        return replace(selection, min_gain=MIN_GAIN) if selection.min_gain is None else selection
+
+    @property
     def report(self) -> Report:
         """Of the step as it is."""
         return self.assessment.report
@@ -190,19 +203,16 @@ class FixSession:
     @cached_property
     def patches(self) -> Patches:
         """What can be written into the user's files."""
-        from tilefit.fixes.planner import MIN_GAIN
         from tilefit.fixes.source.patches import Patches, propose
 
-        request, selection = self.request, self._selection
-        if selection.min_gain is None:
-            selection = replace(selection, min_gain=MIN_GAIN)
+        request, selection = self.request, self._worth_it
         if not has_source(request.target):
             return Patches()
         before = self.assessment
         with self._stage("Trying changes of your files"):
             return propose(
                 before.context,
-                lambda context: [each.finding for each in rules.find(context, selection)],
+                partial(_findings, selection),
                 self.program,
                 self.options,
                 request.levels,
@@ -240,9 +250,14 @@ class FixSession:
             call=self.call,
             answers=self.answers,
             fuses=self.fuses,
-            place=self.program.built_at,
+            place=self.place,
             source_wanted=source_wanted,
         )
+
+    @property
+    def place(self) -> str:
+        """The user's line that builds the model."""
+        return self.program.built_at
 
     @property
     def call(self) -> str:
@@ -273,6 +288,60 @@ class FixSession:
         plan = self.plan
         compiles = plan is not None and any(fix.name == "compile" for fix in plan.fixes)
         return call if compiles or not options.compile else f"{call}\nmodel = torch.compile(model)"
+
+
+class ProgramFixSession(FixSession):
+    """One fix of a program: its files are changed, and it is run again under the emulated GPU."""
+
+    call = place = ""
+    plan = None
+
+    @cached_property
+    def _first(self) -> Step:
+        request = self.request
+        with self._stage(f"Running {request.target}") as say:
+            return self._run(self._program, say)
+
+    @property
+    def _program(self) -> ProgramOptions:
+        assert self.request.program is not None
+        return self.request.program
+
+    @property
+    def options(self) -> TargetOptions:
+        """None: the program makes its own step."""
+        return self.request.options
+
+    def _run(self, program: ProgramOptions, say: Callable[[str], None] = lambda text: None) -> Step:
+        return capture_program_in_child(program, self.request.gpu.name, self.request.timeout_s, say)
+
+    @cached_property
+    def patches(self) -> Patches:
+        """What can be written into the program's files."""
+        from tilefit.fixes.source.patches import Trial, propose_for, sources_of
+        from tilefit.fixes.source.training import files_of, write
+
+        program, before = self._program, self.assessment
+        files = files_of(before.step, program_file(program.program, program.is_module))
+
+        def captured(requests: Sequence[ProgramOptions]) -> Generator[Step | TilefitError]:
+            for each in requests:
+                try:
+                    yield self._run(each)
+                except TilefitError as error:
+                    yield error
+
+        trial = Trial(
+            lambda finding, context: write(finding, context, files),
+            lambda changes: replace(program, sources=sources_of(changes)),
+            captured,
+        )
+        with self._stage("Trying changes of your files"):
+            return propose_for(before.context, partial(_findings, self._worth_it), trial, self.request.levels)
+
+
+def _findings(selection: Selection, context: Context) -> list[Finding]:
+    return [each.finding for each in rules.find(context, selection)]
 
 
 class _Name(str):

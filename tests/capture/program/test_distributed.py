@@ -33,6 +33,7 @@ def main(rank, expected):
         assert net.require_backward_grad_sync
         net(torch.randn(16, 64, device="cuda")).mean().backward()
         optimizer.step()
+        distributed.all_reduce(total, async_op=True).wait()
         optimizer.zero_grad()
 
 expected = (3, 8) if "RANK" in os.environ else (0, 1)
@@ -57,3 +58,6 @@ def test_one_process_of_a_program_runs_alone(
     assert step.program is not None
     assert step.program.step.startswith("2 micro-batches of 16, SGD")
     assert any("one of 8 processes" in note for note in step.notes) == (ranks > 1)
+    found = [(each.name, each.bytes, each.ranks, each.overlaps) for each in step.program.exchanges]
+    gradients = 4 * (64 * 32 + 32)  # of the second micro-batch alone
+    assert found == [("all_reduce", 8, 8, True), ("gradients", gradients, 8, True)] * (ranks > 1)

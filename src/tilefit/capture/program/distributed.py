@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from torch import distributed, nn
+
+from tilefit.ops.program import Exchange
+from tilefit.units import counted, size
 
 
 class OneReplica(nn.Module):
@@ -46,10 +49,19 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def rank_notes() -> list[str]:
-    """What a reader must know of a step that others take part in."""
+def rank_notes(exchanges: Iterable[Exchange]) -> list[str]:
+    """What a reader must know of a step that others take part in, which calls these collectives."""
     if not distributed.is_available() or not distributed.is_initialized():
         return []
     ranks = distributed.get_world_size()
-    told = f"The step is that of one of {ranks} processes; what they send each other takes no time here."
-    return [told] if ranks > 1 else []
+    if ranks == 1:
+        return []
+    told = f"The step is that of one of {ranks} processes; what they send each other takes no time here"
+    kinds: dict[tuple[str, int, bool], list[int]] = {}
+    for each in exchanges:
+        kinds.setdefault((each.name, each.ranks, each.overlaps), []).append(each.bytes)
+    calls = [
+        f"{name} {counted(len(sizes), 'time')}, {size(sum(sizes))} over {over} GPUs{', overlapped' * later}"
+        for (name, over, later), sizes in kinds.items()
+    ]
+    return [f"{told}: {'; '.join(calls)}." if calls else f"{told}."]

@@ -11,7 +11,7 @@ from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.recorder import PRODUCTS
 from tilefit.emulation.values import is_tensor, leaves
 from tilefit.ops import StepOp
-from tilefit.ops.program import WAIT, Assumption, HostEvent
+from tilefit.ops.program import WAIT, Assumption, Exchange, HostEvent
 
 
 class Meetings:
@@ -26,6 +26,7 @@ class Meetings:
         self.recorder = recorder
         self.calls = calls
         self.events: list[HostEvent] = []
+        self.exchanges: list[Exchange] = []
         #: A CUDA graph was replayed.
         self.graphs = False
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
@@ -41,6 +42,7 @@ class Meetings:
     def restart(self) -> None:
         """The step begins here."""
         self.events.clear()
+        self.exchanges.clear()
         self.recorder.host_products.clear()
 
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -75,6 +77,12 @@ class Meetings:
         what = f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"
         key = name, what, self.recorder.sites.source_line()
         self._assumptions.setdefault(key, [value, 0])[1] += 1
+
+    def exchanged(self, name: str, size: int, ranks: int, overlaps: bool) -> None:
+        """A collective, which alone is none."""
+        if ranks > 1 and not self.recorder.muted:
+            site = self.recorder.sites.forward_site()
+            self.exchanges.append(Exchange(len(self.recorder.ops), name, size, ranks, site, overlaps))
 
     def captured(self) -> Captured:
         """A CUDA graph is captured."""

@@ -28,13 +28,20 @@ class StepFinder:
         steps: Steps until it ends.
         on_begin: Told when it begins.
         on_end: Told when it ends.
+        line: The line of the program that is running.
     """
 
     def __init__(
-        self, skip: int, steps: int, on_begin: Callable[[], None], on_end: Callable[[], None]
+        self,
+        skip: int,
+        steps: int,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        line: Callable[[], str],
     ) -> None:
         self._skip, self._steps = skip, steps
-        self._on_begin, self._on_end = on_begin, on_end
+        self._on_begin, self._on_end, self._line = on_begin, on_end, line
+        self._lines: dict[int, str] = {}
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._counts: Counter[int] = Counter()
         self._backwards = 0
@@ -49,6 +56,11 @@ class StepFinder:
         """Optimizer steps so far: of the one that made most."""
         return max(self._counts.values(), default=self._backwards)
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Where the optimizers of the step were made."""
+        return tuple(dict.fromkeys(self._lines.get(id(each), "") for each in self.stepped))
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block steps are noticed."""
@@ -58,6 +70,7 @@ class StepFinder:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
+            self._lines[id(optimizer)] = self._line()
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             out = engine(*args, **kwargs)
@@ -79,17 +92,21 @@ class StepFinder:
         if not any(optimizer is each for each in self.stepped):
             self.stepped.append(optimizer)
         count = self._counts[id(optimizer)]
-        waiting = any(not self._counts[id(each)] for each in self._made if _trains(each))
-        if self._anchor is None and (not waiting or count >= _PATIENCE):
+        if self._anchor is None and (count >= _PATIENCE or not self._others_to_come()):
             self._anchor = id(optimizer)
             self._begun_at = count + self._skip - 1
         if id(optimizer) == self._anchor:
             self._reached(count)
 
+    def _others_to_come(self) -> bool:
+        """Whether parameters have not been stepped whose optimizer was made."""
+        stepped = {p for each in self._made if self._counts[id(each)] for p in _trained(each)}
+        return any(not self._counts[id(each)] and _trained(each) - stepped for each in self._made)
+
     def _passed_backward(self) -> None:
         self.backwards += 1
         self._backwards += 1
-        if not self._counts and not any(map(_trains, self._made)):
+        if not self._counts and not any(map(_trained, self._made)):
             self._begun_at = self._skip
             self._reached(self._backwards)
 
@@ -102,5 +119,6 @@ class StepFinder:
             self._on_end()
 
 
-def _trains(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Its parameters. One that wraps another, as SAM does, has the other's."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -106,6 +106,9 @@ class ProgramModes(Modes):
         self.recorder.tf32_conv = torch.backends.cudnn.allow_tf32
         self.autocast.seen = None
         self.saved_bytes = 0
+        for name, parameter in self.without_size.items():
+            self.recorder.name_parameter(parameter, name)
+            self._held_bytes += parameter.numel() * parameter.element_size()
         self.recorder.restart()
         self.alive_before = self.recorder.alive
         self.meetings.restart()

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tilefit.capture.overlay import overlaid
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank, rank_notes
 from tilefit.capture.program.finding import StepFinder
@@ -46,7 +47,13 @@ def capture_program(
         with contained(folder, fake=options.fake_data) as around:
             modes = ProgramModes(gpu)
             capture = _Capture(modes, options, around, done, told)
-            with one_rank(), modes.running(), capture.finder.watching(), capture.window.watching():
+            with (
+                one_rank(),
+                modes.running(),
+                capture.finder.watching(),
+                capture.window.watching(),
+                overlaid(options.sources),
+            ):
                 error = _run(options, around)
         result = error or _no_step(capture.finder, options)
     except TilefitError as refused:
@@ -109,7 +116,7 @@ class _Capture:
     ) -> None:
         self.window, self.options, self.around = Window(modes), options, around
         self.done, self.told = done, told
-        self.finder = StepFinder(options.skip, options.steps, self._begin, self._end)
+        self.finder = StepFinder(options.skip, options.steps, self._begin, self._end, modes.sites.source_line)
 
     def _begin(self) -> None:
         self.told("its step")
@@ -135,5 +142,10 @@ class _Capture:
         assert step.program is not None
         with _disable_current_modes():
             loaders = self.around.loaders.of_step()
-        program = replace(step.program, loaders=loaders, fake=tuple(self.around.found))
-        return replace(step, program=program, notes=(*step.notes, *rank_notes()))
+        program = replace(
+            step.program,
+            loaders=loaders,
+            fake=tuple(self.around.found),
+            optimizers=self.finder.lines,
+        )
+        return replace(step, program=program, notes=(*step.notes, *rank_notes(program.exchanges)))

@@ -108,6 +108,8 @@ class Scratch:
 
     def is_gone(self, path: str) -> bool:
         """Whether the program has deleted it."""
+        if not self._gone:  # libraries list thousands of files
+            return False
         full = os.path.abspath(path)
         return any(full == each or full.startswith(each + os.sep) for each in self._gone)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.habits import Habits
@@ -29,8 +29,20 @@ class Window:
     def __init__(self, modes: ProgramModes) -> None:
         self._modes = modes
         self._inputs: Any = None
-        self._calls: dict[int, int] = {}
-        self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
+        self._called_at = ""
+        #: Of the forward passes that a backward pass followed, how many there were of each model with its
+        #: parameters as they were at the first: passes on weights that have changed are over the same samples
+        #: again, as of SAM or of a line search.
+        self._passes: dict[int, dict[int, int]] = {}
+        self._habits = Habits(
+            modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events), self._summed
+        )
+
+    def _summed(self, replica: nn.Module) -> None:
+        """``DistributedDataParallel`` has summed the gradients over all processes."""
+        sizes = [p.numel() * p.element_size() for p in replica.parameters() if p.requires_grad]
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        self._modes.meetings.exchanged("gradients", sum(sizes), ranks, True)
 
     def watching(self) -> AbstractContextManager[None]:
         """Within the block, which is to be around the whole run, habits of the program are noticed."""
@@ -44,8 +56,9 @@ class Window:
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
-                self._calls[id(module)] = self._calls.get(id(module), 0) + 1
+                self._passes.setdefault(id(module), {}).setdefault(self._habits.backwards, _version(module))
                 if self._inputs is None:
+                    self._called_at = sites.source_line()
                     self._inputs = _named(module, args, kwargs)
             return call(module, *args, **kwargs)
 
@@ -67,7 +80,7 @@ class Window:
         modes.recorder.muted = True
         check_step(modes, stepped)
         batch = batch_of(self._inputs, modes.recorder.ops)
-        passes = max(self._calls.values(), default=1) if len(stepped) <= 1 else 1
+        passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
         settings = Settings(
             training=any(entry.phase != "forward" for entry in modes.recorder.ops),
@@ -89,8 +102,20 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
+            model=self._called_at,
+            exchanges=tuple(modes.meetings.exchanges),
         )
         return replace(step, program=program, batch=batch * passes)
+
+
+def _version(module: nn.Module) -> int:
+    """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters."""
+    return next((p._version for p in module.parameters() if p.requires_grad), 0)
+
+
+def _on_first_weights(versions: dict[int, int]) -> int:
+    first = next(iter(versions.values()))
+    return sum(version == first for version in versions.values())
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:

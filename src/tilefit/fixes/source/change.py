@@ -10,7 +10,7 @@ import libcst as cst
 
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.file import Edit
-from tilefit.fixes.source.program import Program
+from tilefit.fixes.source.program import Files, Program
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
@@ -114,7 +114,7 @@ def keyword(call: cst.Call, name: str) -> cst.Arg | None:
     return next((a for a in call.args if a.keyword is not None and a.keyword.value == name), None)
 
 
-def refuse_where_mentioned(program: Program, names: Collection[str], option: str) -> None:
+def refuse_where_mentioned(program: Files, names: Collection[str], option: str) -> None:
     """Refuse to add what the program's files seem to do in a part that is not captured.
 
     Raises:

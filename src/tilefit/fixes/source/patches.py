@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tilefit.capture.child import captures_in_child
 from tilefit.cost import estimate_step
@@ -19,6 +20,7 @@ from tilefit.fixes.registry import all_fixes
 from tilefit.fixes.source.change import WRITERS, Change, Writer
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Program
+from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
@@ -85,7 +87,7 @@ class Patches:
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
-        return _texts([patch.change for patch in self.made])
+        return texts_of([patch.change for patch in self.made])
 
     def diff(self) -> bytes:
         """A unified diff of all files, each in its own encoding, headed by what it does."""
@@ -130,48 +132,90 @@ def propose(
     levels: Sequence[str],
     timeout_s: float,
 ) -> Patches:
+    """The patches of a target's files; see :func:`propose_for`.
+
+    Args:
+        context, find, levels: Of that.
+        program: The program, loaded.
+        options: How it was captured.
+        timeout_s: How long one capture may take.
+    """
+    known = writers()
+
+    def write(finding: Finding, context: Context) -> tuple[str, Change] | None:
+        writer = known.get(finding.code)
+        return writer and (writer.level, writer.write(finding, context, program))
+
+    return propose_for(
+        context,
+        find,
+        Trial(
+            write,
+            lambda changes: _with(options, changes),
+            lambda requests: captures_in_child(program.target, requests, timeout_s),
+        ),
+        levels,
+    )
+
+
+class Trial(NamedTuple):
+    """How changes of one kind of target are written and tried.
+
+    Attributes:
+        write: The level of what answers a finding, and the change; None where nothing is known that does.
+        request: What is captured where changes are made.
+        captured: The steps of requests, one after the other, as soon as each is there.
+    """
+
+    write: Callable[[Finding, Context], tuple[str, Change] | None]
+    request: Callable[[Sequence[Change]], Any]
+    captured: Callable[[Sequence[Any]], Generator[Step | TilefitError]]
+
+
+def propose_for(
+    context: Context, find: Callable[[Context], Sequence[Finding]], trial: Trial, levels: Sequence[str]
+) -> Patches:
     """The patches that answer findings, each tried on top of those before it, until nothing new is made.
 
     Args:
         context: The program's step as it is.
         find: The findings of a step, best first; also asked about the changed program.
-        program: The program, loaded.
-        options: How it was captured.
+        trial: Writes and tries them.
         levels: Patches of other levels are left to the user.
-        timeout_s: How long one capture may take.
     """
-    known = writers()
     made: dict[tuple[str, str], Patch] = {}
     while True:
         changes: list[tuple[Finding, Change]] = []
         by_hand: list[ByHand] = []
         others: dict[str, None] = {}
+        written: dict[str, str] = {}
         for finding in find(context):
-            if finding.code not in known:
-                others[finding.code] = None
-                continue
-            writer = known[finding.code]
             try:
-                change = writer.write(finding, context, program)
-                _texts([change])
+                answer = trial.write(finding, context)
+                if answer is None:
+                    others[finding.code] = None
+                    continue
+                level, change = answer
+                texts_of([change])
             except RefusedError as refused:
                 by_hand.append(_by_hand(finding, refused.what))
                 continue
             key = finding.code, change.summary
-            if writer.level not in levels:
-                reason = f"{change.summary} in {change.where} is {writer.level}: --level {writer.level}"
-                by_hand.append(_by_hand(finding, reason, writer.level))
+            written[finding.code] = level
+            if level not in levels:
+                reason = f"{change.summary} in {change.where} is {level}: --level {level}"
+                by_hand.append(_by_hand(finding, reason, level))
             elif key not in made:  # nor what was left out: on top of other changes it may be worth it
                 changes.append((finding, change))
         count = len(made)
         kept = [patch.change for patch in made.values()]
-        for (finding, change), outcome in _tried(changes, kept, context, program.target, options, timeout_s):
+        for (finding, change), outcome in _tried(changes, kept, context, trial):
             key = finding.code, change.summary
             if isinstance(outcome, str):
                 by_hand.append(_by_hand(finding, outcome))
                 continue
             gain_s = context.estimate.time_s - outcome.estimate.time_s
-            level = known[finding.code].level
+            level = written[finding.code]
             made[key] = Patch(finding.code, level, change.where, change.summary, change.note, gain_s, change)
             context = outcome
         if len(made) == count:
@@ -184,12 +228,7 @@ def _by_hand(finding: Finding, reason: str, level: str = "") -> ByHand:
 
 
 def _tried(
-    changes: list[tuple[Finding, Change]],
-    kept: list[Change],
-    context: Context,
-    target: str,
-    options: TargetOptions,
-    timeout_s: float,
+    changes: list[tuple[Finding, Change]], kept: list[Change], context: Context, trial: Trial
 ) -> Iterator[tuple[tuple[Finding, Change], Context | str]]:
     """Each change with the step on top of those before it, or with why it is left out.
 
@@ -199,17 +238,17 @@ def _tried(
         requests = []
         try:
             for n in range(len(changes)):
-                requests.append(_with(options, [*kept, *(change for _, change in changes[: n + 1])]))
+                requests.append(trial.request([*kept, *(change for _, change in changes[: n + 1])]))
         except RefusedError as refused:
             yield changes.pop(len(requests)), refused.what
             continue
-        with closing(captures_in_child(target, requests, timeout_s)) as captured:
+        with closing(trial.captured(requests)) as captured:
             for step in captured:
                 entry = changes.pop(0)
                 if isinstance(step, TilefitError):
                     yield entry, f"the program does not run with {entry[1].summary} ({step.what})"
                     break
-                if options.compile:
+                if step.settings.compiled:
                     step = fuse(step)
                 after = Context(step, context.gpu, estimate_step(step, context.gpu))
                 if after.estimate.time_s >= context.estimate.time_s:
@@ -222,11 +261,19 @@ def _tried(
 
 def _with(options: TargetOptions, changes: Sequence[Change]) -> TargetOptions:
     told = {name: value for change in changes for name, value in change.told.items()}
-    sources = {str(file.path): text for file, text in _texts(changes).items()}
-    return replace(options, sources=sources, **told)
+    return replace(options, sources=sources_of(changes), **told)
 
 
-def _texts(changes: Sequence[Change]) -> dict[SourceFile, str]:
+def sources_of(changes: Sequence[Change]) -> dict[str, str]:
+    """The texts of the files that changes edit, by real path.
+
+    Raises:
+        RefusedError: one would be no Python.
+    """
+    return {str(file.path): text for file, text in texts_of(changes).items()}
+
+
+def texts_of(changes: Sequence[Change]) -> dict[SourceFile, str]:
     """The files that changes edit, with their new texts.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -21,7 +21,61 @@ from tilefit.fixes.source.syntax import Syntax
 from tilefit.options import TargetOptions
 
 
-class Program:
+class Files:
+    """The files of a program's that are the user's to change.
+
+    Args:
+        main: The one that is run, or that the target is in.
+        named: Others that are known of.
+    """
+
+    def __init__(self, main: Path, named: Iterable[Path] = ()) -> None:
+        self.main = main
+        self._named = tuple(named)
+        self._syntaxes: dict[Path, Syntax] = {}
+
+    def syntax(self, path: str | Path) -> Syntax:
+        """A file, parsed.
+
+        Raises:
+            RefusedError: it cannot be read or parsed.
+        """
+        resolved = Path(path).resolve()
+        if resolved not in self._syntaxes:
+            self._syntaxes[resolved] = Syntax(SourceFile.read(resolved))
+        return self._syntaxes[resolved]
+
+    def others(self) -> Iterator[Path]:
+        """Files beside the main one."""
+        yield from self._named
+
+    def syntaxes(self) -> Iterator[Syntax]:
+        """All of them, the main one first."""
+        yield self.syntax(self.main)
+        for path in self.others():
+            resolved = path.resolve()
+            if resolved != self.main and resolved.is_file() and self.is_own(resolved):
+                yield self.syntax(resolved)
+
+    def is_own(self, path: Path) -> bool:
+        """Whether a file is the user's to change: no package's, in the main one's folder or this one."""
+        folders = (self.main.parent, Path.cwd().resolve())
+        return not is_installed(str(path)) and any(path.is_relative_to(folder) for folder in folders)
+
+    def require_own(self, syntax: Syntax) -> None:
+        """Refuse a file that is not the user's to change.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        path = syntax.file.path
+        if is_installed(str(path)):
+            raise RefusedError(f"{path.name} belongs to an installed package")
+        if not self.is_own(path):
+            raise RefusedError(f"{syntax.file.name} lies outside the project")
+
+
+class Program(Files):
     """A target, loaded; what it takes to find the lines behind a finding.
 
     Attributes:
@@ -37,13 +91,13 @@ class Program:
         self.births = Births()
         self.models: dict[str, nn.Module] = {}
         self.calls: dict[str, Callers] = {}
-        self._syntaxes: dict[Path, Syntax] = {}
         with recorded(self.births):
             self.loaded: Target = load(target, options)
             if isinstance(self.loaded.model, nn.Module):
                 self.models[""] = self.loaded.model
             elif has_source(target):
                 self._run(options.on_cpu)
+        super().__init__(_file_of(target))
 
     def _run(self, on_cpu: bool) -> None:
         """Take the step once, to see which models it runs."""
@@ -77,53 +131,20 @@ class Program:
                 return f"{os.path.relpath(caller.path)}:{caller.line}"
         return ""
 
-    # ---- files -----------------------------------------------------------------------------
-
-    @property
-    def main(self) -> Path:
-        """The file the target is in."""
-        name = self.target.rpartition(":")[0]
-        if name.endswith(".py") or os.sep in name:
-            return Path(name).resolve()
-        return Path(str(sys.modules[name].__file__)).resolve()
-
-    def syntax(self, path: str | Path) -> Syntax:
-        """A file of the program, parsed.
-
-        Raises:
-            RefusedError: it cannot be read or parsed.
-        """
-        resolved = Path(path).resolve()
-        if resolved not in self._syntaxes:
-            self._syntaxes[resolved] = Syntax(SourceFile.read(resolved))
-        return self._syntaxes[resolved]
-
-    def syntaxes(self) -> Iterator[Syntax]:
-        """The program's own files, the target's first."""
-        yield self.syntax(self.main)
+    def others(self) -> Iterator[Path]:
+        """The files of modules that were imported."""
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
             if path and path.endswith(".py") and not is_installed(path):
-                resolved = Path(path).resolve()
-                if resolved != self.main and resolved.is_file() and self.is_own(resolved):
-                    yield self.syntax(resolved)
+                yield Path(path)
 
-    def is_own(self, path: Path) -> bool:
-        """Whether a file is the user's to change: no package's, in the target's folder or this one."""
-        folders = (self.main.parent, Path.cwd().resolve())
-        return not is_installed(str(path)) and any(path.is_relative_to(folder) for folder in folders)
 
-    def require_own(self, syntax: Syntax) -> None:
-        """Refuse a file that is not the user's to change.
-
-        Raises:
-            RefusedError: it is not.
-        """
-        path = syntax.file.path
-        if is_installed(str(path)):
-            raise RefusedError(f"{path.name} belongs to an installed package")
-        if not self.is_own(path):
-            raise RefusedError(f"{syntax.file.name} lies outside the project")
+def _file_of(target: str) -> Path:
+    """The file a target is in; a module's is known once it is loaded."""
+    name = target.rpartition(":")[0]
+    if name.endswith(".py") or os.sep in name:
+        return Path(name).resolve()
+    return Path(str(getattr(sys.modules.get(name), "__file__", ""))).resolve()
 
 
 def users_call(chain: Callers) -> tuple[int, Caller]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import libcst as cst
@@ -20,7 +21,7 @@ from tilefit.fixes.source.change import (
 )
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loop import class_names, model_call
-from tilefit.fixes.source.program import Program, users_call
+from tilefit.fixes.source.program import Files, Program, users_call
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import called
 from tilefit.rules import Finding
@@ -35,9 +36,18 @@ def write_autocast(finding: Finding, context: Context, program: Program) -> Chan
     if not context.gpu.supports("bf16"):
         raise RefusedError("fp16 needs a GradScaler in the training loop")
     syntax, call, runs = model_call(program)
-    program.require_own(syntax)
     if not runs:
         refuse_where_mentioned(program, ("autocast",), "--amp bf16")
+    return replace(autocast_around(program, syntax, call), told={} if runs else {"amp": "bf16"})
+
+
+def autocast_around(files: Files, syntax: Syntax, call: cst.Call) -> Change:
+    """The block around a model's call and what follows up to its loss.
+
+    Raises:
+        RefusedError: it is not clear where that is.
+    """
+    files.require_own(syntax)
     statements = _statements(syntax, call)
     torch, imports = torch_name(syntax)
     line = syntax.line(statements[0])
@@ -47,7 +57,6 @@ def write_autocast(finding: Finding, context: Context, program: Program) -> Chan
         line,
         header,
         "products run in bf16: the same training but for rounding",
-        {} if runs else {"amp": "bf16"},
     )
 
 
@@ -166,7 +175,7 @@ def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]
 
 
 #: Optimizers that can be fused, by what they are called in a program.
-_FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
+FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
 
 
 @writes("fuse-optimizer", SAFE)
@@ -177,20 +186,34 @@ def write_fused(finding: Finding, context: Context, program: Program) -> Change:
     line = 0
     for syntax, call in calls:
         program.require_own(syntax)
-        fused, foreach = keyword(call, "fused"), keyword(call, "foreach")
-        if foreach is not None:
-            raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
-        if fused is None:
-            edit = with_argument(syntax, call, "fused=True")
-        elif syntax.code(fused.value) == "True":
+        edit = fused_in(syntax, call)
+        if edit is None:
             continue
-        else:
-            edit = syntax.replaced(fused.value, "True")
         line = line if edits else syntax.line(call)
         edits[syntax] = (*edits.get(syntax, ()), edit)
     if not edits:
         raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
     return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
+
+
+def fused_in(syntax: Syntax, call: cst.Call) -> Edit | None:
+    """The edit that fuses the optimizer a call makes; None where it is.
+
+    Raises:
+        RefusedError: it asks for another form.
+    """
+    foreach = keyword(call, "foreach")
+    if foreach is not None:
+        raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
+    return switched_on(syntax, call, "fused")
+
+
+def switched_on(syntax: Syntax, call: cst.Call, name: str) -> Edit | None:
+    """The edit that gives a call ``name=True``; None where it has it."""
+    argument = keyword(call, name)
+    if argument is None:
+        return with_argument(syntax, call, f"{name}=True")
+    return None if syntax.code(argument.value) == "True" else syntax.replaced(argument.value, "True")
 
 
 def optimizer_of(program: Program) -> dict[str, Any]:
@@ -222,7 +245,7 @@ def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool
         (syntax, call)
         for syntax in program.syntaxes()
         for call in syntax.all(cst.Call)
-        if syntax.means(call.func) & _FUSIBLE
+        if syntax.means(call.func) & FUSIBLE
     ]
     if len(found) != 1:
         where = f"made in several places ({lines(found)})" if found else "not made in your files"
@@ -231,7 +254,7 @@ def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool
 
 
 @writes("tf32", UNSAFE)
-def write_tf32(finding: Finding, context: Context, program: Program) -> Change:
+def write_tf32(finding: Finding, context: Context, program: Files) -> Change:
     """``torch.set_float32_matmul_precision("high")`` behind the imports."""
     syntax = program.syntax(program.main)
     program.require_own(syntax)

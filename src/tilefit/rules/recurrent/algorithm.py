@@ -19,7 +19,7 @@ _BATCH_MULTIPLE = 8
 
 
 def _unpack(op: Recurrent) -> list[Recurrent]:
-    return [replace(op, packed=False)]
+    return [replace(op, packed=False, rows=0)]
 
 
 def _split(op: Recurrent) -> list[Recurrent]:

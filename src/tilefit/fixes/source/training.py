@@ -1,0 +1,361 @@
+"""What is written into a program that trains: found by the lines that were seen when it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import libcst as cst
+
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source.change import Change, keyword, torch_name
+from tilefit.fixes.source.file import Edit
+from tilefit.fixes.source.loops_of_parameters import at_once
+from tilefit.fixes.source.program import Files
+from tilefit.fixes.source.settings import FUSIBLE, autocast_around, fused_in, switched_on, write_tf32
+from tilefit.fixes.source.syntax import Syntax
+from tilefit.ops import Program, Step
+from tilefit.ops.program import TO_GPU, TO_HOST
+from tilefit.rules import Finding
+from tilefit.rules.base import Context
+from tilefit.rules.finding import SAFE, UNSAFE
+
+#: The level of a change and the change.
+Written = tuple[str, Change]
+_Write = Callable[[Finding, Context, Files], Written]
+_LOADER = "torch.utils.data.DataLoader"
+#: Copies of so many bytes are numbers, which are made where they are used.
+_NUMBER_BYTES = 8
+
+
+def write(finding: Finding, context: Context, files: Files) -> Written | None:
+    """What answers a finding in a program's files, and its level; None where nothing is known that does.
+
+    A change is safe only where the program computes the same for every input.
+
+    Raises:
+        RefusedError: it is not clear what to write.
+    """
+    writer = _WRITERS.get(finding.code)
+    return writer and writer(finding, context, files)
+
+
+def files_of(step: Step, main: Path) -> Files:
+    """The files of the program that a step was seen in."""
+    program = _program(step)
+    sources = chain(
+        (entry.site.source for entry in step.ops),
+        (event.site.source for event in program.events),
+        (*program.optimizers, program.model, *(loader.source for loader in program.loaders)),
+    )
+    return Files(main, [Path(name) for name in dict.fromkeys(s.rpartition(":")[0] for s in sources) if name])
+
+
+# ---- the optimizer and the model ---------------------------------------------------------------
+
+
+def _fused(finding: Finding, context: Context, files: Files) -> Written:
+    """``AdamW(model.parameters())``: with ``fused=True``."""
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    line = 0
+    for syntax, call in _optimizers(context, files):
+        if not syntax.means(call.func) & FUSIBLE:
+            continue
+        if any(argument.star == "**" for argument in call.args):
+            raise RefusedError(f"the optimizer in {_place(syntax, call)} gets arguments that stand elsewhere")
+        edit = fused_in(syntax, call)
+        if edit is not None:
+            line = line or syntax.line(call)
+            edits[syntax] = (*edits.get(syntax, ()), edit)
+    if not edits:
+        raise RefusedError("the optimizer is not made by a call of PyTorch's class")
+    return SAFE, Change(edits, line, "fused=True")
+
+
+def _optimizers(context: Context, files: Files) -> list[tuple[Syntax, cst.Call]]:
+    """The calls that make the optimizers of the step.
+
+    Raises:
+        RefusedError: one is not found in the user's files.
+    """
+    found = []
+    for source in _program(context.step).optimizers:
+        syntax, line = _at(source, files)
+        calls = [each for each in _calls(syntax, line) if _makes_optimizer(syntax, each)]
+        if not calls:
+            raise RefusedError(f"{source} does not call a class of torch.optim")
+        found += [(syntax, call) for call in calls]
+    return found
+
+
+def _makes_optimizer(syntax: Syntax, call: cst.Call) -> bool:
+    return any(name.startswith("torch.optim.") for name in syntax.means(call.func))
+
+
+def _compiled(finding: Finding, context: Context, files: Files) -> Written:
+    """``model.compile()`` behind the optimizer: in place, so that checkpoints keep their names."""
+    if any(f.name.value == "compile" for s in files.syntaxes() for f in s.all(cst.FunctionDef)):
+        raise RefusedError("the program has a function called compile")
+    return SAFE, _of_model(context, files, "compile()", behind=True)
+
+
+def _channels_last(finding: Finding, context: Context, files: Files) -> Written:
+    """``model.to(memory_format=torch.channels_last)`` before the optimizer, in place."""
+    ranks = {len(p.shape) for p in context.step.parameters.values() if len(p.shape) > 3}
+    if len(ranks) != 1:
+        raise RefusedError("the model has convolutions in two and in three dimensions")
+    form = "channels_last" if ranks == {4} else "channels_last_3d"
+    return SAFE, _of_model(context, files, f"to(memory_format=torch.{form})", behind=False)
+
+
+def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> Change:
+    """A statement ``model.method`` beside the one that makes the only optimizer, of its parameters."""
+    (syntax, call), *others = _optimizers(context, files)
+    models = {name for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
+    statement = syntax.around(call, cst.SimpleStatementLine)
+    if others or len(models) != 1 or statement is None:
+        raise RefusedError(
+            "it is not clear what the model is called: there is not one optimizer of one model"
+        )
+    files.require_own(syntax)
+    name = models.pop()
+    torch, imports = torch_name(syntax) if "torch." in method else ("torch", ())
+    text = f"{name}.{method}".replace("torch.", f"{torch}.")
+    first = syntax.line(statement)
+    indentation = syntax.indentation(first)
+    number = syntax.file.line_of(syntax.stop(statement)) if behind else first
+    newline = syntax.file.newline_after(syntax.file.line_starts[number - 1])
+    if behind:
+        place = syntax.file.line_starts[number - 1] + len(syntax.file.line(number))
+        edit = Edit(place, place, f"{newline}{indentation}{text}")
+    else:
+        place = syntax.file.line_starts[number - 1]
+        edit = Edit(place, place, f"{indentation}{text}{newline}")
+    return Change({syntax: (*imports, edit)}, number + behind, text)
+
+
+def _asked(syntax: Syntax, call: cst.Call) -> str:
+    """What a call asks for its parameters; empty where it does not."""
+    match call.func:
+        case cst.Attribute(value=model, attr=cst.Name(value="parameters" | "named_parameters")):
+            return syntax.code(model)
+    return ""
+
+
+def _autocast(finding: Finding, context: Context, files: Files) -> Written:
+    if not context.gpu.supports("bf16"):
+        raise RefusedError("fp16 needs a GradScaler in the training loop")
+    syntax, line = _at(_program(context.step).model, files)
+    calls = _calls(syntax, line)
+    if not calls:
+        raise RefusedError(f"the model's call is not found in line {line} of {syntax.file.name}")
+    return UNSAFE, autocast_around(files, syntax, calls[0])
+
+
+def _tf32(finding: Finding, context: Context, files: Files) -> Written:
+    return UNSAFE, write_tf32(finding, context, files)
+
+
+# ---- the loop ----------------------------------------------------------------------------------
+
+
+def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Written:
+    """``zero_grad(set_to_none=False)``: ``zero_grad()``."""
+    syntax, line = _at(finding.source, files)
+    for call in _calls(syntax, line):
+        argument = keyword(call, "set_to_none")
+        if argument is not None and syntax.code(argument.value) == "False":
+            note = "a parameter that gets no gradient in a step is then passed over, not stepped with zeros"
+            edits = (syntax.replaced(argument.value, "True"),)
+            return UNSAFE, Change({syntax: edits}, line, "set_to_none=True", note)
+    raise RefusedError(f"line {line} of {syntax.file.name} does not say set_to_none=False")
+
+
+def _anomaly_off(finding: Finding, context: Context, files: Files) -> Written:
+    """``set_detect_anomaly(True)``: ``False``."""
+    syntax, line = _at(finding.source, files)
+    for call in _calls(syntax, line):
+        is_switch = any(name.endswith("set_detect_anomaly") for name in syntax.means(call.func))
+        if is_switch and call.args and syntax.code(call.args[0].value) == "True":
+            note = "a NaN in the backward pass is then no error"
+            edits = (syntax.replaced(call.args[0].value, "False"),)
+            return UNSAFE, Change({syntax: edits}, line, "set_detect_anomaly(False)", note)
+    raise RefusedError(f"line {line} of {syntax.file.name} is not set_detect_anomaly(True)")
+
+
+def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Written:
+    """``total += loss.item()``: ``total += loss.detach()``."""
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    first = 0
+    events = _program(context.step).events
+    for source in dict.fromkeys(e.site.source for e in events if e.name in ("item", "float")):
+        syntax, line = _at(source, files)
+        for statement in syntax.all(cst.AugAssign):
+            if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign):
+                own = [_detached(syntax, call) for call in syntax.all(cst.Call, statement) if _reads(call)]
+                edits[syntax] = (*edits.get(syntax, ()), *own)
+                first = first or line
+    edits = {syntax: own for syntax, own in edits.items() if own}
+    if not edits:
+        raise RefusedError("the values are read for other things than a sum that is kept")
+    note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
+    return UNSAFE, Change(edits, first, "+= loss.detach()", note)
+
+
+def _reads(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
+
+
+def _detached(syntax: Syntax, call: cst.Call) -> Edit:
+    assert isinstance(call.func, cst.Attribute)
+    return syntax.replaced(call.func.attr, "detach")
+
+
+def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Written:
+    """``DataLoader(…)``: with ``pin_memory=True``; ``x.to(device)``: with ``non_blocking=True``."""
+    program = _program(context.step)
+    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    level, first = SAFE, 0
+    read = {event.site.source for event in program.events if event.kind == TO_HOST}
+    copies = [e for e in program.events if e.kind == TO_GPU and e.blocks and e.bytes > _NUMBER_BYTES]
+    for source in dict.fromkeys(event.site.source for event in copies if not event.non_blocking):
+        syntax, line = _at(source, files)
+        calls = [call for call in _calls(syntax, line) if _copies(syntax, call)]
+        if source in read or not calls:
+            raise RefusedError(f"it is not clear which calls in {source} copy to the GPU")
+        if not all(_of_batch(syntax, call) for call in calls):
+            level = UNSAFE
+        own = [edit for call in calls if (edit := switched_on(syntax, call, "non_blocking")) is not None]
+        edits[syntax] = (*edits.get(syntax, ()), *own)
+        first = first or line
+    pinned = [_pinned(source, files) for source in dict.fromkeys(e.source for e in program.loaders)]
+    for syntax, edit in filter(None, pinned):
+        edits[syntax] = (*edits.get(syntax, ()), edit)
+        first = first or syntax.file.line_of(edit.start)
+    edits = {syntax: own for syntax, own in edits.items() if own}
+    if not edits:
+        raise RefusedError("the batches come from no DataLoader of yours")
+    note = (
+        ""
+        if level == SAFE
+        else "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
+    )
+    summary = "pin_memory=True, non_blocking=True" if any(pinned) else "non_blocking=True"
+    return level, Change(edits, first, summary, note)
+
+
+def _copies(syntax: Syntax, call: cst.Call) -> bool:
+    """Whether a call is ``x.to(device)`` or ``x.cuda()``, and names no other place."""
+    if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in ("to", "cuda"):
+        return False
+    return "cpu" not in syntax.code(call) and not any(argument.star for argument in call.args)
+
+
+def _of_batch(syntax: Syntax, call: cst.Call) -> bool:
+    """Whether what is copied is what a loop over batches gives, so that nobody writes to it on the host."""
+    assert isinstance(call.func, cst.Attribute)
+    names = {name.value for name in syntax.all(cst.Name, call.func.value)}
+    targets: list[cst.CSTNode] = []
+    node: cst.CSTNode = call
+    while (loop := syntax.around(node, cst.For)) is not None:
+        targets.append(loop.target)
+        node = loop
+    for kind in (cst.ListComp, cst.DictComp, cst.GeneratorExp):
+        if (made := syntax.around(call, kind)) is not None:
+            targets.append(made.for_in.target)
+    given = {name.value for target in targets for name in syntax.all(cst.Name, target)}
+    return bool(names & given) and not _written_in_place(syntax, names)
+
+
+def _written_in_place(syntax: Syntax, names: Collection[str]) -> bool:
+    """Whether the file writes into a tensor of one of these names."""
+    for call in syntax.all(cst.Call):
+        match call.func:
+            case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value=method)):
+                if name in names and method.endswith("_") and not method.endswith("__"):
+                    return True
+    targets: Iterator[cst.CSTNode] = chain(
+        (each.target for each in syntax.all(cst.AugAssign)),
+        (each.target for each in syntax.all(cst.AssignTarget) if isinstance(each.target, cst.Subscript)),
+    )
+    return any(name.value in names for target in targets for name in syntax.all(cst.Name, target))
+
+
+def _pinned(source: str, files: Files) -> tuple[Syntax, Edit] | None:
+    """The edit that has a loader pin its batches; None where it does."""
+    syntax, line = _at(source, files)
+    calls = [
+        each for each in _calls(syntax, line) if any(_is_loader(name) for name in syntax.means(each.func))
+    ]
+    if len(calls) != 1:
+        raise RefusedError(f"{source} does not call DataLoader once")
+    if any(argument.star == "**" for argument in calls[0].args):
+        raise RefusedError(f"the loader in {source} gets arguments that stand elsewhere")
+    edit = switched_on(syntax, calls[0], "pin_memory")
+    return None if edit is None else (syntax, edit)
+
+
+def _is_loader(name: str) -> bool:
+    return name == _LOADER or name == f"{_LOADER.rpartition('.')[0]}.dataloader.DataLoader"
+
+
+def _loop_at_once(finding: Finding, context: Context, files: Files) -> Written:
+    """A loop over parameters: as multi-tensor operations."""
+    syntax, line = _at(finding.source, files)
+    loops = [each for each in syntax.all(cst.For) if _lies_in(syntax, line, each)]
+    if not loops:
+        raise RefusedError(f"line {line} of {syntax.file.name} is in no loop")
+    torch, imports = torch_name(syntax)
+    loop = loops[-1]
+    edit = syntax.replaced(loop, at_once(syntax, loop, torch))
+    return SAFE, Change({syntax: (*imports, edit)}, syntax.line(loop), f"{torch}._foreach_… for the loop")
+
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+def _program(step: Step) -> Program:
+    assert step.program is not None
+    return step.program
+
+
+def _at(source: str, files: Files) -> tuple[Syntax, int]:
+    """The file and the line of ``train.py:41``.
+
+    Raises:
+        RefusedError: it is not the user's to change.
+    """
+    name, _, line = source.rpartition(":")
+    if not name or not Path(name).is_file():
+        raise RefusedError(f"{source or 'what makes it'} is no file of yours")
+    syntax = files.syntax(name)
+    files.require_own(syntax)
+    return syntax, int(line)
+
+
+def _lies_in(syntax: Syntax, line: int, node: cst.CSTNode) -> bool:
+    return syntax.line(node) <= line <= syntax.file.line_of(syntax.stop(node))
+
+
+def _calls(syntax: Syntax, line: int) -> Sequence[cst.Call]:
+    """The calls that a line is a part of, the outermost first."""
+    return [call for call in syntax.all(cst.Call) if _lies_in(syntax, line, call)]
+
+
+def _place(syntax: Syntax, node: cst.CSTNode) -> str:
+    return f"{syntax.file.name}:{syntax.line(node)}"
+
+
+_WRITERS: dict[str, _Write] = {
+    "ANO001": _anomaly_off,
+    "FOR001": _loop_at_once,
+    "GRD001": _gradients_dropped,
+    "LAY001": _channels_last,
+    "NTC001": _compiled,
+    "NTC003": _fused,
+    "PRC001": _tf32,
+    "PRC002": _autocast,
+    "SYN001": _sums_on_gpu,
+    "SYN002": _copies_unwaited,
+}

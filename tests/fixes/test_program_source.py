@@ -1,0 +1,187 @@
+"""What is written into programs: each change as text, and when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tilefit import gpus
+from tilefit.capture.naming import program_file
+from tilefit.cost.priced import resolve
+from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.source.patches import texts_of
+from tilefit.fixes.source.program import Files
+from tilefit.fixes.source.training import write
+from tilefit.ops import HostEvent, Loader, Site
+from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
+from tilefit.options import ProgramOptions, Selection, TargetOptions
+from tilefit.session.fixing import FixRequest, ProgramFixSession
+
+_TRAIN = """\
+import torch
+from torch.utils.data import DataLoader
+
+model = build().to(device)
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-3
+)
+loader = DataLoader(data, batch_size=64)
+torch.autograd.set_detect_anomaly(True)
+total = 0.0
+for x, y in loader:
+    optimizer.zero_grad(set_to_none=False)
+    x, y = x.to(device), y.to(device)
+    loss = model(x, y)
+    loss.backward()
+    optimizer.step()
+    total += loss.item() * len(x)
+    with torch.no_grad():
+        for a, b in zip(averaged.parameters(), model.parameters()):
+            a.data.mul_(decay).add_(b.data, alpha=1 - decay)
+"""
+
+
+def line_of(text: str, part: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
+
+
+def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple[str, str]:
+    """The level of what answers a finding at the line that contains ``at``, and the changed text."""
+    path = folder / "train.py"
+    path.write_text(text)
+    source = f"{path}:{line_of(text, at)}"
+    copies = f"{path}:{line_of(text, 'x.to(device)')}" if "x.to(device)" in text else source
+    program = Program(
+        "train.py",
+        "a batch",
+        events=(
+            HostEvent(3, TO_GPU, "to", Site("", copies), bytes=4096),
+            HostEvent(9, WAIT, "item", Site("", f"{path}:{line_of(text, 'total +=')}")),
+            *events.get("more", ()),
+        ),
+        loaders=(Loader(f"{path}:{line_of(text, 'DataLoader(data')}", 64, 0, False),),
+        optimizers=(f"{path}:{line_of(text, 'torch.optim')}",),
+        model=f"{path}:{line_of(text, 'loss = model(')}",
+    )
+    context: Any = SimpleNamespace(
+        step=SimpleNamespace(program=program, parameters={}, ops=()), gpu=gpus.get("h200")
+    )
+    finding: Any = SimpleNamespace(code=code, source=source)
+    answer = write(finding, context, Files(path))
+    assert answer is not None
+    level, change = answer
+    return level, next(iter(texts_of([change]).values()))
+
+
+@pytest.mark.parametrize(
+    ("code", "at", "level", "old", "new"),
+    [
+        ("NTC003", "torch.optim", "safe", "lr=1e-3\n", "lr=1e-3, fused=True\n"),
+        ("NTC001", "loss = model", "safe", "\n)\n", "\n)\nmodel.compile()\n"),
+        ("GRD001", "zero_grad", "unsafe", "set_to_none=False", "set_to_none=True"),
+        ("ANO001", "anomaly", "unsafe", "anomaly(True)", "anomaly(False)"),
+        ("SYN001", "total +=", "unsafe", "loss.item()", "loss.detach()"),
+        (
+            "FOR001",
+            "a.data.mul_",
+            "safe",
+            "for a, b in zip(averaged.parameters(), model.parameters()):\n"
+            "            a.data.mul_(decay).add_(b.data, alpha=1 - decay)",
+            "torch._foreach_mul_([each.data for each in averaged.parameters()], decay)\n"
+            "        torch._foreach_add_([each.data for each in averaged.parameters()], "
+            "[each.data for each in model.parameters()], alpha=1 - decay)",
+        ),
+    ],
+)
+def test_a_change_is_written_where_the_program_was_seen(
+    tmp_path: Path, code: str, at: str, level: str, old: str, new: str
+) -> None:
+    assert written(tmp_path, code, _TRAIN, at) == (level, _TRAIN.replace(old, new))
+
+
+def test_copies_of_batches_are_not_waited_for(tmp_path: Path) -> None:
+    level, text = written(tmp_path, "SYN002", _TRAIN, "x.to(")
+    assert level == "safe"
+    assert "DataLoader(data, batch_size=64, pin_memory=True)" in text
+    assert "x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("for x, y in loader:", "while True:\n    x, y = next(batches)"),
+        lambda text: text.replace("    loss.backward()", "    loss.backward(); y.mul_(2)"),
+    ],
+)
+def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any) -> None:
+    assert written(tmp_path, "SYN002", change(_TRAIN), "x.to(")[0] == "unsafe"
+
+
+@pytest.mark.parametrize(
+    ("code", "at", "old", "new"),
+    [
+        ("NTC003", "torch.optim", "lr=1e-3", "**settings"),
+        ("NTC003", "torch.optim", "lr=1e-3", "foreach=True"),
+        ("NTC001", "torch.optim", "model.parameters(), lr", "[*a.parameters(), *b.parameters()], lr"),
+        ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=a.numel()"),
+        ("FOR001", "a.data.mul_", "averaged.parameters()", "averaged"),
+        ("FOR001", "a.data.mul_", "a.data.mul_(decay)", "a.data.mul_(decay).round_()"),
+        ("SYN001", "total +=", "total += loss.item() * len(x)", "log(total); total += len(x)"),
+        ("SYN002", "x.to(", "batch_size=64", "**options"),
+        ("ANO001", "anomaly", "set_detect_anomaly(True)", "set_detect_anomaly(debug)"),
+    ],
+)
+def test_what_is_not_certain_is_left_to_the_user(
+    tmp_path: Path, code: str, at: str, old: str, new: str
+) -> None:
+    text = _TRAIN.replace(old, new)
+    with pytest.raises(RefusedError):
+        written(tmp_path, code, text, at if at in text else new.split("(")[0])
+
+
+def test_a_line_that_also_copies_to_the_host_is_left_alone(tmp_path: Path) -> None:
+    site = Site("", f"{tmp_path / 'train.py'}:{line_of(_TRAIN, 'x.to(device)')}")
+    with pytest.raises(RefusedError, match="not clear which calls"):
+        written(tmp_path, "SYN002", _TRAIN, "x.to(", more=(HostEvent(4, TO_HOST, "to", site, bytes=4),))
+
+
+def test_a_module_begins_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package" / "sub").mkdir(parents=True)
+    assert program_file("package.train", True) == tmp_path / "package" / "train.py"
+    assert program_file("package.sub", True) == tmp_path / "package" / "sub" / "__main__.py"
+
+
+def test_a_changed_program_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """\
+import torch
+
+layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+net = torch.nn.Sequential(*layers).to("cuda")
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(4):
+    net(torch.randn(8, 256, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    Path("train.py").write_text(text)
+    request = FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=("NTC003",)),
+        program=ProgramOptions("train.py"),
+    )
+    session = ProgramFixSession(request)
+    (patch,) = session.patches.made
+    assert (patch.code, patch.level, patch.where) == ("NTC003", "safe", "train.py:5")
+    assert patch.gain_s > 0
+    assert [*session.patches.texts().values()] == [text.replace("parameters())", "parameters(), fused=True)")]
+    outcome = session.outcome(source_wanted=True)
+    assert outcome.exit_code == 1
+    assert not outcome.left
+    assert Path("train.py").read_text() == text
