@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import forking
+from tilefit.capture import worker
 
 # The processes that tests start find the package where the tests do, whatever folder they run in.
 _SOURCE = str(Path(__file__).parent.parent / "src")
@@ -25,6 +30,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["XDG_CACHE_HOME"] = str(shared / "cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Workers that import nothing again, where processes can be adopted."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(worker, "start", forking.start)
+        yield
+
+
+@pytest.fixture
+def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started as users' are."""
+    monkeypatch.setattr(worker, "start", forking.ANEW)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

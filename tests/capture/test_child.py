@@ -67,6 +67,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_the_child_s_step_is_the_one_captured_here(file: Path) -> None:
     assert capture_in_child(f"{file}:fine", OPTIONS) == capture_target(f"{file}:fine", OPTIONS)
 
@@ -193,29 +194,34 @@ def _alive(process: int) -> bool:
 _OWN = "import torch\ndef build():\n    return torch.nn.Linear(8, 8), (torch.zeros(4, 8),)\n"
 
 
-@pytest.mark.parametrize("name", ["random", "types", "select", "json", "statistics"])
-def test_a_file_may_be_called_like_a_module_of_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    (tmp_path / f"{name}.py").write_text(_OWN)
+#: Some that Python starts with, that PyTorch needs, that are written in C.
+_CALLED_LIKE = ("random", "types", "select", "json", "statistics")
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that are called like modules of Python."""
+    for name in _CALLED_LIKE:
+        (tmp_path / f"{name}.py").write_text(_OWN)
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", _CALLED_LIKE)
+def test_a_file_may_be_called_like_a_module_of_python(beside: Path, name: str) -> None:
     assert capture_in_child(f"{name}.py:build", OPTIONS).model == f"{name}.py:build"
 
 
-def test_the_users_code_finds_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("started_anew")
+def test_the_users_code_finds_the_files_beside_it(beside: Path) -> None:
     # As with ``python train.py``: what nothing has imported yet is theirs.
-    (tmp_path / "this.py").write_text(_OWN)
-    (tmp_path / "select.py").write_text("")
-    (tmp_path / "train.py").write_text("from this import build\n")
-    monkeypatch.chdir(tmp_path)
+    (beside / "this.py").write_text(_OWN)
+    (beside / "train.py").write_text("from this import build\n")
     assert capture_in_child("train.py:build", OPTIONS).ops
 
 
-def test_a_module_that_python_has_is_told_from_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "select.py").write_text(_OWN)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("beside")
+def test_a_module_that_python_has_is_told_from_the_users() -> None:
     with pytest.raises(TargetError) as caught:
         capture_in_child("select:build", OPTIONS)
     assert caught.value.hint == "select is a module that Python has, not your file: write select.py:build."

@@ -15,6 +15,8 @@ import pytest
 from tilefit.capture import worker
 from tilefit.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("started_anew")
+
 #: A worker without PyTorch: it runs what it is asked to.
 START = """
 import os, signal, subprocess, sys, threading, time

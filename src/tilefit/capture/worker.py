@@ -37,6 +37,18 @@ _STACK, _PROGRESS = "stack", "progress"
 _GRACE_S = 1.0
 
 
+def start(folder: str, printed: int) -> subprocess.Popen[bytes]:
+    """Start the process of a worker, which writes to a folder, and what it prints to a file descriptor."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, folder, _ROOT],
+        stdin=subprocess.PIPE,
+        stdout=printed,  # what the user's code prints must not mix with the report
+        stderr=printed,
+        start_new_session=True,  # Ctrl-C is for the parent, which ends the worker
+        env={**os.environ},  # not what C libraries have put beside it
+    )
+
+
 class Worker:
     """The side of who started it."""
 
@@ -45,14 +57,7 @@ class Worker:
         self._told = told
         self._heard = ""
         reading, writing = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, folder, _ROOT],
-            stdin=subprocess.PIPE,
-            stdout=writing,  # what the user's code prints must not mix with the report
-            stderr=writing,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends the worker
-            env={**os.environ},  # not what C libraries have put beside it
-        )
+        self._process = start(folder, writing)
         os.close(writing)
         self._words = _Words(reading)
 
