@@ -1,4 +1,4 @@
-"""The kernels as C++: one thread for each lane, so that they run where there is no GPU.
+"""The kernels as C++: one fiber for each lane, so that they run where there is no GPU.
 
 The source is the real one. Two things are replaced: what the CUDA language adds to C++ (``hardware.hpp``),
 and the functions that contain assembly: their bodies are cut out and stand in ``instructions.hpp`` instead.
@@ -26,7 +26,7 @@ from tilefit.rnn.persistent.variant import Problem, Variant
 
 HERE = Path(__file__).parent
 SOURCES = Path(launch.__file__).parent
-COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-fvisibility=hidden")
 
 #: Far more polls than a healthy exchange needs, and few enough for a test to wait for.
 SPIN_LIMIT = 1 << 17
@@ -37,8 +37,8 @@ def missing() -> str | None:
     """Why there is no emulation here; None where there is."""
     if shutil.which(COMPILER[0]) is None:
         return "the emulation needs g++"
-    probe = "#include <barrier>\nstd::barrier<> barrier{1}; _Float16 half;"
-    command = [*COMPILER, "-x", "c++", "-", "-o", os.devnull]
+    probe = "#include <ucontext.h>\n_Float16 half;"
+    command = [*COMPILER, "-c", "-x", "c++", "-", "-o", os.devnull]
     works = subprocess.run(command, input=probe, capture_output=True, text=True, check=False).returncode == 0
     return None if works else "the emulation needs a g++ with C++20 and _Float16 (12 or newer)"
 
@@ -95,7 +95,7 @@ class EmulatedKernel:
 
 
 def source(kernel: str, constants: dict[str, int]) -> str:
-    """The kernel as one C++ file."""
+    """The kernel as one C++ file, after ``hardware.hpp``."""
     defined = {**constants, "KERNEL": kernel, "PARAMETERS": kernel.capitalize()}
     cuda = (SOURCES / "common.cuh").read_text("utf-8") + (SOURCES / f"{kernel}.cu").read_text("utf-8")
     dynamic = "extern __shared__ __align__(16) unsigned char shared[];"
@@ -103,8 +103,7 @@ def source(kernel: str, constants: dict[str, int]) -> str:
     return "\n".join(
         [
             *(f"#define {name} {value}" for name, value in defined.items()),
-            (HERE / "hardware.hpp").read_text("utf-8"),
-            _without_assembly(cuda).replace(dynamic, "unsigned char* shared = block->memory;"),
+            _without_assembly(cuda).replace(dynamic, "unsigned char* shared = current->block->memory;"),
             (HERE / "instructions.hpp").read_text("utf-8"),
         ]
     )
@@ -133,14 +132,28 @@ def _end_of_block(text: str, start: int) -> int:
 
 def _library(kernel: str, constants: dict[str, int], folder: Path) -> ctypes.CDLL:
     """The compiled kernel, from ``folder`` if it was compiled before."""
-    text = source(kernel, constants)
-    digest = hashlib.sha256("\0".join([*COMPILER, text]).encode()).hexdigest()
-    path = folder / f"{kernel}-{digest[:32]}.so"
+    hardware, text = (HERE / "hardware.hpp").read_text("utf-8"), source(kernel, constants)
+
+    def place(name: str, *texts: str) -> Path:
+        digest = hashlib.sha256("\0".join([*COMPILER, hardware, *texts]).encode()).hexdigest()
+        return folder / name.format(digest[:32])
+
+    # What every kernel begins with is compiled once: it takes longer than the rest.
+    header, path = place("{}.hpp"), place(f"{kernel}-{{}}.so", text)
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / "kernel.so"
-            command = [*COMPILER, "-Wl,--no-undefined", "-x", "c++", "-", "-o", str(built)]
-            result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-            assert result.returncode == 0, result.stderr[:4000]
-            built.replace(path)
+        if not header.exists():
+            _compiled("c++-header", hardware, Path(f"{header}.gch"))
+            header.write_text(hardware)
+        _compiled("c++", text, path, "-include", str(header), "-Wl,--no-undefined", "-shared")
     return ctypes.CDLL(str(path))
+
+
+def _compiled(language: str, text: str, path: Path, *options: str) -> None:
+    """Compile a text; the file is there at once or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        built, source = Path(scratch) / path.name, Path(scratch) / "source"
+        source.write_text(text, "utf-8")
+        command = [*COMPILER, *options, "-x", language, str(source), "-o", str(built)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[:4000]
+        built.replace(path)

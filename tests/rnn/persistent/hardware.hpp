@@ -1,18 +1,19 @@
-// What CUDA C++ has and C++ has not, as far as the kernels use it. One std::thread stands for each lane: warps,
-// thread blocks and clusters are groups of threads with a barrier each.
+// What CUDA C++ has and C++ has not, as far as the kernels use it. A fiber stands for each lane: it runs until it waits
+// for others or touches what they may touch too, and any lane may be the next. Warps, thread blocks and clusters are
+// groups of lanes with a barrier each.
 
 #include <algorithm>
-#include <atomic>
-#include <barrier>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <thread>
+#include <memory>
+#include <utility>
 #include <vector>
+
+#include <ucontext.h>
 
 #define __device__
 #define __forceinline__ inline
@@ -25,8 +26,74 @@ struct float4 {
     float x, y, z, w;
 };
 
+struct Index {
+    unsigned x;
+};
+
+struct Block;
+struct Cluster;
+
+constexpr int STACK_BYTES = 1 << 17;
+
+struct Lane {
+    Index in_block, of_block;
+    Block* block;
+    Cluster* cluster;
+    std::vector<std::vector<std::function<void()>>> copies = std::vector<std::vector<std::function<void()>>>(1);
+    std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
+    ucontext_t context;
+};
+
+static Lane* current;  // the lane that runs
+#define threadIdx current->in_block
+#define blockIdx current->of_block
+
+static std::vector<Lane*> ready;  // those that could
+static ucontext_t scheduler;
+static uint32_t turns;
+
+static uint32_t any_number() {  // a pseudorandom one
+    static uint64_t state = 1;
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return state >> 33;
+}
+
+static void let_others() { swapcontext(&current->context, &scheduler); }
+
+static void yield() {
+    ready.push_back(current);
+    let_others();
+}
+
+// Lanes go on until none is left; any of those that can is the next.
+static void run_all() {
+    for (; !ready.empty(); ++turns) {
+        std::swap(ready[any_number() % ready.size()], ready.back());
+        current = ready.back();
+        ready.pop_back();
+        swapcontext(&scheduler, &current->context);
+    }
+}
+
+class Barrier {
+    const int lanes;
+    std::vector<Lane*> waiting;
+
+  public:
+    explicit Barrier(int lanes) : lanes(lanes) {}
+
+    void arrive_and_wait() {
+        waiting.push_back(current);
+        if (int(waiting.size()) == lanes) {
+            ready.insert(ready.end(), waiting.begin(), waiting.end());
+            waiting.clear();
+        }
+        let_others();
+    }
+};
+
 struct Warp {
-    std::barrier<> barrier{32};
+    Barrier barrier{32};
     uint32_t registers[32][6];  // what the lanes show each other
 };
 
@@ -36,7 +103,7 @@ constexpr unsigned char GARBAGE = 0x7E;
 constexpr int GUARD = 4096;
 
 struct Block {
-    std::barrier<> barrier;
+    Barrier barrier;
     std::deque<Warp> warps;
     const int shared_bytes;
     unsigned char* const memory;
@@ -56,22 +123,14 @@ struct Block {
 };
 
 struct Cluster {
-    std::barrier<> barrier;
+    Barrier barrier;
     std::vector<Block*> blocks;
 
     explicit Cluster(int lanes) : barrier(lanes) {}
 };
 
-struct Index {
-    unsigned x;
-};
-
-static thread_local Index threadIdx, blockIdx;
-static thread_local Block* block;      // of this thread
-static thread_local Cluster* cluster;  // of this block
-
 static unsigned lane() { return threadIdx.x % 32; }
-static Warp& warp() { return block->warps[threadIdx.x / 32]; }
+static Warp& warp() { return current->block->warps[threadIdx.x / 32]; }
 
 static float __uint_as_float(uint32_t v) {
     float f;
@@ -89,14 +148,16 @@ static float __fdividef(float a, float b) { return a / b; }
 static float exponential(float v) { return std::exp(v); }
 #define __expf exponential  // the C library has a __expf of its own
 
-static void __syncthreads() { block->barrier.arrive_and_wait(); }
+static void __syncthreads() { current->block->barrier.arrive_and_wait(); }
 
 static void __syncwarp() { warp().barrier.arrive_and_wait(); }
 
-static void __nanosleep(unsigned ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
+static void __nanosleep(unsigned ns) {
+    for (unsigned turn = 0; turn <= ns / 256; ++turn) yield();
+}
 
 static size_t __cvta_generic_to_shared(const void* p) {
-    return static_cast<const unsigned char*>(p) - block->memory;
+    return static_cast<const unsigned char*>(p) - current->block->memory;
 }
 
 // Every lane shows a value; `look` says what this lane makes of all of them.

@@ -1,15 +1,21 @@
 // The instructions that the kernels write in assembly, and the launch. Stands behind the kernel's source, whose
 // types it uses.
 
-// Words that several threads may touch at the same time.
+// Words that several lanes may touch: before each, others may have their turn.
 static u32 load_word(const void* address) {
-    return reinterpret_cast<const std::atomic<u32>*>(address)->load();
+    if (any_number() % 8 == 0) yield();
+    u32 word;
+    std::memcpy(&word, address, 4);
+    return word;
 }
 
-static void store_word(void* address, u32 word) { reinterpret_cast<std::atomic<u32>*>(address)->store(word); }
+static void store_word(void* address, u32 word) {
+    if (any_number() % 8 == 0) yield();
+    std::memcpy(address, &word, 4);
+}
 
 // Whether memory was touched at an address that the hardware refuses.
-static std::atomic<bool> misaligned = false;
+static bool misaligned = false;
 
 static void check_alignment(const void* address, int bytes) {
     if (reinterpret_cast<uintptr_t>(address) % bytes) misaligned = true;
@@ -32,7 +38,7 @@ static void store_words(void* address, const piece& p) {
 
 // An address in a cluster's shared memory: the block's rank and the place in its memory.
 static unsigned char* in_cluster(u32 address) {
-    return cluster->blocks[address >> 24]->memory + (address & 0xFFFFFF);
+    return current->cluster->blocks[address >> 24]->memory + (address & 0xFFFFFF);
 }
 
 float widen(element v) {
@@ -75,18 +81,16 @@ void load_shared_device(piece& p, const void* address, bool wanted) {
 
 // Copies run when they are waited for, not before: what is read too early is not there. In every other block they
 // run at once: what is still to be read from the place is gone.
-thread_local std::vector<std::vector<std::function<void()>>> copies(1);
-
 static void copy(std::function<void()> run) {
     if (blockIdx.x % 2) run();
-    else copies.back().push_back(run);
+    else current->copies.back().push_back(run);
 }
 
 void copy_early(u32 to, const void* address, bool wanted) {
     copy([=] {
         piece p = {0, 0, 0, 0};
         load_shared_device(p, address, wanted);
-        store_words(block->memory + to, p);
+        store_words(current->block->memory + to, p);
     });
 }
 
@@ -95,14 +99,15 @@ void copy_word(u32 to, const void* address) {
     copy([=] {
         u32 word;
         std::memcpy(&word, address, 4);
-        store_word(block->memory + to, word);
+        store_word(current->block->memory + to, word);
     });
 }
 
-void group_copies() { copies.emplace_back(); }
+void group_copies() { current->copies.emplace_back(); }
 
 template <int LAST>
 void await_copies() {
+    auto& copies = current->copies;
     const auto end = copies.begin() + std::max<int>(int(copies.size()) - 1 - LAST, 0);
     for (auto group = copies.begin(); group != end; ++group)
         for (auto& copy : *group) copy();
@@ -117,13 +122,13 @@ float load_early_float(const float* address) { return *address; }
 
 element load_element(u32 address) {
     element v;
-    std::memcpy(&v, block->memory + address, sizeof v);
+    std::memcpy(&v, current->block->memory + address, sizeof v);
     return v;
 }
 
 float load_float(u32 address) {
     float v;
-    std::memcpy(&v, block->memory + address, 4);
+    std::memcpy(&v, current->block->memory + address, 4);
     return v;
 }
 
@@ -131,7 +136,10 @@ int afresh(int v) { return v; }
 
 const element* as_given(const element* address) { return address; }
 
-u32 clocks() { return u32(std::chrono::steady_clock::now().time_since_epoch().count()); }
+u32 clocks() {
+    yield();
+    return turns;
+}
 
 u32 remote_address(u32 mine, u32 owner) { return owner << 24 | mine; }
 
@@ -140,16 +148,16 @@ void store_remote(u32 address, float v) { store_word(in_cluster(address), __floa
 void store_remote_piece(u32 address, const piece& p) { store_words(in_cluster(address), p); }
 
 void load_mail(piece& p, u32 address, bool wanted) {
-    if (wanted) load_words(p, block->memory + address);
+    if (wanted) load_words(p, current->block->memory + address);
 }
 
 void clear_mail(u32 address, bool wanted) {
-    if (wanted) store_words(block->memory + address, {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN});
+    if (wanted) store_words(current->block->memory + address, {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN});
 }
 
 u32 split_rank() { return blockIdx.x % SPLIT; }
 
-void cluster_barrier() { cluster->barrier.arrive_and_wait(); }
+void cluster_barrier() { current->cluster->barrier.arrive_and_wait(); }
 
 // d += a b, with the fragments where the PTX ISA has them for mma.m16n8k16 (m16n8k8 for TF32): rows of a and columns
 // of b are 8 words deep; lane 4 r + q has words q and q + 4 of a's rows r and r + 8 and of b's column r.
@@ -184,17 +192,21 @@ extern "C" __attribute__((visibility("default"))) int run(const PARAMETERS* para
         if (b % cluster_size == 0) clusters.emplace_back(cluster_size * threads);
         clusters.back().blocks.push_back(&blocks.emplace_back(threads, shared_bytes));
     }
-    std::vector<std::thread> lanes;
+    std::deque<Lane> lanes;
+    static const PARAMETERS* given;
+    given = parameters;
     for (int b = 0; b < grid - missing; ++b)
-        for (int t = 0; t < threads; ++t)
-            lanes.emplace_back([&, b, t] {
-                blockIdx = {unsigned(b)};
-                threadIdx = {unsigned(t)};
-                block = &blocks[b];
-                cluster = &clusters[b / cluster_size];
-                KERNEL(*parameters);
-            });
-    for (std::thread& one : lanes) one.join();
-    if (misaligned.exchange(false)) return -1;
+        for (int t = 0; t < threads; ++t) {
+            Lane& lane = lanes.emplace_back(
+                Lane{{unsigned(t)}, {unsigned(b)}, &blocks[b], &clusters[b / cluster_size]});
+            getcontext(&lane.context);
+            lane.context.uc_stack.ss_sp = lane.stack.get();
+            lane.context.uc_stack.ss_size = STACK_BYTES;
+            lane.context.uc_link = &scheduler;
+            makecontext(&lane.context, [] { KERNEL(*given); }, 0);
+            ready.push_back(&lane);
+        }
+    run_all();
+    if (std::exchange(misaligned, false)) return -1;
     return std::count_if(blocks.begin(), blocks.end(), [](const Block& one) { return one.overran(); });
 }

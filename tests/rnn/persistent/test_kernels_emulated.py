@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,6 +108,11 @@ def folder(config: pytest.Config) -> Path:
     """Where the built kernels stay from one run to the next, or only for this one without pytest's cache."""
     if config.pluginmanager.has_plugin("cacheprovider"):
         return config.cache.mkdir("tilefit-emulated-kernels")
+    return _folder_of_this_run()
+
+
+@cache
+def _folder_of_this_run() -> Path:
     return Path(tempfile.mkdtemp(prefix="tilefit-emulated-kernels"))
 
 
