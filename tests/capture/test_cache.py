@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tilefit.capture import worker
 from tilefit.capture.cache import recall
 from tilefit.capture.child import capture_in_child
 from tilefit.ops import Step
@@ -82,7 +82,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    return lambda: monkeypatch.setattr(subprocess, "Popen", forbidden)
+    return lambda: monkeypatch.setattr(worker, "start", forbidden)
 
 
 def width(step: Step) -> int:

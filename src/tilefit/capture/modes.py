@@ -86,7 +86,7 @@ class Modes:
             )
             # Layers that are dropped at random must be the same ones in every capture.
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # and no GPU's, whose numbers go on
             stack.callback(random.setstate, random.getstate())
             random.seed(0)
             stack.enter_context(self.semantic)

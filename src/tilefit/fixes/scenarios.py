@@ -81,7 +81,10 @@ class Trial:
             for module in model.modules():
                 if isinstance(module, nn.modules.dropout._DropoutNd):
                     module.p = 0.0
-        torch.manual_seed(_SEED)
+        # Not ``torch.manual_seed``: for GPUs that nobody uses it notes the stack, each time.
+        torch.default_generator.manual_seed(_SEED)
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.manual_seed_all(_SEED)
         return model
 
     def fresh(self, tree: Any = None, *, grad: bool = False) -> Any:
@@ -497,12 +500,16 @@ class _InDouble(TorchFunctionMode):
     """Casts to floating-point types that a model asks for lead to fp64: what is compared is the function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _CASTS:
             return args[0].double()
-        wider = lambda leaf: torch.float64 if leaf in _FLOATS else leaf  # noqa: E731
-        if any(isinstance(leaf, torch.dtype) for leaf in (*args, *(kwargs or {}).values())):
-            args, kwargs = tree_map(wider, args), tree_map(wider, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if torch.dtype in map(type, args) or torch.dtype in map(type, kwargs.values()):
+            args, kwargs = map(_wider, args), {name: _wider(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in _FLOATS else argument
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
