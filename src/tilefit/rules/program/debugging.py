@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilefit.ops import Habit
 from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE, NOTE, SAFE, WARNING
 from tilefit.rules.program.habits import habits, without
@@ -57,9 +56,11 @@ class Debugging(Rule):
     right = wrong.but("set_detect_anomaly(True)", "set_detect_anomaly(False)")
 
     def check(self, context: Context) -> Iterator[Proposal]:
-        step = context.step
+        step, program = context.step, context.step.program
+        if program is None:
+            return
+        waits = sum(event.name == ANOMALY for event in program.events)
         for first, *others in habits(step, ANOMALY):
-            waits = sum(event.name == ANOMALY for event in step.program.events) if step.program else 0
             priced = waits or any(each.last > each.first for each in (first, *others))
             yield Proposal(
                 place=Place(source=first.site.source),
@@ -78,18 +79,13 @@ class Debugging(Rule):
                 safety=SAFE,
                 change=without(step, (first, *others)),
             )
-        for same in habits(step, _DETERMINISTIC):
-            yield _deterministic(same[0])
-
-
-def _deterministic(habit: Habit) -> Proposal:
-    return Proposal(
-        place=Place(source=habit.site.source),
-        message="deterministic algorithms are on"
-        + (f" ({habit.detail})" if habit.detail else "")
-        + "; what they cost is not known",
-        fix="Turn them off where a run need not be repeated to the last bit.",
-        safety=ADVICE,
-        change=None,
-        severity=NOTE,
-    )
+        for first, *_ in habits(step, _DETERMINISTIC):
+            which = f" ({first.detail})" if first.detail else ""
+            yield Proposal(
+                place=Place(source=first.site.source),
+                message=f"deterministic algorithms are on{which}; what they cost is not known",
+                fix="Turn them off where a run need not be repeated to the last bit.",
+                safety=ADVICE,
+                change=None,
+                severity=NOTE,
+            )
