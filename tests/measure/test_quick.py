@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,21 @@ def test_too_few_measurements_are_an_error() -> None:
     drawn = {"gemm": iter([next(candidates()["gemm"])])}
     with pytest.raises(TilefitError, match="only 0 operations"):
         quick(H100, refuse, drawn=drawn)
+
+
+def test_the_error_is_of_operations_that_were_not_fitted_to() -> None:
+    """Also where no candidate is left in the end."""
+    measured: list[ChangeSet] = []
+    bench = Bench(H100)
+
+    def odd_at_every_other(candidate: ChangeSet) -> float:
+        measured.append(candidate)
+        return bench(candidate) * (1.0 if len(measured) % 2 else 1.5)
+
+    drawn = {"gemm": islice(candidates(seed=1)["gemm"], 60)}
+    found = quick(H100, odd_at_every_other, drawn=drawn, budget_s=60.0, clock=bench.clock)
+    assert found.quick == Quick(1.0, 1.0)
+    assert found.about["errors"]["after"] == pytest.approx(1 / 3, abs=1e-4)
 
 
 def test_a_first_stage_is_as_fast_as_was_found() -> None:

@@ -344,16 +344,19 @@ def calibrate(
     fitted = session.fitted
     if "gemm" in session.held_out:
         fitted = replace(fitted, spread=_spread(session.held_out["gemm"]), provenance=ESTIMATED)
-    about = {
+    about = {**origin(gpu, launch_scale, versions), "constants": asdict(fitted), "networks": facts}
+    return Calibration(networks, about, fitted, launch_scale)
+
+
+def origin(gpu: Gpu, launch_scale: float, versions: Mapping[str, str] | None) -> dict[str, object]:
+    """What every calibration says of itself: of which GPU and host, made when and by which versions."""
+    return {
         "gpu": gpu.name,
         "tilefit": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": dict(versions or {}),
         "launch_scale": launch_scale,
-        "constants": asdict(fitted),
-        "networks": facts,
     }
-    return Calibration(networks, about, fitted, launch_scale)
 
 
 def _fitted(

@@ -16,9 +16,8 @@ from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, corrected
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.measure.calibration import ChangeSet, Progress, candidates
+from tilefit.measure.calibration import ChangeSet, Progress, candidates, origin
 from tilefit.ops import Op
-from tilefit.version import __version__
 
 #: Measured at least, so that half of them can tell the two factors; and at most.
 _LEAST, _MOST = 24, 160
@@ -68,17 +67,12 @@ def quick(
             f"only {len(rows)} operations could be measured in {budget_s:.0f} s",
             hint="Look whether other programs use the GPU, or leave --quick out.",
         )
-    # Kinds take turns, so that pairs keep both halves alike.
-    pairs = [rows[i : i + len(sources)] for i in range(0, len(rows), len(sources))] if sources else [rows]
-    fitted_to = [row for turn in pairs[::2] for row in turn]
-    aside = [row for turn in pairs[1::2] for row in turn] or fitted_to
+    # Kinds take turns, so that every other turn keeps both halves alike.
+    turn = min(max(len(sources), 1), len(rows) // 2)
+    fitted_to, aside = ([row for i, row in enumerate(rows) if i // turn % 2 == half] for half in (0, 1))
     best = _fitted(gpu, fitted_to)
     about = {
-        "gpu": gpu.name,
-        "tilefit": __version__,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": dict(versions or {}),
-        "launch_scale": launch_scale,
+        **origin(gpu, launch_scale, versions),
         "networks": {},
         "quick": best._asdict(),
         "measured": len(rows),
