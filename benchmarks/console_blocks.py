@@ -15,8 +15,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+#: Runs a command with some variables of the environment.
+Run = Callable[[list[str], dict[str, str]], tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _BLOCK = re.compile(r"(?<=^<!-- begin -->\n```console\n).*?(?=^```\n<!-- end -->$)", re.MULTILINE | re.DOTALL)
@@ -27,30 +30,37 @@ def blocks(page: Path) -> list[str]:
     return _BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
-def rerun(block: str) -> str:
-    """The block as its commands fill it today."""
+def rerun(block: str, run: Run | None = None) -> str:
+    """The block as its commands fill it today; ``run``: how they are run, each in a process unless given."""
     # A comment, as after "make demo    # what it does", is no argument.
     commands = [line for line in block.splitlines() if line.startswith("$ ")]
-    return "\n".join(f"{line}\n{_printed(shlex.split(line[2:], comments=True))}" for line in commands)
+    return "\n".join(
+        f"{line}\n{_printed(shlex.split(line[2:], comments=True), run or in_a_process)}" for line in commands
+    )
 
 
-def _printed(command: list[str]) -> str:
-    programs = {"tilefit": [sys.executable, "-m", "tilefit"], "python": [sys.executable]}
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # neither the profile nor the store of who runs this is used
+def _printed(command: list[str], run: Run) -> str:
+    # Neither the profile nor the store of who runs this is used.
+    with tempfile.TemporaryDirectory() as folder:
         alone = {"COLUMNS": "80", "XDG_DATA_HOME": folder, "TILEFIT_STORE": f"{folder}/store.sqlite"}
-        ran = subprocess.run(
-            [*programs[command[0]], *command[1:]],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env={**os.environ, **alone, "PYTHONPATH": str(ROOT / "src")},
-        )
-    if ran.returncode > 1:  # 1 is findings
-        raise RuntimeError(f"{shlex.join(command)}:\n{ran.stderr}")
-    return "".join(f"{line.rstrip()}\n" for line in ran.stdout.strip("\n").splitlines())
+        code, out, error = run(command, alone)
+    if code > 1:  # 1 is findings
+        raise RuntimeError(f"{shlex.join(command)}:\n{error}")
+    return "".join(f"{line.rstrip()}\n" for line in out.strip("\n").splitlines())
+
+
+def in_a_process(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """Run a command; its exit code and what it writes."""
+    programs = {"tilefit": [sys.executable, "-m", "tilefit"], "python": [sys.executable]}
+    ran = subprocess.run(
+        [*programs[command[0]], *command[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **variables, "PYTHONPATH": str(ROOT / "src")},
+    )
+    return ran.returncode, ran.stdout, ran.stderr
 
 
 def main() -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from tilefit.capture import capture
 from tilefit.ops import FORWARD, Gemm, Op, Step, StepOp
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Within the block layers leave their parameters as memory is: for models of which only shapes are read.
+
+    Drawing the numbers of large layers takes longer than capturing them.
+    """
+    with ExitStack() as stack:
+        for name in ("kaiming_uniform_", "xavier_uniform_", "uniform_", "normal_"):
+            stack.enter_context(patch.object(nn.init, name, lambda tensor, *_, **__: tensor))
+        yield
 
 
 class Lines(nn.Module):

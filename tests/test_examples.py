@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilefit.cli import main
 from tilefit.cli.config import parse
 from tilefit.errors import TilefitError
 
@@ -94,13 +95,36 @@ def _console_blocks() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str]) -> console_blocks.Run:
+    """Runs ``tilefit`` in this process."""
+
+    def run(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+        if command[0] != "tilefit":
+            return console_blocks.in_a_process(command, variables)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+            patch.chdir(ROOT)
+            for variable, value in variables.items():
+                patch.setenv(variable, value)
+            main(command[1:])
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capfd.readouterr()
+
+    return run
+
+
 @pytest.mark.parametrize(("name", "block"), _console_blocks(), ids=_name)
-def test_commands_in_the_documentation_print_what_stands_there(name: str, block: str) -> None:
+def test_commands_in_the_documentation_print_what_stands_there(
+    name: str, block: str, here: console_blocks.Run
+) -> None:
     if f"torch=={torch.__version__.partition('+')[0]}\n" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("written with the version of torch in constraints.txt; others run other kernels")
     if "hf:" in block:
         pytest.importorskip("transformers")
-    assert console_blocks.rerun(block) == block, f"{name}: run benchmarks/console_blocks.py"
+    whole_way = name.startswith("README")
+    assert console_blocks.rerun(block, None if whole_way else here) == block, (
+        f"{name}: run benchmarks/console_blocks.py"
+    )
 
 
 def test_links_between_pages_lead_somewhere() -> None:
