@@ -102,11 +102,12 @@ def here(capfd: pytest.CaptureFixture[str]) -> console_blocks.Run:
     def run(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
         if command[0] != "tilefit":
             return console_blocks.in_a_process(command, variables)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        with pytest.MonkeyPatch.context() as patch:
             patch.chdir(ROOT)
             for variable, value in variables.items():
                 patch.setenv(variable, value)
-            main(command[1:])
+            with pytest.raises(SystemExit) as left:
+                main(command[1:])
         assert isinstance(left.value.code, int)
         return left.value.code, *capfd.readouterr()
 
