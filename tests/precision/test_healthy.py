@@ -152,7 +152,7 @@ def test_image_models(w: Watch, name: str, dtype: torch.dtype, size: int) -> Non
 
 def test_normal_back_offs(w: Watch) -> None:
     timm = pytest.importorskip("timm")
-    model = timm.create_model("resnet18", num_classes=10)
+    model = timm.create_model("test_resnet", num_classes=10)
     train_images(model, FP16, 32, steps=8, init_scale=2.0**26, growth_interval=2)
 
 
