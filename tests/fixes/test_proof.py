@@ -243,14 +243,17 @@ def test_changes_work_on_few_rows_in_a_comparison() -> None:
 # ---- the model stays, and the inputs -----------------------------------------------------------
 
 
-def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
+def test_the_model_and_the_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
     before = run()
     state = copy.deepcopy(before.model.state_dict())
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     assert prove(before, [UP]).ok
     assert torch.equal(torch.rand(1), expected)
+    assert not seeded  # nor are those of GPUs others
     assert not list(changed_modules(before.model))
     for name, value in before.model.state_dict().items():
         assert torch.equal(value, state[name])
