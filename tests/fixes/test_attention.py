@@ -368,8 +368,10 @@ class Watched(nn.Module):
         weights = (q @ k.mT).softmax(-1)
         assert isinstance(weights, torch.Tensor)
         assert torch.is_tensor(weights)
-        if self.how == "kept":
+        if self.how.startswith("kept"):
             self.maps = weights
+            if self.how == "kept, written elsewhere":
+                q.detach().clone().zero_()
         elif self.how == "listed":
             self.maps = [weights]
         elif self.how == "detached":
@@ -382,7 +384,9 @@ class Watched(nn.Module):
         return weights @ v
 
 
-@pytest.mark.parametrize("how", ["kept", "listed", "detached", "retained", "hooked"])
+@pytest.mark.parametrize(
+    "how", ["kept", "kept, written elsewhere", "listed", "detached", "retained", "hooked"]
+)
 def test_weights_that_are_kept(how: str) -> None:
     original, x = Watched(how).double(), torch.randn(2, 5, 8, dtype=torch.double)
     model = fused(original)

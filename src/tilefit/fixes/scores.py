@@ -98,7 +98,6 @@ class Fusing(TorchFunctionMode):
         for scores in [made() for made in self.made]:
             if scores is not None and not scores.fused:
                 scores.computed()
-        self.made.clear()
 
 
 class Scores(torch.Tensor):
