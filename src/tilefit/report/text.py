@@ -20,7 +20,7 @@ PHASES = {FORWARD: "fwd", BACKWARD_DATA: "dgrad", BACKWARD_WEIGHT: "wgrad", OPTI
 
 PROVENANCE = {
     "datasheet": "from the GPU's datasheet",
-    "transferred": "from measurements of another GPU of this architecture",
+    "transferred": "carried over from measurements of another GPU",
     "estimated": "from a model fitted to measurements of this GPU",
     "measured": "from measurements of this GPU",
 }
