@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import random_models
 
-#: Planning a model takes twenty times as long as using it.
-MODELS, USES, PARTS = 40, 10, 8
+#: Planning a model takes twenty times as long as using it once.
+MODELS, USES, PARTS = 100, 4, 10
 
 
 @pytest.mark.parametrize("part", range(PARTS))
