@@ -242,23 +242,15 @@ def rows(only: str = "") -> Iterator[dict[str, Any]]:
 
 def on_gpus() -> Iterator[dict[str, Any]]:
     """Peaks that were measured on GPUs, predicted as the allocator counts them."""
-    from whole_steps import runs
+    from whole_steps import captured, runs
 
     results = Path(__file__).parent / "results"
-    for name in ("whole_steps_h100", "whole_steps_inference_h100", "whole_steps_inference"):
+    for name in ("whole_steps", "whole_steps_h100", "whole_steps_inference_h100", "whole_steps_inference"):
         recorded = json.loads((results / f"{name}.json").read_text())
-        known = {run.label: run for run in runs(recorded["infer"], False)}
+        known = {run.label: run for run in runs(recorded.get("infer", False), False)}
         for row in recorded["rows"]:
             run = known[row["model"]]
-            shapes = run.load("meta")
-            step = capture(
-                shapes.model,
-                shapes.inputs,
-                train=not run.infer,
-                amp="" if run.halved else "bf16",
-                loss=shapes.loss,
-                channels_last=run.channels_last,
-            )
+            step = captured(run)
             real = row["peak_gib"] * 2**30
             predicted = replayed(step.memory.timeline).peak_allocated_bytes
             yield {

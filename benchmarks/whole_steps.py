@@ -241,9 +241,10 @@ def host_scale(rows: Iterable[dict[str, Any]]) -> float:
     return references_ms / (1e3 * REFERENCE_STEP_S)
 
 
-def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
+def captured(run: Run) -> Step:
+    """The step as it is captured, on shapes."""
     shapes = run.load("meta")
-    step = capture(
+    return capture(
         shapes.model,
         shapes.inputs,
         train=not run.infer,
@@ -252,6 +253,10 @@ def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
         channels_last=run.channels_last,
         compile=run.compiled,
     )
+
+
+def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
+    step = captured(run)
     step = fuse(step) if run.compiled else step
     device = replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
     estimate = estimate_step(step, device)

@@ -25,7 +25,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Timeline:
+class Schedule:
     """When the work is done.
 
     Attributes:
@@ -42,7 +42,7 @@ class Timeline:
         return max(self.ends.values(), default=0.0)
 
 
-def run(tasks: Iterable[Task]) -> Timeline:
+def run(tasks: Iterable[Task]) -> Schedule:
     """Do the work: each task as soon as its resource is free and what it waits for is done.
 
     Raises:
@@ -51,7 +51,7 @@ def run(tasks: Iterable[Task]) -> Timeline:
     queues: dict[Hashable, deque[Task]] = {}
     for task in tasks:
         queues.setdefault(task.resource, deque()).append(task)
-    made = Timeline(busy=dict.fromkeys(queues, 0.0))
+    made = Schedule(busy=dict.fromkeys(queues, 0.0))
     free = dict.fromkeys(queues, 0.0)
     blocked: dict[Hashable, list[Hashable]] = {}
     ready = list(queues)
