@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tilefit import gpus
+from tilefit.capture import capture
 from tilefit.capture.torchvision_import import tolerated
+from tilefit.cost.links import Fabric, Group
+from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
 from tilefit.measure.collectives import SIZES, measure
 from tilefit.measure.ranks import Ranks
+from tilefit.options import StepOptions
+from tilefit.parallel.blocks import Framework, Model
+from tilefit.parallel.planning import Job, Planner, Priced, precision_of
+from tilefit.parallel.training import CONTEXT_BYTES, Precision, TrainingSplit
 
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
 #: Heads, key and value heads, width, of the feed-forward part, vocabulary, layers.
@@ -498,6 +507,82 @@ def union(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+# ---- what is predicted ----------------------------------------------------------------------------
+
+
+def captured(case: Case, *, short: bool) -> Model:
+    """The model of a case from two of its layers and two samples; with ``short`` weights, in bf16."""
+    with torch.device("meta"):
+        model, x = build(case, False, 2), data(case, False, 2)
+    layers = {"gpt2": 12, "resnet50": 0, "llama-8b": case.layers}.get(case.model, LLAMA["llama-1b"][-1])
+    amp = "off" if short else "bf16"
+    options = StepOptions(amp=amp, fused_optimizer=True)
+    name = {"resnet50": "images", "llama-8b": "x"}.get(case.model, "tokens")
+    model = model.to(torch.bfloat16) if short else model
+    return Model(capture(model, {name: x}, options=options, loss=lambda loss: loss), layers)
+
+
+@cache
+def planner(case: Case, scale: float) -> Planner:
+    """Prices a case of two GPUs of a machine whose host launches in ``scale`` of the time assumed."""
+    layers_alone = case.model == "llama-8b"
+    model = captured(case, short=layers_alone or case.way == "fsdp")
+    precision = Precision(2, 2, 2, 4) if layers_alone else precision_of(model.step)
+    gpu = priced("h200")
+    gpu = replace(gpu, calibration=replace(gpu.calibration, launch_scale=scale))
+    framework = Framework(sequence=case.sequence)
+    return Planner(model, Fabric(gpu, 2), Job(case.samples, precision, framework))
+
+
+def predicted(case: Case, scale: float = 1.0) -> Priced:
+    """Time and memory of a case, as ``tilefit plan`` prices them."""
+    split = TrainingSplit(
+        tensor=2 if case.way == "tp" else 1,
+        pipeline=2 if case.way == "pp" else 1,
+        data=2 if case.way in ("ddp", "fsdp") else 1,
+        micro_batches=case.parts,
+        zero=(3 if case.reshard else 2) if case.way == "fsdp" else 0,
+        samples=case.samples,
+        checkpoint="full" if case.checkpoint else "none",
+    )
+    return planner(case, scale).priced(split)
+
+
+def compared(path: Path) -> list[str]:
+    """Measured and predicted, a line for each row; errors at the end."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    gpu, lines, off = gpus.get("h200"), [], defaultdict(list)
+    for row in rows:
+        if row["row"] == "collective" and row["size_bytes"] >= 64 * 1024:
+            group = Group(row["ranks"], row["ranks"])
+            ratio = Fabric(gpu).time_s(row["function"], row["size_bytes"], group, sums=False) / row["time_s"]
+            off[f"collectives, {row['function']}"].append(abs(ratio - 1))
+            off["collectives"].append(abs(ratio - 1))
+    scale = next((row["launch_scale"] for row in rows if row["row"] == "host"), 1.0)
+    for row in rows:
+        if row["row"] != "step" or "error" in row:
+            continue
+        case = Case(**row["case"])
+        found = predicted(case, scale)
+        measured_s, peak = row["median_s"], max(each["peak_bytes"] for each in (row, *row["others"]))
+        memory = found.memory.total - CONTEXT_BYTES
+        time = found.time
+        parts = {name: 1e3 * value for name, value in asdict(time).items() if value > time.time_s / 100}
+        told = ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in parts.items())
+        lines.append(
+            f"{case.name:34} {1e3 * measured_s:8.1f} ms {time.time_s / measured_s:5.2f}   "
+            f"{peak / 2**30:6.2f} GiB {memory / peak:5.2f}   {told}"
+        )
+        kind = "one GPU" if case.gpus == 1 else "two GPUs"
+        off[f"steps, {kind}"].append(abs(time.time_s / measured_s - 1))
+        off[f"memory, {kind}"].append(abs(memory / peak - 1))
+    told = [
+        f"{name}: {len(each)} rows, median {statistics.median(each):.1%}, worst {max(each):.1%}"
+        for name, each in off.items()
+    ]
+    return lines + told
+
+
 # ---- on the machine -------------------------------------------------------------------------------
 
 
@@ -616,8 +701,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a step's row may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="*", choices=("collectives", *CASES), default=())
+    parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
     options = parser.parse_args()
-    measured(options)
+    if options.compare:
+        print("\n".join(compared(options.rows)))
+    else:
+        measured(options)
 
 
 if __name__ == "__main__":
