@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -422,7 +423,7 @@ def run(case: Case, kind: str, tiny: bool) -> dict[str, Any]:
     found["mean_s"] = (time.perf_counter() - began_s) / TIMED
     found["launched_s"] = launched_s / TIMED
     if cuda:
-        steps = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+        steps = [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
         found |= {"median_s": statistics.median(steps), "steps_s": steps}
     synced = []
     for _ in range(SYNCED):
@@ -605,7 +606,7 @@ def machine(kind: str) -> dict[str, Any]:
 
         about |= {
             "gpu": subprocess.run(
-                ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"],
+                ["nvidia-smi", "--query-gpu=name,clocks.max.sm,power.limit", "--format=csv,noheader"],
                 capture_output=True, text=True, timeout=30, check=False,
             ).stdout.strip().splitlines(),
             "driver": driver_version(),

@@ -6,8 +6,8 @@ of ``w`` bytes takes ``(sqrt(w / B) + sqrt(c))**2``, so that its bandwidth rises
 and others, "Collective communication: theory, practice, and experience", 2007). All-reduces of a whole
 switched machine may be summed up in the switch (NVLink SHARP).
 
-Latencies are in clocks of the GPU, shares are of the published bandwidth of one direction: both carry over to
-another generation. ``benchmarks/collectives.py`` fits the constants and records their errors.
+``tilefit calibrate --collectives`` fits the constants to a machine's GPUs; those of others are in
+:mod:`tilefit.cost.constants`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import re
 from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
+from tilefit.cost.constants import LinkConstants, link_constants
+from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
@@ -24,54 +26,11 @@ from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
 MOST_LINKED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class LinkConstants:
-    """What the datasheet does not say about a link.
-
-    Attributes:
-        start_clocks: Fixed time of a message of the low-latency protocol, in clocks of the GPU.
-        hop_clocks: Time of one step of a ring.
-        low_latency_share: Share of the bandwidth that the low-latency protocol reaches.
-        bulk_clocks: Fixed time of a message of the other protocol.
-        chunk_clocks: What filling its pipeline costs: ``c`` above.
-        share: Share of the bandwidth that it reaches between many ranks.
-        pair_loss: Of it ``pair_loss / ranks`` is lost.
-        switch_share, switch_clocks: Bandwidth and fixed time where the switch sums up; 0: it does not.
-        spread: Half-width of the 80 % interval as a share.
-    """
-
-    start_clocks: float
-    hop_clocks: float
-    low_latency_share: float
-    bulk_clocks: float
-    chunk_clocks: float
-    share: float
-    pair_loss: float
-    switch_share: float = 0.0
-    switch_clocks: float = 0.0
-    spread: float = 0.3
-
-
-#: Fitted by ``benchmarks/collectives.py --fit`` to public tables of NCCL 2.23 to 2.29 on eight A100 SXM
-#: (NVLink 3) and eight H100 SXM (NVLink 4; those of H200 were left out).
-FITTED = {
-    "NVLink 3": LinkConstants(18000, 1040, 0.232, 14500, 13500, 0.853, 0.378, spread=0.15),
-    "NVLink 4": LinkConstants(13200, 1230, 0.270, 11400, 6580, 0.915, 0.500, 1.019, 124000, spread=0.15),
-}
-#: NVLink of another generation: the nearest that was measured. NVLink 5 keeps the switch that sums up.
-_NEAREST = {"NVLink 1": "NVLink 3", "NVLink 2": "NVLink 3", "NVLink 5": "NVLink 4"}
-#: PCIe slots, with and without peer access (GeForce cards of the 30 series and later have none: copies go
-#: through the host's memory). A choice: nothing was measured here. Servers share a host bridge among slots.
-_PEERS = LinkConstants(17500, 2000, 0.2, 17500, 20000, 0.75, 0.3, spread=1.0)
-_NO_PEERS = LinkConstants(25000, 4000, 0.15, 25000, 40000, 0.4, 0.3, spread=2.0)
-_NO_PEER_ACCESS = re.compile(r"GeForce RTX [345]0")
-
-
 def constants_of(gpu: Gpu) -> LinkConstants:
-    """The constants of a GPU's link."""
-    if not gpu.link.startswith("NVLink"):
-        return _NO_PEERS if _NO_PEER_ACCESS.search(gpu.title) else _PEERS
-    return FITTED[_NEAREST.get(gpu.link, gpu.link)]
+    """The constants of a GPU's link: measured on the user's machine, else those of its kind."""
+    if isinstance(gpu, PricedGpu) and gpu.calibration is not None and gpu.calibration.links:
+        return gpu.calibration.links
+    return link_constants(gpu)
 
 
 @dataclass(frozen=True, slots=True)

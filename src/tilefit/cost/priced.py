@@ -308,6 +308,13 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
     """A calibration with these kinds, and what else the shipped one knows; a quick one with all of that."""
     if own.quick:
         return corrected(own)
+    if not own.networks:  # nothing but links was measured
+        gpu = gpus.get(own.about["gpu"])
+        if (ships := shipped(gpu.name) or _donated(gpu.compute_capability)) is None:
+            return own
+        of = ships.about["gpu"]
+        about = ships.about | {"gpu": gpu.name}
+        return replace(ships, about=about, donor=of if of != gpu.name else "", links=own.links)
     mine = {kind: own.networks[kind] for kind in kinds}
     ships = shipped(own.about["gpu"])
     theirs = {kind: net for kind, net in (ships.networks if ships else {}).items() if kind not in mine}

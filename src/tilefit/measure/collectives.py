@@ -1,15 +1,26 @@
-"""How long collectives take on this machine's GPUs."""
+"""How long collectives take on this machine's GPUs, and the constants of its links fitted to that."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from math import log
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from tilefit.cost.calibration import Calibration
+from tilefit.cost.constants import LinkConstants, link_constants
+from tilefit.cost.estimate import ESTIMATED
+from tilefit.cost.links import Fabric, Group
+from tilefit.errors import TilefitError
+from tilefit.gpus import Gpu
 from tilefit.measure.ranks import Ranks
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, FUNCTIONS, REDUCE_SCATTER
 
@@ -30,12 +41,25 @@ class Timed:
         ranks: GPUs that took part.
         size_bytes: Of the tensor; where each GPU has a part of it, of all parts.
         time_s: Median.
+        sums: The element type is one that NVLink's switches sum up.
     """
 
     function: str
     ranks: int
     size_bytes: int
     time_s: float
+    sums: bool = True
+
+    def off(self, gpu: Gpu, constants: LinkConstants) -> float:
+        """Logarithm of the predicted time over the measured one."""
+        group = Group(self.ranks, self.ranks)
+        fabric = Fabric(gpu, constants=constants)
+        return log(fabric.time_s(self.function, self.size_bytes, group, sums=self.sums) / self.time_s)
+
+
+def sizes_within(memory_bytes: float) -> tuple[int, ...]:
+    """Sizes of which each rank can hold a few."""
+    return tuple(size for size in SIZES if size <= memory_bytes / 16)
 
 
 def measure(
@@ -109,12 +133,94 @@ def _median_s(
             call()
             times.append(time.perf_counter() - began_s)
         return statistics.median(times)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda._sleep(_CLOCKS * repeats)
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_CLOCKS * repeats)  # type: ignore[no-untyped-call]
     dist.all_reduce(meet, group=group)
     events[0].record()
     for event in events[1:]:
         call()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
+    times = [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(events)]
+    return statistics.median(times)
+
+
+# --- what is fitted --------------------------------------------------------------------------------
+
+#: Messages from here on count in full, smaller ones a third.
+SMALLEST = 64 * 1024
+#: Errors larger than this count linearly, smaller ones squared.
+_OUTLIER = 0.1
+#: A constant that is so many times what it was, by its logarithm, counts as an error of ``_OUTLIER``: few
+#: ranks say nothing about some of them.
+_PRIOR = 10.0
+#: No interval is narrower: links differ from run to run.
+_LEAST_SPREAD = 0.05
+
+
+def fit(rows: Sequence[Timed], gpu: Gpu, start: LinkConstants) -> LinkConstants:
+    """The constants with the least logarithmic errors: damped Gauss-Newton from ``start``.
+
+    Constants that are zero stay so.
+    """
+    names = [each.name for each in fields(start) if each.name not in ("spread", "provenance")]
+    names = [name for name in names if getattr(start, name)]
+    weights = np.array([1.0 if row.size_bytes >= SMALLEST else 1 / 3 for row in rows])
+    first = np.log([getattr(start, name) for name in names])
+
+    def made(values: NDArray[np.float64]) -> LinkConstants:
+        found: dict[str, Any] = dict(zip(names, map(float, np.exp(values)), strict=True))
+        return replace(start, **found)
+
+    def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        errors = np.array([row.off(gpu, made(values)) for row in rows]) * weights
+        errors = np.sign(errors) * np.sqrt(np.sqrt(1 + (errors / _OUTLIER) ** 2) - 1)
+        return np.concatenate([errors, (values - first) / _PRIOR])
+
+    at, now, damping = first, residuals(first), 1e-2
+    for _ in range(40):
+        slopes = np.stack([(residuals(at + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(at))], axis=1)
+        square = slopes.T @ slopes
+        moved = at - np.linalg.solve(square + damping * np.eye(len(at)), slopes.T @ now)
+        after = residuals(moved)
+        if after @ after < now @ now:
+            settled = now @ now - after @ after < 1e-6 * (now @ now)
+            at, now, damping = moved, after, damping / 4
+            if settled:
+                break
+        else:
+            damping *= 8
+    return made(at)
+
+
+def with_links(calibration: Calibration, gpu: Gpu, rows: Sequence[Timed]) -> Calibration:
+    """A calibration with the constants of its GPUs' links.
+
+    Every other size sets nothing: on these the errors are stated, and from them the interval is taken.
+
+    Raises:
+        TilefitError: the GPU's bandwidth is unknown, so that there is nothing to fit to.
+    """
+    if not gpu.link_bandwidth_bytes_per_s:
+        raise TilefitError(f"nothing is known of what joins several {gpu.title}")
+    start = link_constants(gpu)
+    sizes = sorted({row.size_bytes for row in rows})[::2]
+    found = fit([row for row in rows if row.size_bytes in sizes], gpu, start)
+    aside = [row for row in rows if row.size_bytes not in sizes and row.size_bytes >= SMALLEST]
+
+    def errors(constants: LinkConstants) -> list[float]:
+        return sorted(abs(np.expm1(row.off(gpu, constants))) for row in aside)
+
+    before, after = errors(start), errors(found)
+    spread = max(_LEAST_SPREAD, after[int(0.8 * len(after))])
+    found = replace(found, spread=round(float(spread), 3), provenance=ESTIMATED)
+    facts = {
+        "constants": asdict(found),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ranks": sorted({row.ranks for row in rows}),
+        "measured": len(rows),
+        "errors": {
+            name: round(statistics.median(each), 4) for name, each in (("before", before), ("after", after))
+        },
+    }
+    return replace(calibration, links=found, about=calibration.about | {"links": facts})

@@ -29,11 +29,11 @@ class Ranks:
         self._ends: list[Connection] = []
 
     def __enter__(self) -> Ranks:
-        import torch.distributed as dist
         from torch import multiprocessing
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # The store is this process's: it stays when they end.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         try:
             for rank in range(self.count):
@@ -72,8 +72,8 @@ class Ranks:
             timeout_s: After which they are ended.
 
         Raises:
-            TilefitError: one has failed, or they took too long. All are ended then, as the others may wait for
-                it for ever.
+            TilefitError: one has failed, or they took too long. All are ended then, as the others may wait
+                for it for ever.
         """
         if not self._ends:
             raise TilefitError("the processes have ended")
@@ -94,10 +94,11 @@ class Ranks:
             if not ready:
                 silent = [rank for rank in range(self.count) if rank not in found]
                 raise TilefitError(f"no answer within {timeout_s:g} s of rank {', '.join(map(str, silent))}")
-            for end in ready:
-                rank = self._ends.index(end)  # type: ignore[arg-type]
+            for rank, end in enumerate(self._ends):
+                if end not in ready:
+                    continue
                 try:
-                    failed, found[rank] = end.recv()  # type: ignore[union-attr]
+                    failed, found[rank] = end.recv()
                 except EOFError:
                     failed, found[rank] = True, "the process has ended"
                 if failed:
@@ -110,8 +111,9 @@ def _serve(rank: int, count: int, device: str, port: int, end: Connection) -> No
     try:
         import torch
         import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = TCPStore("127.0.0.1", port, is_master=False)
         options: dict[str, Any] = {"store": store, "rank": rank, "world_size": count}
         if device == "cuda":
             torch.cuda.set_device(rank)
@@ -126,5 +128,5 @@ def _serve(rank: int, count: int, device: str, port: int, end: Connection) -> No
             end.send((False, function(*args)))
     except EOFError:
         return
-    except Exception as error:  # all of them: the parent says what it was
+    except Exception as error:  # noqa: BLE001  # the parent says what it was
         end.send((True, f"{type(error).__name__}: {error}"))
