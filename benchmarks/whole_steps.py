@@ -427,11 +427,25 @@ def predict_again(recorded: list[Path], gpu: str, out: Path | None) -> None:
         result = json.loads(path.read_text())
         known = {run.label: run for run in runs(result.get("infer", False), result.get("compiled", False))}
         measured = [row for row in result["rows"] if "gpu_ms" in row]
-        # The first training steps were measured on the very host that the constants are for. That of the
-        # further compiled ones took 0.94 to 1.37 times as long from one model to the next.
-        scale = host_scale(measured) if result.get("infer") else 1.0
-        each = bool(result.get("compiled")) and all("reference_turns_ms" in row for row in measured)
+        # The first training steps were measured on the very host that the constants are for. Others took up
+        # to 1.5 times as long from one model to the next.
+        known_host = (result["gpu"], result.get("infer"), result["compiled"]) == ("NVIDIA H200", None, False)
+        each = (
+            not known_host
+            and not result.get("infer")
+            and all("reference_turns_ms" in row for row in measured)
+        )
+        scale = 1.0 if known_host else host_scale(measured)
         result["host_scale"] = "each row's" if each else scale
+        result["predicted_with"] = {
+            name: version(name) for name in ("torch", "transformers", "torchvision", "timm")
+        }
+        made = result.get("transformers")
+        if made and made != version("transformers"):
+            print(
+                f"{path.name} was measured with transformers {made}, and predicted with "
+                f"{version('transformers')}: a model may have changed in between."
+            )
         print(f"The host's time over what the model assumes: {result['host_scale']}.")
         for row in measured:
             run = known[row["model"]]
