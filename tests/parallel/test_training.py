@@ -174,7 +174,7 @@ def test_every_split_keeps_the_batch_and_the_best_is_the_fastest_that_fits(model
     assert times[0] == pytest.approx(
         min(planner.training(split).step_s() for split in [*splits[::7], best[0].split])
     )
-    assert [count for count, _ in planner.frontier(16)] == [1, 2, 4, 8, 16]
+    assert planner.counts(16) == [1, 2, 4, 8, 16]
 
 
 def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Model]) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilefit.sweep.fleet import Fleet
+    from tilefit.session.fleet import Fleet
 
 RAY = "Work on a cluster that Ray runs: its address, or auto for the one that this machine belongs to."
 
@@ -19,6 +19,6 @@ def fleet_at(address: str | None) -> AbstractContextManager[Fleet | None]:
     """
     if address is None:
         return nullcontext()
-    from tilefit.sweep.fleet import Fleet
+    from tilefit.session.fleet import Fleet
 
     return Fleet(address)

@@ -18,9 +18,9 @@ from tilefit.ops import Step
 from tilefit.options import INPUT_SIZES, Split, TargetOptions
 from tilefit.parallel import SplitStep, estimate_split, split_step
 from tilefit.rules.batch.memory import USABLE_SHARE
+from tilefit.session.fleet import Fleet
 from tilefit.sweep.axes import SETTINGS, SPLITS, Axis, Value
 from tilefit.sweep.feed import Feed
-from tilefit.sweep.fleet import Fleet
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.point import Point
 
@@ -125,7 +125,7 @@ class Predictions:
             yield point
 
     def _made(self, work: Sequence[_Work]) -> Iterator[tuple[_Group, tuple[int, _Case], Point]]:
-        """The missing points of groups; on a cluster, those of each GPU in the order in which they are done."""
+        """The missing points of groups; on a cluster, those of each GPU as they are done."""
         if self.fleet is None:
             planned = [options for group, _ in work for options in group.captures]
             with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilefit.capture.child import captures_in_child
 from tilefit.measure.store import Store
 from tilefit.options import INPUT_SIZES
-from tilefit.sweep.fleet import Fleet
+from tilefit.session.fleet import Fleet
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.point import Point
 from tilefit.sweep.results import Results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -65,8 +65,8 @@ class Fleet:
 
     def map(
         self, function: Callable[..., Any], common: Any, items: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]:
-        """``function(common, item)`` for each item, with the item's place, in the order in which they are done.
+    ) -> Generator[tuple[int, Any]]:
+        """``function(common, item)`` for each item, with the item's place; what is done first comes first.
 
         Args:
             function: A module's function; it runs in this one's working directory.
