@@ -545,6 +545,7 @@ def predicted(case: Case, scale: float = 1.0) -> Priced:
         zero=(3 if case.reshard else 2) if case.way == "fsdp" else 0,
         samples=case.samples,
         checkpoint="full" if case.checkpoint else "none",
+        gpipe=case.schedule == "GPipe",
     )
     return planner(case, scale).priced(split)
 

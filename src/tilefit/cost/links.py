@@ -171,7 +171,7 @@ class Fabric:
         hops_s = _hops(function, ranks) * link.hop_clocks * clock_s
         low_s = link.start_clocks * clock_s + hops_s + wire / (bandwidth * link.low_latency_share)
         bulk_s = link.bulk_clocks * clock_s + hops_s
-        moved_s = wire / (bandwidth * link.share * (1 - link.pair_loss / ranks))
+        moved_s = wire / (bandwidth * link.share * (1 - _loss(link, function) / ranks))
         bulk_s += moved_s + 2 * sqrt(moved_s * link.chunk_clocks * clock_s)
         # Around the size where one protocol gives way to the other, the library chooses well.
         time_s: float = (low_s**-8 + bulk_s**-8) ** (-1 / 8)
@@ -205,6 +205,13 @@ class Fabric:
             tree_s = 2 * (ceil(log2(group.machines)) * net.hop_s + (group.per_machine - 1) * hop_s)
             start_s = min(start_s, tree_s)
         return net.start_s + start_s + moved_s + 2 * sqrt(moved_s * net.chunk_s)
+
+
+def _loss(link: LinkConstants, function: str) -> float:
+    """What is lost between two ranks, over that between many."""
+    if function == SEND:
+        return 0.0
+    return link.sum_loss if function in (ALL_REDUCE, ALL_TO_ALL) else link.pair_loss
 
 
 def _hops(function: str, ranks: int) -> int:
