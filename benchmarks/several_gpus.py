@@ -45,6 +45,7 @@ from tilefit.parallel.blocks import Framework, Model
 from tilefit.parallel.planning import Job, Planner, Priced, precision_of
 from tilefit.parallel.training import CONTEXT_BYTES, Precision, TrainingSplit
 
+RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
 #: Heads, key and value heads, width, of the feed-forward part, vocabulary, layers.
 LLAMA = {"llama-1b": (32, 8, 2048, 8192, 128256, 16), "llama-8b": (32, 8, 4096, 14336, 128256, 32)}
@@ -550,8 +551,8 @@ def predicted(case: Case, scale: float = 1.0) -> Priced:
     return planner(case, scale).priced(split)
 
 
-def compared(path: Path) -> list[str]:
-    """Measured and predicted, a line for each row; errors at the end."""
+def compared(path: Path) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """Measured and predicted, a line for each step; and the errors."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     gpu, lines, off = gpus.get("h200"), [], defaultdict(list)
     for row in rows:
@@ -577,12 +578,19 @@ def compared(path: Path) -> list[str]:
         )
         kind = "one GPU" if case.gpus == 1 else "two GPUs"
         off[f"steps, {kind}"].append(abs(time.time_s / measured_s - 1))
+        if row["profile"]["busy_s"] / row["profile"]["steps"] > 0.9 * measured_s:  # the host is ahead
+            off[f"steps, {kind}, limited by the GPU"].append(abs(time.time_s / measured_s - 1))
         off[f"memory, {kind}"].append(abs(memory / peak - 1))
-    told = [
-        f"{name}: {len(each)} rows, median {statistics.median(each):.1%}, worst {max(each):.1%}"
+    report = {
+        name: {
+            "rows": len(each),
+            "median": round(statistics.median(each), 3),
+            "p90": round(sorted(each)[int(0.9 * len(each))], 3),
+            "worst": round(max(each), 3),
+        }
         for name, each in off.items()
-    ]
-    return lines + told
+    }
+    return lines, report
 
 
 # ---- on the machine -------------------------------------------------------------------------------
@@ -703,10 +711,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a step's row may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="*", choices=("collectives", *CASES), default=())
+    parser.add_argument("--record", action="store_true", help="write the errors into results/")
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
     options = parser.parse_args()
     if options.compare:
-        print("\n".join(compared(options.rows)))
+        lines, report = compared(options.rows)
+        print("\n".join(lines), json.dumps(report, indent=1), sep="\n")
+        if options.record:
+            RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     else:
         measured(options)
 

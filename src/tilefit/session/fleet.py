@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any
 
+from tilefit import units
 from tilefit.capture.cache import versions
 from tilefit.errors import TilefitError, UsageError
 
@@ -57,11 +58,15 @@ class Fleet:
             self._ray.shutdown()
 
     @property
+    def cores(self) -> int:
+        """How many tasks are done at once; at least one, as machines may yet come."""
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    @property
     def size(self) -> str:
         """How many machines and cores there are now."""
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
-        cores = sum(node["Resources"].get("CPU", 0) for node in alive)
-        return f"{len(alive)} machine{'s' * (len(alive) != 1)}, {cores:.0f} cores"
+        alive = sum(node["Alive"] for node in self._ray.nodes())
+        return f"{units.counted(alive, 'machine')}, {units.counted(self.cores, 'core')}"
 
     def map(
         self, function: Callable[..., Any], common: Any, items: Sequence[Any]

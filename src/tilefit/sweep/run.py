@@ -125,7 +125,7 @@ class Predictions:
             yield point
 
     def _made(self, work: Sequence[_Work]) -> Iterator[tuple[_Group, tuple[int, _Case], Point]]:
-        """The missing points of groups; on a cluster, those of each GPU as they are done."""
+        """The missing points of groups; on a cluster, some groups after the other as they are done."""
         if self.fleet is None:
             planned = [options for group, _ in work for options in group.captures]
             with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:
@@ -133,18 +133,22 @@ class Predictions:
                     for index, point in self._predicted(group, missing, feed):
                         yield group, missing[index], point
             return
-        work = [
-            (group, own)
-            for group, missing in work
-            for gpu in self.grid.gpus
-            if (own := [each for each in missing if each[1].gpu == gpu])
-        ]
-        common = replace(self, kept=None, fleet=None), work
-        with closing(self.fleet.map(_predicted_there, common, range(len(work)))) as done:
+        if len(work) < self.fleet.cores:
+            work = [
+                (group, own)
+                for group, missing in work
+                for gpu in self.grid.gpus
+                if (own := [each for each in missing if each[1].gpu == gpu])
+            ]
+        # Groups of a task share the processes that capture them.
+        many = -(-len(work) // (_TASKS_PER_CORE * self.fleet.cores))
+        tasks = [work[first : first + many] for first in range(0, len(work), many or 1)]
+        common = replace(self, kept=None, fleet=None)
+        with closing(self.fleet.map(_predicted_there, common, tasks)) as done:
             for place, (points, failure) in done:
                 self.failure = self.failure or failure
-                group, missing = work[place]
-                for index, point in points:
+                for number, index, point in points:
+                    group, missing = tasks[place][number]
                     yield group, missing[index], point
 
     def _known(self, group: _Group, cases: Sequence[_Case]) -> tuple[list[Point], list[tuple[int, _Case]]]:
@@ -204,15 +208,24 @@ class Predictions:
         return steps, found.notes, found.interrupted
 
 
+#: Tasks for each core of a cluster: a machine that dies takes little with it, and all are at work to the end.
+_TASKS_PER_CORE = 3
+
+
 def _predicted_there(
-    common: tuple[Predictions, list[_Work]], place: int
-) -> tuple[list[tuple[int, Point]], TilefitError | None]:
-    """On a machine of a cluster: the missing points of a group, and why the first without a step has none."""
-    predictions, work = common
-    group, missing = work[place]
-    feed = Feed(predictions.grid.target, group.captures, predictions.timeout_s, predictions.capture)
+    predictions: Predictions, work: list[_Work]
+) -> tuple[list[tuple[int, int, Point]], TilefitError | None]:
+    """On a machine of a cluster: the missing points of some groups, and why the first without a step has
+    none."""
+    planned = [options for group, _ in work for options in group.captures]
+    feed = Feed(predictions.grid.target, planned, predictions.timeout_s, predictions.capture)
     with closing(feed):
-        return list(predictions._predicted(group, missing, feed)), predictions.failure
+        points = [
+            (number, index, point)
+            for number, (group, missing) in enumerate(work)
+            for index, point in predictions._predicted(group, missing, feed)
+        ]
+    return points, predictions.failure
 
 
 _UNPRICED = "communication over a link that is unknown is not priced"
