@@ -299,8 +299,8 @@ def cheapest(plan: SplitPlan, choice: Choice) -> str:
         return f"All {last} GPUs are cheapest, too: {units.number(least)} per {plan.cost_unit}."
     return (
         f"Cheapest over {units.counted(count, 'GPU')}: {units.number(least)} per {plan.cost_unit}; "
-        f"{last} cost {units.share(most / least - 1)} more and take "
-        f"{best.time.time_s / all_of_them.time.time_s:.2g} times less long."
+        f"{last} cost {units.share(most / least - 1)} more and are done "
+        f"{best.time.time_s / all_of_them.time.time_s:.2g} times sooner."
     )
 
 
