@@ -193,6 +193,7 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
         arithmetic=proposal.arithmetic,
         sites=proposal.place.sites,
         next_command=proposal.next_command,
+        origin=context.step.origin(proposal.place.module, proposal.place.source),
     )
 
 
