@@ -282,7 +282,7 @@ def _drawn(m: int, n: int, tile: tuple[int, int], sms: int, split: int) -> Itera
     wide = max(1, min(_TILE_WIDTH, _CELLS[1] // columns))
     last = (down * across * split - 1) // sms
     edge = f"n = {n}"
-    yield f"{edge:>{len(str(m)) + 4 + len(edge)}}"
+    yield f"{edge:>{len(str(m)) + 5 + len(edge)}}"
     for row in range(rows):
         label = f"m = {m}" if row == 0 else ""
         cells = ""
@@ -292,7 +292,7 @@ def _drawn(m: int, n: int, tile: tuple[int, int], sms: int, split: int) -> Itera
             over = (column == columns - 1 and n % tile[1]) or (row == rows - 1 and m % tile[0])
             mark = "░" if wave == last else "█▓"[wave % 2]
             cells += mark * (wide - 1) + ("×" if over else mark)
-        yield f"{label:<{len(str(m)) + 4}}{cells}"
+        yield f"{label:<{len(str(m)) + 5}}{cells}"
     yield "█▓ waves in turn, in reading order  ░ the last one  × reaches beyond C"
     if down > rows or across > columns:
         yield f"{rows} of {down} rows of tiles, {columns} of {across} columns are drawn"
