@@ -13,7 +13,7 @@ from tilefit.cli import output
 from tilefit.cli.option_groups import Group
 from tilefit.errors import UsageError
 from tilefit.formats import FORMATS, Format
-from tilefit.options import option
+from tilefit.options import option, refuse
 
 PANEL = "Output"
 
@@ -41,11 +41,19 @@ class Destination:
     )
 
     def __post_init__(self) -> None:
-        prices(self.price)
         formats.require_ending(self.output_file, self.output_format, FORMATS)
+        ending = self.output_file.suffix.lower() if self.output_file else ""
+        chosen = self.output_format or next(name for name in FORMATS if ending in formats.ENDINGS[name])
+        if prices(self.price) and chosen not in ("text", "html"):
+            refuse(["price"], "text and html say what work costs")
 
     def show(self, document: object, **options: Any) -> None:
         """Write a document; ``options`` as of :func:`show`."""
+        known = {report.gpu for report in getattr(document, "reports", ())}
+        for name in prices(self.price).keys() - {"", *known}:
+            raise UsageError(
+                f"a price of {name}, which is not checked", where="--price", hint=f"It is {', '.join(known)}."
+            )
         more = {"show_all": self.show_all, "ops": self.ops, "prices": prices(self.price), **options}
         show(document, self.output_format, self.output_file, **more)
 

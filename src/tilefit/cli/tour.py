@@ -51,7 +51,10 @@ def tour(context: typer.Context, gpu: GpuName = None) -> None:
 
     In a terminal each stop waits for Enter. Without --gpu it is an H200's.
     """
+    from tilefit.cost.priced import resolve
+
     assert context.parent is not None
+    resolve(gpu or "h200")  # a slip is told before anything is shown
     waits = sys.stdin.isatty() and sys.stdout.isatty()
     for number, (words, command) in enumerate(_STOPS, 1):
         arguments = f"{command} --gpu {gpu or 'h200'}"
