@@ -1,5 +1,5 @@
 # The two commands of the README. Each works alone in a fresh clone, with Python >= 3.11 and a package index.
-.PHONY: demo test site
+.PHONY: demo test site dist
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +15,13 @@ test: $(VENV)/.dev
 # The documentation, in build/site; a warning fails it.
 site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# Wheel and sdist, in dist; made twice, they are the same.
+dist: $(VENV)/.dev
+	rm -rf dist build/again
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m hatchling build -d build/again
+	cmp dist/*.whl build/again/*.whl && cmp dist/*.tar.gz build/again/*.tar.gz
 
 $(BIN)/python:
 	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
