@@ -321,7 +321,8 @@ def _predicted(report: Report, group: OpGroup) -> Iterator[str]:
         share = units.share(floor / op.time_s)
         yield f"{units.number(op.time_s / floor)} times the least: {share} of what the GPU could"
     if op.kernel_family:
-        yield f"kernels: {op.kernel_family}{': ' + op.reason if op.reason else ''}"
+        reason = text.because(op.kernel_family, op.reason)
+        yield f"kernels: {op.kernel_family}{': ' + reason if reason else ''}"
     many = f"{group.count} of them: {units.seconds(group.time_s)}, " if group.count > 1 else ""
     yield f"{many}{units.share(group.time_s / (report.step.gpu_time_s or 1.0))} of the GPU's time in a step"
 
