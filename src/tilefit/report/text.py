@@ -33,7 +33,7 @@ def times(provenance: str, profile: str) -> str:
 
 
 def because(family: str, reason: str) -> str:
-    """Why kernels of a family run; without the words that none of it could, where measurements say that it does."""
+    """Why kernels of a family run; without the words that none of it could, where it was measured."""
     return reason.partition(": no ")[0] if f": no {family} kernel" in reason else reason
 
 
