@@ -128,7 +128,7 @@ def test_commands_in_the_documentation_print_what_stands_there(
     )
 
 
-#: Blocks of output that no command here can print again: of files or measurements that are not part of the project.
+#: Blocks of output that no command here can print again: of files that are not part of the project.
 _WRITTEN_BY_HAND = {"fix.md": 2, "formats.md": 1, "plan.md": 1, "precision.md": 1}
 
 
