@@ -94,8 +94,8 @@ def whole(rows: list[Row]) -> str:
     gains = [row["speedup"] for row in rows if row["fixes"]]
     slower = [row for row in rows if row["fixes"] and row["speedup"] < 0.99]
     told = [
-        f" {row['model']} is slower, {row['speedup']:.2f}, on a host that took {row['launch_scale']:.1f} times "
-        "as long to launch as the model assumes; its GPU time is "
+        f" {row['model']} is slower, {row['speedup']:.2f}, on a host that launches "
+        f"{row['launch_scale']:.1f} times as slowly as the model assumes; its GPU time is "
         f"{row['gpu_ms'][0] / row['gpu_ms'][-1]:.2f} times as short."
         for row in slower
     ]
