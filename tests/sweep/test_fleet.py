@@ -174,4 +174,4 @@ def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="which is not installed") as error:
         Fleet("auto")
-    assert error.value.hint == "pip install tilefit[fleet]"
+    assert error.value.hint == "Run: pip install ray."

@@ -33,7 +33,7 @@ class Fleet:
             raise UsageError(
                 "a cluster needs Ray, which is not installed",
                 where="--ray",
-                hint="pip install tilefit[fleet]",
+                hint="Run: pip install ray.",
             ) from error
         self._ray: Any = ray
         self._ours = not ray.is_initialized()
