@@ -294,7 +294,8 @@ class Selection:
         ignores = {pattern: tuple(codes) for pattern, codes in (self.per_module_ignores or {}).items()}
         object.__setattr__(self, "per_module_ignores", ignores)
         least = self.min_gain
-        if least is not None and not (type(least) in (int, float) and -inf < least <= 1):
+        is_number = isinstance(least, int | float) and not isinstance(least, bool)
+        if least is not None and not (is_number and -inf < least <= 1):
             raise UsageError(f"--min-gain is {least!r}", hint="Give a share of the step, at most 1.")
 
 
