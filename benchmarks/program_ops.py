@@ -292,8 +292,8 @@ def compare(names: list[str], rows: Path, gpu: str, out: Path | None) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     off = [abs(row["kernels_off"]) for row in result if row["kernels_off"] is not None]
     print(
-        f"{sum(row['equal'] for row in result)} of {len(result)} record the same products; host waits agree in "
-        f"{sum(row['waits'][0] == row['waits'][1] for row in result)}; kernels are off by "
+        f"{sum(row['equal'] for row in result)} of {len(result)} record the same products; host waits "
+        f"agree in {sum(row['waits'][0] == row['waits'][1] for row in result)}; kernels are off by "
         f"{statistics.median(off) if off else float('nan'):.1%} in the median"
     )
 

@@ -1,4 +1,4 @@
-"""A vision transformer and a convolutional network teach each other: two models, half precision, one scaler."""
+"""A vision transformer and a convolutional network teach each other, in half precision."""
 
 import torch
 import torch.nn.functional as F
