@@ -122,11 +122,12 @@ class Witness(TorchDispatchMode):
     def _convolution(
         self, kind: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, transposed: bool
     ) -> None:
+        layout = _nhwc(x, weight)
         if transposed:  # the data gradient of the convolution from its output to its input
             x, y = y, x
             kind = {"forward": "backward-data", "backward-data": "forward"}.get(kind, kind)
         sizes = f"{tuple(x.shape)} {tuple(weight.shape)} {tuple(y.shape)}"
-        self.seen[f"conv {kind} {_DTYPES[x.dtype]} {sizes} {_nhwc(x, y, weight)}"] += 1
+        self.seen[f"conv {kind} {_DTYPES[x.dtype]} {sizes} {layout}"] += 1
 
 
 def _letter(matrix: torch.Tensor) -> str:
