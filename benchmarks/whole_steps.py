@@ -471,7 +471,9 @@ def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out:
             and all("reference_turns_ms" in row for row in measured)
         )
         each = each and calibration is None
-        scale = device.launch_scale if calibration else 1.0 if known_host else host_scale(measured)
+        timed = [row for row in measured if "reference_turns_ms" in row]
+        scale = 1.0 if known_host or not timed else host_scale(timed)
+        scale = device.launch_scale if calibration else scale
         result["host_scale"] = "each row's" if each else scale
         result["calibration"] = device.calibration_title
         result["predicted_with"] = {
@@ -503,6 +505,24 @@ def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out:
         part = [row for row in rows if row["held_out"] == apart]
         if 0 < len(part) < len(rows):
             summed_up(part, which)
+    if out and calibration:
+        # The steps are in other files: here is what the calibration says of them, and of itself.
+        assert device.calibration is not None
+        brief = (
+            "model",
+            "gpu_ms",
+            "sustained_ms",
+            "predicted_gpu_ms",
+            "predicted_ms",
+            "error_gpu",
+            "error_wall",
+        )
+        result = {
+            "steps": [path.name for path in recorded],
+            "calibration": device.calibration.about,
+            **summed_up(rows, "all"),
+            "rows": [{name: row[name] for name in brief} for row in rows],
+        }
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -550,7 +570,7 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, nargs="+", help="predict the steps recorded in these files")
     options = parser.parse_args()
     if options.measured:
-        if options.out and len(options.measured) > 1:
+        if options.out and len(options.measured) > 1 and not options.calibration:
             parser.error("--out takes the rows of one file")
         predict_again(options.measured, options.gpu, options.calibration, options.out)
         return
