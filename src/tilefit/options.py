@@ -299,6 +299,13 @@ class Selection:
             raise UsageError(f"--min-gain is {least!r}", hint="Give a share of the step, at most 1.")
 
 
+@dataclass(frozen=True, slots=True)
+class FixSelection(Selection):
+    """Which fixes are wanted. Below zero ``min_gain`` asks for all that can be made, whether they pay or not."""
+
+    min_gain: float | None = option(None, "Smallest gain worth a change.", min=-inf, max=1)
+
+
 class SelectionKeywords(TypedDict, total=False):
     """The fields of :class:`Selection` as keywords."""
 
