@@ -33,6 +33,7 @@ def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estim
         bound=MEMORY,
         memory_s=time_s,
         kernel_family="collective",
+        provenance=fabric.link.provenance,
         reason=f"{gpu.link} at {op.link_bytes / time_s / 1e9:.0f} GB/s each way, "
         f"of {gpu.link_bandwidth_bytes_per_s / 2e9:.0f}",
     )
