@@ -88,6 +88,19 @@ def makes_new_tensors(func: Any) -> bool:
     )
 
 
+@cache
+def writes_first_alone(func: Any) -> bool:
+    """Whether an operation only writes values into its first argument, and returns that or nothing."""
+    schema = func._schema
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    return (
+        written[:1] == [True]
+        and not any(written[1:])
+        and all(r.alias_info is not None for r in schema.returns)
+        and torch.Tag.inplace_view not in func.tags
+    )
+
+
 #: Functions that run the same kernels, by the name that stands for all.
 _SAME_KERNELS = {
     "_native_batch_norm_legit": "native_batch_norm",
