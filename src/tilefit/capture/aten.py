@@ -513,10 +513,10 @@ def _scatter(call: Call, recorder: Recording) -> list[Described]:
 def _sorted_first(call: Call, recorder: Recording) -> list[Described]:
     """What is added to rows that may be the same is sorted first, by many small kernels (their numbers as
     seen on an H200, ``benchmarks/program_ops.py``)."""
-    op, *rest = _streaming(call, recorder, "indexing")
+    op, phase, read, written = _streaming(call, recorder, "indexing")
     assert isinstance(op, Streaming)
     many = _BAG_KERNELS if call.packet.startswith("_embedding") else _ADDING_KERNELS
-    return [(replace(op, kernels=1 if call.named("accumulate") is False else many), *rest)]
+    return [(replace(op, kernels=1 if call.named("accumulate") is False else many), phase, read, written)]
 
 
 #: For the gradient of a table of bags, and for ``x[indices] += y`` with ``accumulate``.
