@@ -71,8 +71,8 @@ _FREE = frozenset(
 
 @cache
 def is_free(func: Any) -> bool:
-    """Whether an operation only makes a view or allocates."""
-    if func._overloadpacket.__name__ in _FREE:
+    """Whether an operation only makes a view or allocates; collectives are told apart."""
+    if func._overloadpacket.__name__ in _FREE or func.namespace == "_c10d_functional":
         return True
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

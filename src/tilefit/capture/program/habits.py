@@ -31,19 +31,15 @@ class Habits:
     Args:
         line: The line of the program that is running, such as ``train.py:41``.
         recorded: The operations and events of the step so far.
-        summed: Told of a replica whose gradients a backward pass has summed over all processes.
     """
 
     def __init__(
         self,
         line: Callable[[], str],
         recorded: Callable[[], tuple[list[StepOp], list[HostEvent]]] = lambda: ([], []),
-        summed: Callable[[nn.Module], None] = lambda replica: None,
     ) -> None:
         self._line = line
         self._recorded = recorded
-        self._tell_summed = summed
-        self._replica: nn.Module | None = None
         #: Where a switch was thrown last; empty where that was not seen.
         self._switched: Counter[str] = Counter()
         self._lines: dict[str, str] = {}
@@ -173,14 +169,12 @@ class Habits:
             if not module.training:
                 self._pending.setdefault(id(module), []).append(self._line())
             if getattr(module, "require_backward_grad_sync", False):
-                self._sums, self._replica = self._line(), module
+                self._sums = self._line()
 
     def _passed_backward(self) -> None:
         self._pending.clear()
         if self._sums:
             self._summed.append(self._sums)
-            if self._replica is not None:
-                self._tell_summed(self._replica)
             self._sums = ""
 
     def _stepped(self) -> None:
