@@ -17,8 +17,8 @@ Amp = Literal["bf16", "fp16", "off"]
 OptimizerName = Literal["adamw", "sgd", "none"]
 #: Sizes of inputs that can be synthesised.
 INPUT_SIZES = ("batch", "seq", "image_size")
-#: GPUs of a machine where nothing is said: an HGX board has eight.
-_MOST_LINKED = 8
+#: GPUs that one machine joins by their own links: an HGX board, or a server's PCIe slots, has at most eight.
+MOST_LINKED = 8
 #: Makes an optimizer of a list of parameters.
 MakeOptimizer = Callable[[list[Any]], Any]
 
@@ -221,7 +221,7 @@ class ProgramOptions:
         """What torchrun tells the first process; nothing where nobody said how many there are."""
         if not self.ranks:
             return {}
-        local = self.ranks // self.nodes if self.nodes else min(self.ranks, _MOST_LINKED)
+        local = self.ranks // self.nodes if self.nodes else min(self.ranks, MOST_LINKED)
         told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": local}
         told |= {"GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
         return {name: str(value) for name, value in told.items()}

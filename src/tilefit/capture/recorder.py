@@ -23,6 +23,7 @@ from tilefit.ops import (
     OPTIMIZER,
     Gemm,
     Op,
+    Site,
     StepOp,
     Streaming,
     TensorRef,
@@ -85,8 +86,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ids: dict[int, int] = {}
         self._next_id = 0
         self._finalizers: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
-        #: Names and owners of parameters whose memory has been given back, by its key.
-        self._emptied: dict[int, tuple[str, str]] = {}
+        #: Names of parameters whose memory has been given back, by its key.
+        self._emptied: dict[int, str] = {}
         self._parameter_of: dict[int, str] = {}
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
@@ -118,9 +119,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._finalizers[number] = weakref.finalize(storage, self._freed, key, number, size)
             self._finalizers[number].atexit = False
             if key in self._emptied:
-                name, owner = self._emptied.pop(key)
-                self._parameter_of[number] = name
-                self._owners[number] = owner
+                self._parameter_of[number] = self._emptied.pop(key)
+                self._owners[number] = PARAMETERS
                 self._kept.add(number)
         return number
 
@@ -287,10 +287,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._ids.get(storage._cdata)
         if number is None:
             return
-        known = self._parameter_of.get(number, ""), self._owners.get(number, "")
+        name = self._parameter_of.get(number, "")
         self._finalizers[number]()
-        if known[0]:
-            self._emptied[storage._cdata] = known
+        if name:
+            self._emptied[storage._cdata] = name
 
     def _autograd_state(self) -> tuple[Any, bool]:
         """The autograd node that runs backward, None in a forward pass; and whether it is a repeated one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
@@ -20,6 +21,7 @@ from tilefit.emulation.values import leaves
 from tilefit.ops import Site
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from tilefit.ops.program import Exchange
+from tilefit.options import MOST_LINKED
 
 aten = torch.ops.aten
 
@@ -79,7 +81,9 @@ class _Work(dist.Work):
 
     def __init__(self, tensors: Any, event: Event | None, side: Stream) -> None:
         super().__init__()
-        self._tensors, self._event, self._side = tensors, event, side
+        # It may be kept for longer than what it was called with.
+        self._tensors = [weakref.ref(each) for each in leaves([tensors])]
+        self._event, self._side = event, side
 
     def wait(self, *args: Any) -> bool:
         """The stream waits, not the host; what ran on the program's own stream is not waited for."""
@@ -95,14 +99,14 @@ class _Work(dist.Work):
     is_success = is_completed
 
     def result(self) -> Any:
-        return self._tensors
+        return [each() for each in self._tensors]
 
     def get_future(self) -> _Future:
         event = self._event
         if event is None:
             with self._side as stream:
                 event = stream.record_event()
-        return _Future(self._tensors, event, self._side)
+        return _Future(self.result(), event, self._side)
 
 
 class _Collectives:
@@ -174,7 +178,7 @@ class _Collectives:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) < 2 or not any(sizes):
             return Event(self.streams)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", min(dist.get_world_size(), MOST_LINKED)))
         function = _FUNCTIONS.get(name, name)
         pair = function == SEND
         first = next(t for t in leaves(tensors) if isinstance(t, CudaTensor))

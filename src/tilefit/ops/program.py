@@ -176,6 +176,7 @@ class Program:
         exchanges: Collectives of the step, in order.
         order: What the streams are told, in order.
         ranks: Processes of the program, of which this is one.
+        per_machine: Of them in one machine.
         network: What joins their machines, as it is asked for; empty for one machine.
     """
 
@@ -192,6 +193,7 @@ class Program:
     exchanges: tuple[Exchange, ...] = ()
     order: tuple[Ordered, ...] = ()
     ranks: int = 1
+    per_machine: int = 1
     network: str = ""
 
     def moved(self, place: Callable[[int], int]) -> Program:

@@ -149,6 +149,7 @@ def _program(
     fake: list[str],
     model: str = "",
     ranks: int = 1,
+    per_machine: int = 1,
     network: str = "",
     **parts: list[Any],
 ) -> Program:
@@ -169,5 +170,6 @@ def _program(
         order=tuple(Ordered(**each) for each in parts.get("order", ())),
         model=model,
         ranks=ranks,
+        per_machine=per_machine,
         network=network,
     )

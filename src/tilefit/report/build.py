@@ -82,7 +82,7 @@ def build(
         environment=dict(environment or {}),
         safe_gain_s=safe_gain_s,
         rules=pages((finding.code for finding in findings), all_rules()),
-        program=Around.of(step.program) if step.program else None,
+        program=Around.of(step.program, estimate.streams) if step.program else None,
     )
 
 

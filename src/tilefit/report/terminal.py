@@ -37,6 +37,7 @@ _BOUND_BAR = {
     "latency": ("░", "magenta"),
     "launch": ("·", "red"),
     "waits": ("╌", "blue"),
+    "communication": ("≈", "cyan"),
 }
 
 

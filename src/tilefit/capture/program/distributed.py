@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.autograd import Variable
 
 from tilefit.capture.recorder import Recorder
 from tilefit.ops import BACKWARD_DATA
+from tilefit.options import MOST_LINKED
 
 
 class _Engine:
@@ -62,6 +64,11 @@ def one_rank(recorder: Recorder) -> Iterator[None]:
 def ranks() -> int:
     """Processes of the program."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def per_machine() -> int:
+    """Of them in one machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
 
 
 def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -80,22 +80,17 @@ class Replica(nn.Module):
         output_device: Any = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
-        init_sync: bool = True,
-        process_group: Any = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
-        self.process_group = process_group or dist.group.WORLD
-        self.broadcast_buffers, self.static_graph = broadcast_buffers, static_graph
-        self.find_unused_parameters = find_unused_parameters and not static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.process_group = options.get("process_group") or dist.group.WORLD
+        self.broadcast_buffers = broadcast_buffers
+        self.static_graph = bool(options.get("static_graph"))
+        self.find_unused_parameters = bool(options.get("find_unused_parameters")) and not self.static_graph
+        self.gradient_as_bucket_view = bool(options.get("gradient_as_bucket_view"))
+        bucket_cap_mb = options.get("bucket_cap_mb")
         self.bucket_bytes_cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
         self._limits = (_MIB if bucket_cap_mb is None else self.bucket_bytes_cap), self.bucket_bytes_cap
         self.require_backward_grad_sync = self.require_forward_param_sync = True

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.inputs import batch_of
-from tilefit.capture.program.distributed import ranks
+from tilefit.capture.program.distributed import per_machine, ranks
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -99,6 +99,7 @@ class Window:
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             ranks=ranks(),
+            per_machine=per_machine(),
         )
         return replace(step, program=program, batch=batch * passes)
 
