@@ -48,6 +48,9 @@ class Habits:
         self.backwards = 0
         #: Calls whose reads are named for them, with the number of events before.
         self._calls: list[tuple[str, int]] = []
+        self._replica: nn.Module | None = None
+        #: Lines of replicas that search for unused parameters, and whether there were any.
+        self._searched: dict[str, bool] = {}
         #: Calls in eval mode whose graph may yet be used, by model, and those whose graph never was, by line.
         self._pending: dict[int, list[str]] = {}
         self._evaluations: Counter[str] = Counter()
@@ -78,6 +81,11 @@ class Habits:
             + [
                 Habit("synchronizes_micro_batches", Site("", line), detail=f"{count} micro-batches")
                 for line, count in self._micro_batches.items()
+            ]
+            + [
+                Habit("finds_nothing_unused", Site("", line))
+                for line, unused in self._searched.items()
+                if not unused
             ]
         )
 
@@ -169,12 +177,16 @@ class Habits:
             if not module.training:
                 self._pending.setdefault(id(module), []).append(self._line())
             if getattr(module, "require_backward_grad_sync", False):
-                self._sums = self._line()
+                self._sums, self._replica = self._line(), module
 
     def _passed_backward(self) -> None:
         self._pending.clear()
         if self._sums:
             self._summed.append(self._sums)
+            replica = self._replica
+            if replica is not None and getattr(replica, "find_unused_parameters", False):
+                unused = any(p.requires_grad and p.grad is None for p in replica.parameters())
+                self._searched[self._sums] = self._searched.get(self._sums, False) or unused
             self._sums = ""
 
     def _stepped(self) -> None:
