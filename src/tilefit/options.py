@@ -222,9 +222,9 @@ class ProgramOptions:
         if not self.ranks:
             return {}
         local = self.ranks // self.nodes if self.nodes else min(self.ranks, MOST_LINKED)
-        told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": local}
-        told |= {"GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-        return {name: str(value) for name, value in told.items()}
+        first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+        sizes = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(local)}
+        return {**first, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
-from tilefit.cost.links import MOST_LINKED, Fabric, Group, network
+from tilefit.cost.links import Fabric, Group, network
 from tilefit.cost.waits import copy_s
 from tilefit.gpus import Gpu
 from tilefit.ops import Exchange, HostEvent, Program
 from tilefit.ops.program import AWAIT, RECORD, TO_STREAM, WAIT, Ordered
+from tilefit.options import MOST_LINKED
 
 #: Steps that are gone through before the one that is told: then each is as the one before.
 _BEFORE = 2
@@ -115,7 +116,8 @@ def run(
 def _actions(program: Program, count: int) -> Iterator[int | Ordered | HostEvent]:
     """Operations by their index, what streams are asked for, and where host and GPU meet, in order."""
     order: dict[int, list[Any]] = {}
-    for each in (*program.order, *program.events):
+    asked: tuple[Ordered | HostEvent, ...] = (*program.order, *program.events)
+    for each in asked:
         order.setdefault(min(each.index, count), []).append(each)
     for index in range(count + 1):
         yield from order.get(index, ())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch._C._distributed_c10d import _resolve_process_group
 
 from tilefit.emulation.device import Device
 from tilefit.emulation.streams import Event, Stream, Streams
@@ -91,7 +92,10 @@ class _Work(dist.Work):
             self._event.wait()
         return True
 
-    synchronize = block_current_stream = wait
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return True
@@ -150,7 +154,7 @@ class _Collectives:
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         group = given["group_name"]
         if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            group = _resolve_process_group(group)  # type: ignore[arg-type]
         out = self.device.launch(func, args, kwargs)
         event = self._told(name, (out, *args), group, grows=True)
         for each in leaves(out):
@@ -217,7 +221,7 @@ class _Collectives:
                     each.value.state.lost = True
         for out, source in zip(written, cycle(read), strict=False):
             flat, ours = out.detach().reshape(-1), source.detach().reshape(-1)
-            for piece in flat.split(max(1, min(ours.numel(), flat.numel()))):
+            for piece in torch.split(flat, max(1, min(ours.numel(), flat.numel()))):
                 part = ours[: piece.numel()]
                 self.device.values.through(aten.copy_.default, (piece, part), {}, [])
 

@@ -15,7 +15,7 @@ import torch._dynamo  # keeps the functions of torch.cuda that it finds: not our
 import torch.amp.grad_scaler
 import torch.utils.data
 
-from tilefit.emulation import distributed, guard, streams
+from tilefit.emulation import guard, streams
 from tilefit.emulation.device import Device
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
@@ -66,6 +66,8 @@ def install(device: Device, gpu: Gpu) -> None:
     _loaders()
     _optimizers()
     if torch.distributed.is_available():
+        from tilefit.emulation import distributed
+
         distributed.install(device, at_work)
 
 
@@ -250,6 +252,19 @@ def _modules_move_in_place() -> None:
             _torch.utils.swap_tensors(self, torch.nn.Parameter(there) if kind else there)
 
     module._apply, lazy.materialize = moved, made
+
+    data = _torch._C.TensorBase.data
+
+    def take(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """``parameter.data = parameter.data.to("cuda")``: it is a tensor of the GPU's from then on."""
+        if isinstance(tensor, CudaTensor) or not isinstance(other, CudaTensor):
+            data.__set__(tensor, other)
+            return
+        kind = isinstance(tensor, torch.nn.Parameter)
+        there = torch.nn.Parameter(other.detach(), tensor.requires_grad) if kind else other.detach()
+        _torch.utils.swap_tensors(tensor, there)
+
+    _torch.Tensor.data = property(data.__get__, take)
 
 
 def _threads_see(device: Device) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from tilefit.cost.links import MOST_LINKED
 from tilefit.errors import UsageError
 from tilefit.ops import OPTIMIZER, Collective, Shard, Site, Step, StepOp
 from tilefit.ops.collective import ALL_REDUCE
 from tilefit.ops.scaling import scale_batch
-from tilefit.options import Split
+from tilefit.options import MOST_LINKED, Split
 from tilefit.parallel.pipeline import stages
 from tilefit.parallel.roles import Roles
 from tilefit.parallel.tensor import tensor_parallel

@@ -55,6 +55,7 @@ def one_rank(recorder: Recorder) -> Iterator[None]:
         from tilefit.capture.program.replica import Replica
 
         with (
+            patch.object(Replica, "recorded", staticmethod(lambda: len(recorder.ops))),
             patch.object(nn.parallel, "DistributedDataParallel", Replica),
             patch.object(nn.parallel.distributed, "DistributedDataParallel", Replica),
         ):
@@ -76,9 +77,10 @@ def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tupl
     for prefix, root in roots:
         paths = {id(module): path for path, module in root.named_modules()}
         for module in root.modules():
-            if not hasattr(module, "_get_fsdp_state"):
+            state: Any = getattr(module, "_get_fsdp_state", None)
+            if state is None:
                 continue
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in state()._fsdp_param_groups:
                 for held in group.fsdp_params:
                     of = held._module_info
                     path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")

@@ -56,8 +56,9 @@ class Habits:
         self._evaluations: Counter[str] = Counter()
         #: Whether the next backward pass sums the gradients over all ranks, and how many did since a step.
         self._sums = ""
-        self._summed: list[str] = []
-        self._micro_batches: dict[str, int] = {}
+        self._summed: list[tuple[str, list[tuple[int, int]]]] = []
+        #: By line: the backward passes of a step that sum, and the operations with which all but the last do.
+        self._micro_batches: dict[str, tuple[int, list[tuple[int, int]]]] = {}
 
     def found(self) -> tuple[Habit, ...]:
         """What there is to say so far: with the operations of anomaly mode, of the others first and last
@@ -68,6 +69,7 @@ class Habits:
         for pending in self._pending.values():
             self._evaluations.update(pending)
         self._pending.clear()
+        self._stepped()
         return tuple(
             [
                 Habit(name, Site("", line), *span, detail=detail)
@@ -79,8 +81,9 @@ class Habits:
                 for line, count in self._evaluations.items()
             ]
             + [
-                Habit("synchronizes_micro_batches", Site("", line), detail=f"{count} micro-batches")
-                for line, count in self._micro_batches.items()
+                Habit("synchronizes_micro_batches", Site("", line), *span, detail=f"{count} micro-batches")
+                for line, (count, spans) in self._micro_batches.items()
+                for span in spans or [(0, 0)]
             ]
             + [
                 Habit("finds_nothing_unused", Site("", line))
@@ -182,8 +185,8 @@ class Habits:
     def _passed_backward(self) -> None:
         self._pending.clear()
         if self._sums:
-            self._summed.append(self._sums)
             replica = self._replica
+            self._summed.append((self._sums, getattr(replica, "spans", [])))
             if replica is not None and getattr(replica, "find_unused_parameters", False):
                 unused = any(p.requires_grad and p.grad is None for p in replica.parameters())
                 self._searched[self._sums] = self._searched.get(self._sums, False) or unused
@@ -191,5 +194,6 @@ class Habits:
 
     def _stepped(self) -> None:
         if len(self._summed) > 1:
-            self._micro_batches[self._summed[0]] = len(self._summed)
+            spans = [span for _, made in self._summed[:-1] for span in made]
+            self._micro_batches[self._summed[0][0]] = len(self._summed), spans
         self._summed.clear()

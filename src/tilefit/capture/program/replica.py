@@ -36,7 +36,7 @@ class Bucket:
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
         self._buffer = torch.empty(size, dtype=first.dtype, device=first.device)
-        parts = self._buffer.split([p.numel() for p in parameters])
+        parts: Any = torch.split(self._buffer, [p.numel() for p in parameters])
         self.views = {id(p): v.view(p.shape) for p, v in zip(parameters, parts, strict=True)}
         self.missing = {id(p) for p in parameters}
         self.work: Any = None
@@ -71,7 +71,11 @@ class Replica(nn.Module):
 
     Attributes:
         require_backward_grad_sync: The next backward pass sums the gradients.
+        spans: The operations with which the last one did, as ranges of their numbers.
+        recorded: How many operations there are so far.
     """
+
+    recorded: Callable[[], int] = staticmethod(lambda: 0)
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class Replica(nn.Module):
         super().__init__()
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
-        self.process_group = options.get("process_group") or dist.group.WORLD
+        self.process_group: Any = options.get("process_group") or dist.group.WORLD
         self.broadcast_buffers = broadcast_buffers
         self.static_graph = bool(options.get("static_graph"))
         self.find_unused_parameters = bool(options.get("find_unused_parameters")) and not self.static_graph
@@ -105,10 +109,12 @@ class Replica(nn.Module):
         self._members = self._assigned(list(reversed(self._own)), *limits)
         self._buckets: list[Bucket] = []
         self._arrived: list[nn.Parameter] = []
+        self.spans: list[tuple[int, int]] = []
         self._next = 0
         self._reduces = self._rebuilt = False
         for parameter in self._own:
-            parameter.register_post_accumulate_grad_hook(self._has_gradient)
+            hooked: Any = parameter
+            hooked.register_post_accumulate_grad_hook(self._has_gradient)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's, its buffers as those of the first process."""
@@ -163,7 +169,8 @@ class Replica(nn.Module):
         buffers = list(self.module.buffers())
         if buffers and self.process_group.size() > 1:
             with torch.no_grad():
-                dist._broadcast_coalesced(self.process_group, buffers, _BUFFERS_BYTES, 0)
+                module: Any = dist
+                module._broadcast_coalesced(self.process_group, buffers, _BUFFERS_BYTES, 0)
 
     def _prepare(self) -> None:
         """A backward pass is to come that sums.
@@ -185,14 +192,16 @@ class Replica(nn.Module):
             bucket.missing = {id(p) for p in own}
         self._reduces, self._next = True, 0
         self._arrived.clear()
+        self.spans = []
 
     def _has_gradient(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: it goes into its bucket."""
         if not self._reduces or parameter.grad is None:
             return
         if not self._arrived:
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._finish)
         self._arrived.append(parameter)
+        first = self.recorded()
         bucket = next(each for each in self._buckets if id(parameter) in each.views)
         view = bucket.views[id(parameter)]
         with torch.no_grad():
@@ -204,6 +213,7 @@ class Replica(nn.Module):
                 parameter.grad = view
         bucket.missing.discard(id(parameter))
         self._launch(everything=False)
+        self.spans.append((first, self.recorded()))
 
     def _launch(self, *, everything: bool) -> None:
         """Reduce the buckets that are full, in their order."""
@@ -223,6 +233,7 @@ class Replica(nn.Module):
         unused = any(bucket.missing for bucket in self._buckets)
         if unused and not (self.find_unused_parameters or self.static_graph):
             return  # the next forward pass says so
+        first = self.recorded()
         if self.find_unused_parameters:
             used = torch.zeros(len(self._own), dtype=torch.int32).pin_memory()
             there = used.to(self._own[0].device, non_blocking=True)
@@ -236,15 +247,15 @@ class Replica(nn.Module):
             self._rebuilt = True
             self._members = self._assigned(self._arrived, *self._limits)
             self._buckets = []
+        self.spans.append((first, self.recorded()))
         self._arrived.clear()
 
     def _take(self, bucket: Bucket) -> None:
         """Wait for a bucket, and copy its gradients out."""
         given = bucket.work.wait()
         if isinstance(given, torch.Tensor) and given is not bucket.buffer():
-            for view, part in zip(
-                bucket.gradients(), given.split([p.numel() for p in bucket.parameters()]), strict=True
-            ):
+            parts: Any = torch.split(given, [p.numel() for p in bucket.parameters()])
+            for view, part in zip(bucket.gradients(), parts, strict=True):
                 view.copy_(part.view(view.shape))
         bucket.work = None
         if not self.gradient_as_bucket_view:

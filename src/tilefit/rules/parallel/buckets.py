@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.exchanges import chunks, gradient_sums, merged
 from tilefit.rules.finding import SAFE
-from tilefit.rules.parallel.exchanges import chunks, gradient_sums, merged
 from tilefit.rules.program.events import listed
 from tilefit.units import counted, size
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tilefit.ops import BACKWARD_DATA, Exchange, Site, StepOp, Streaming
+from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.program import EXCHANGE
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.exchanges import beside, chunks, gradient_sums, last_backward, without
 from tilefit.rules.finding import SAFE
-from tilefit.rules.parallel.exchanges import beside, chunks, gradient_sums, last_backward, without
 from tilefit.units import counted, seconds, size
 
 
@@ -22,7 +24,8 @@ class SumsBehind(Rule):
     goes on.
 
     Arithmetic: the step with the same bytes in messages of 25 MiB, sent in equal distances over the backward
-    pass, and awaited at its end. What of the last one lies behind the pass stays.
+    pass, and awaited at its end, with copies of the gradients into them and out. What of the last message
+    lies behind the pass stays.
 
     Example: ``for p in net.parameters(): distributed.all_reduce(p.grad)`` behind ``loss.backward()``.
 
@@ -74,7 +77,7 @@ class SumsBehind(Rule):
         # Of those that are sent on the way the last is behind the pass, too.
         if not found or len(found) == 1 < len(gradient_sums(step)) or not exposed_s:
             return
-        parts = chunks(exchanges, found)
+        parts = chunks(exchanges, reversed(found))  # gradients come from the last layer on
         moved = sum(exchanges[index].bytes for index in found)
         added = [
             (
@@ -84,13 +87,22 @@ class SumsBehind(Rule):
             )
             for number, part in enumerate(parts)
         ]
+        # Gradients are copied into the messages, and out of them.
+        copies = [StepOp(_copy(exchanges[index]), BACKWARD_DATA, Site(), "aten.copy_") for index in found] * 2
+        ops = (*step.ops[:last], *copies, *step.ops[last:])
         program = beside(without(step.program, found), added)
+        program = program.moved(lambda index: index + len(copies) * (index > last))
         yield Proposal(
             place=Place(source=exchanges[found[0]].site.source),
             message=f"{size(moved)} of gradients are summed up over {exchanges[found[0]].ranks} GPUs in "
             f"{counted(len(found), 'message')} when the backward pass is over",
             fix="Wrap the model in DistributedDataParallel, which sums them up while the backward pass runs.",
             safety=SAFE,
-            change=Change(step=replace(step, program=program)),
+            change=Change(step=replace(step, ops=ops, program=program)),
             arithmetic=(f"{seconds(exposed_s)} are waited for; the backward pass is there to hide them",),
         )
+
+
+def _copy(exchange: Exchange) -> Streaming:
+    elements = exchange.bytes // size_bytes(exchange.dtype)
+    return Streaming("copy", elements, exchange.bytes, exchange.bytes, exchange.dtype)

@@ -8,8 +8,8 @@ from tilefit.ops import FORWARD, OPTIMIZER
 from tilefit.ops.collective import ALL_GATHER
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.batch.memory import USABLE_SHARE
+from tilefit.rules.exchanges import without, without_ops
 from tilefit.rules.finding import SAFE
-from tilefit.rules.parallel.exchanges import without, without_ops
 from tilefit.units import capacity, counted, seconds
 
 #: What ``fully_shard`` copies before and behind a gathering.

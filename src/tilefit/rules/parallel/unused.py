@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
-from tilefit.rules.finding import SAFE, WARNING
+from tilefit.ops import FORWARD
+from tilefit.ops.program import TO_GPU
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.exchanges import without
+from tilefit.rules.finding import SAFE
 from tilefit.rules.program.habits import habits
 
 
@@ -19,7 +23,8 @@ class NothingUnused(Rule):
     processes tell each other what was used. The buckets stay as they were guessed before the first step,
     instead of following the order in which gradients come.
 
-    Arithmetic: none: how long the host takes for the graph was not measured.
+    Arithmetic: the step without that message and its copy. How long the host takes for the graph is not
+    known, and left out.
 
     Example: leave `find_unused_parameters` out. Where some parameters are never used, the next forward pass
     says so; where it is always the same ones, `static_graph=True` searches once.
@@ -49,12 +54,22 @@ class NothingUnused(Rule):
     right = wrong.but(", find_unused_parameters=True", "")
 
     def check(self, context: Context) -> Iterator[Proposal]:
-        for same in habits(context.step, "finds_nothing_unused"):
+        step = context.step
+        for same in habits(step, "finds_nothing_unused"):
+            assert step.program is not None
+            exchanges = step.program.exchanges
+            told = [i for i, each in enumerate(exchanges) if each.dtype == "int32" and each.phase != FORWARD]
+            places = {exchanges[i].index for i in told}
+            events = [
+                e
+                for e in step.program.events
+                if not (e.kind == TO_GPU and e.index in places and not e.blocks)
+            ]
+            program = without(replace(step.program, events=tuple(events)), told)
             yield Proposal(
                 place=Place(source=same[0].site.source),
                 message="unused parameters are searched for in every step, and all are used",
                 fix="Leave find_unused_parameters out.",
                 safety=SAFE,
-                change=None,
-                severity=WARNING,
+                change=Change(step=replace(step, program=program)),
             )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilefit.ops import Habit, Step
 from tilefit.rules.base import Change
-from tilefit.rules.parallel.exchanges import without_ops
+from tilefit.rules.exchanges import without_ops
 
 
 def habits(step: Step, name: str) -> list[list[Habit]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.exchanges import gradient_sums, last_backward, without, without_ops
 from tilefit.rules.finding import SAFE, WARNING
-from tilefit.rules.parallel.exchanges import gradient_sums, last_backward, without
-from tilefit.rules.program.habits import habits
+from tilefit.rules.program.habits import habits, made
 from tilefit.units import size
 
 
@@ -71,7 +70,7 @@ class SynchronizedMicroBatches(Rule):
                 + (f": {same[0].detail}" if same[0].detail else ""),
                 fix="Accumulate under no_sync() in all micro-batches but the last.",
                 safety=SAFE,
-                change=Change(step=replace(step, program=program)) if sums else None,
+                change=Change(step=without_ops(step, set(made(same)), program)) if sums else None,
                 severity="" if sums else WARNING,
                 arithmetic=(f"{size(moved)} are summed up for nothing",) if sums else (),
             )
