@@ -8,6 +8,8 @@ model is written as soon as it is measured:
 
     PYTHONPATH=src python benchmarks/fix_gain.py --out benchmarks/results/fix_gain.json
 
+``--whole`` leaves out what lies between.
+
 ``--compiled`` measures instead, under ``torch.compile``, the original and the model with the plan that is
 made for the compiler. Plans are made ahead, by other processes, for a host that launches as fast as this one
 (``launch_scale``). ``--device cpu`` is a dry run on small inputs. A model that fails is a row that says why.
@@ -337,7 +339,7 @@ def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[s
     row = plan.row
     number = len(plan.fixes)
     # A healthy model against itself; under the compiler the plan as a whole.
-    counts = (0, number) if options.compiled or not number else range(number + 1)
+    counts = (0, number) if options.compiled or options.whole or not number else range(number + 1)
     loaded = load_model(model, "cpu", options.device == "cpu")
     variants = [
         Variant(f"{count} fixes", loaded, model, plan.first(count), options.device) for count in counts
@@ -367,8 +369,8 @@ def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[s
     row["rounds_ms"] = [[round(1e3 * time_s, 3) for time_s in times] for times in rounds]
     row["noise_ms"] = [1e3 * (lower_quartile(times) - min(times)) for times in rounds]
     row["speedup"] = row["wall_ms"][0] / row["wall_ms"][-1]
-    if not options.compiled:
-        row["bar"] = model.bar
+    row["bar"] = 1.0 if options.compiled else model.bar
+    if not (options.compiled or options.whole):
         for index, fix in enumerate(row["fixes"]):
             fix["measured_ms"] = row["wall_ms"][index] - row["wall_ms"][index + 1]
         judge(row)
@@ -512,6 +514,7 @@ def main() -> None:
     parser.add_argument("--level", default="safe", choices=("safe", "unsafe"))
     parser.add_argument("--models", default="", help="names, with commas between; all if empty")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile instead")
+    parser.add_argument("--whole", action="store_true", help="the original and all fixes, nothing in between")
     parser.add_argument("--plan-only", action="store_true", help="predict, and measure nothing")
     parser.add_argument("--rounds", type=int, default=7, help="at least")
     parser.add_argument("--model-s", type=float, default=6.0, help="a model's rounds take at least so long")

@@ -25,10 +25,13 @@ import argparse
 import datetime
 import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
@@ -47,7 +50,7 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, launch
 from tilefit.cost.measured import MeasuredRun
-from tilefit.cost.priced import priced
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.gpus import Gpu
 from tilefit.measure.clocks import driver_version
 from tilefit.measure.launch import launch_scale
@@ -255,10 +258,10 @@ def captured(run: Run) -> Step:
     )
 
 
-def predicted(run: Run, gpu: str, scale: float) -> dict[str, Any]:
+def predicted(run: Run, gpu: PricedGpu, scale: float) -> dict[str, Any]:
     step = captured(run)
     step = fuse(step) if run.compiled else step
-    device = replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
+    device = replace(gpu, run=MeasuredRun(Step(()), (), (), launch_scale=scale))
     estimate = estimate_step(step, device)
     alone = estimate_step(step, device, launch_scale=0.0)
     return {
@@ -408,6 +411,32 @@ class Measured:
         }
 
 
+@contextmanager
+def slowed(times: int) -> Iterator[None]:
+    """Within the block this process's threads share one core with so many others that each gets its share."""
+    if times == 1:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    core = {max(before)}
+
+    def pin(cores: set[int]) -> None:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(times - 1)]
+    try:
+        for each in busy:
+            os.sched_setaffinity(each.pid, core)
+        pin(core)
+        yield
+    finally:
+        pin(before)
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
 def _short(name: str) -> str:
     return name if len(name) <= 160 else name[:120] + "…" + name[-39:]
 
@@ -419,23 +448,47 @@ def held_out(model: str) -> bool:
     return model in names[1::2]
 
 
-def predict_again(recorded: list[Path], gpu: str, out: Path | None) -> None:
-    """Predict recorded steps with the cost model as it stands and print how far off it is."""
+def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out: Path | None) -> None:
+    """Predict recorded steps with the cost model as it stands and print how far off it is.
+
+    Args:
+        calibration: Of the GPU; its launch scale counts for every step. None: what ships, and the launch
+            scale that was measured beside the steps.
+    """
+    device = priced(gpu, calibration)
     result: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for path in recorded:
         result = json.loads(path.read_text())
         known = {run.label: run for run in runs(result.get("infer", False), result.get("compiled", False))}
         measured = [row for row in result["rows"] if "gpu_ms" in row]
-        # The first training steps were measured on the very host that the constants are for. That of the
-        # further compiled ones took 0.94 to 1.37 times as long from one model to the next.
-        scale = host_scale(measured) if result.get("infer") else 1.0
-        each = bool(result.get("compiled")) and all("reference_turns_ms" in row for row in measured)
+        # The first training steps were measured on the very host that the constants are for. Others took up
+        # to 1.5 times as long from one model to the next.
+        known_host = (result["gpu"], result.get("infer"), result["compiled"]) == ("NVIDIA H200", None, False)
+        each = (
+            not known_host
+            and not result.get("infer")
+            and all("reference_turns_ms" in row for row in measured)
+        )
+        each = each and calibration is None
+        timed = [row for row in measured if "reference_turns_ms" in row]
+        scale = 1.0 if known_host or not timed else host_scale(timed)
+        scale = device.launch_scale if calibration else scale
         result["host_scale"] = "each row's" if each else scale
+        result["calibration"] = device.calibration_title
+        result["predicted_with"] = {
+            name: version(name) for name in ("torch", "transformers", "torchvision", "timm")
+        }
+        made = result.get("transformers")
+        if made and made != version("transformers"):
+            print(
+                f"{path.name} was measured with transformers {made}, and predicted with "
+                f"{version('transformers')}: a model may have changed in between."
+            )
         print(f"The host's time over what the model assumes: {result['host_scale']}.")
         for row in measured:
             run = known[row["model"]]
-            row.update(predicted(run, gpu, host_scale([row]) if each else scale))
+            row.update(predicted(run, device, host_scale([row]) if each else scale))
             row.update(errors(row))
             print(
                 f"{row['model']:46} GPU {row['predicted_gpu_ms']:7.2f} of {row['gpu_ms']:7.2f} ms "
@@ -452,6 +505,24 @@ def predict_again(recorded: list[Path], gpu: str, out: Path | None) -> None:
         part = [row for row in rows if row["held_out"] == apart]
         if 0 < len(part) < len(rows):
             summed_up(part, which)
+    if out and calibration:
+        # The steps are in other files: here is what the calibration says of them, and of itself.
+        assert device.calibration is not None
+        brief = (
+            "model",
+            "gpu_ms",
+            "sustained_ms",
+            "predicted_gpu_ms",
+            "predicted_ms",
+            "error_gpu",
+            "error_wall",
+        )
+        result = {
+            "steps": [path.name for path in recorded],
+            "calibration": device.calibration.about,
+            **summed_up(rows, "all"),
+            "rows": [{name: row[name] for name in brief} for row in rows],
+        }
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -494,12 +565,14 @@ def main() -> None:
     parser.add_argument("--infer", action="store_true", help="the forward pass alone")
     parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
+    parser.add_argument("--calibration", type=Path, help="predict by this calibration of the GPU")
+    parser.add_argument("--slow", type=int, default=1, help="times as slow a host (a shared core)")
     parser.add_argument("--measured", type=Path, nargs="+", help="predict the steps recorded in these files")
     options = parser.parse_args()
     if options.measured:
-        if options.out and len(options.measured) > 1:
+        if options.out and len(options.measured) > 1 and not options.calibration:
             parser.error("--out takes the rows of one file")
-        predict_again(options.measured, options.gpu, options.out)
+        predict_again(options.measured, options.gpu, options.calibration, options.out)
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
@@ -527,7 +600,8 @@ def main() -> None:
             if turn == LOOK_INSIDE:
                 models[name].look_inside()
             else:
-                models[name].turn()
+                with slowed(options.slow):
+                    models[name].turn()
             rows[name] = {"model": name, **run.sizes, **models[name].row()}
             print(f"{turn} {name:46} {rows[name]['sustained_ms']:7.2f} ms", flush=True)
         except Exception as error:  # noqa: BLE001 - one model's failure is a row of the result
@@ -549,6 +623,7 @@ def main() -> None:
                 "transformers": version("transformers"),
                 "compiled": options.compiled,
                 "infer": options.infer,
+                "slow": options.slow,
                 "rows": list(rows.values()),
             }
             options.out.write_text(json.dumps(result, indent=1) + "\n")

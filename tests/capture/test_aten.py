@@ -11,7 +11,8 @@ from torch import nn
 
 from capturing import captured, entries, names, products, rows
 from tilefit.capture.aten import multi_tensor_launches
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Step, Streaming
+from tilefit.cost import fuse
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Step, StepOp, Streaming
 
 
 def _gemms(step: Step, phase: str = "") -> list[Any]:
@@ -335,3 +336,21 @@ def test_multi_tensor_kernels_are_launched_as_often_as_their_tables_overflow(
     tensors: int, elements: int, lists: int, launches: int
 ) -> None:
     assert multi_tensor_launches(tensors, elements, lists) == launches
+
+
+# ---- what kernels ask of the layout ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: F.layer_norm(x, (48,)), lambda x: torch.softmax(x, -1)], ids=["norm", "softmax"]
+)
+def test_a_kernel_that_takes_packed_rows_has_others_copied_first(function: Any) -> None:
+    def copies(x: torch.Tensor) -> list[StepOp]:
+        step = captured(lambda self, x: function(x), x.detach().requires_grad_())
+        assert not [op for op in fuse(step).ops if op.op.category == "copy"], "compiled code reads any layout"
+        return [entry for entry in entries(step, Streaming, FORWARD) if entry.op.category == "copy"]
+
+    assert not copies(rows(32, 48))
+    (copy,) = copies(rows(48, 32).t())
+    assert (copy.op.read_bytes, copy.op.write_bytes) == (4 * 32 * 48, 4 * 32 * 48)
+    assert copy.op.strided

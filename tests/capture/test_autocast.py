@@ -242,3 +242,43 @@ def test_everything_replaced_is_put_back(fails: bool) -> None:
     assert all(getattr(owner, name) is was for (owner, name), was in zip(PATCHED, kept, strict=True))
     assert not torch.is_autocast_enabled("cuda")
     assert torch.overrides._get_current_function_mode() is None
+
+
+def test_cross_entropy_stays_in_half_precision_up_to_the_likelihoods() -> None:
+    """As recorded on GPUs: the softmax of half-precision logits is written in half precision."""
+    labels = torch.zeros(8, dtype=torch.long)
+    step = captured(
+        lambda self, x: F.cross_entropy(self.linear(x), labels.to(x.device)),
+        rows(8, 16),
+        parts={"linear": nn.Linear(16, 32)},
+        amp="bf16",
+    )
+    losses = [(op.name, op.outputs[0].dtype) for op in step.ops if "softmax" in op.name or "nll" in op.name]
+    assert losses == [
+        ("aten._log_softmax", "bf16"),
+        ("aten.nll_loss_forward", "fp32"),
+        ("aten.nll_loss_backward", "fp32"),
+        ("aten._log_softmax_backward_data", "bf16"),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3), (5,)], ids=str)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_cross_entropy_by_its_parts_is_pytorch_s(
+    shape: tuple[int, ...], label_smoothing: float, weighted: bool, reduction: str
+) -> None:
+    dim = 0 if len(shape) == 1 else 1
+    logits = torch.randn(shape, dtype=torch.float64)
+    labels = torch.randint(0, 5, shape[:dim] + shape[dim + 1 :])
+    if labels.dim():
+        labels.view(-1)[1] = -100
+    weight = torch.rand(5, dtype=torch.float64) if weighted else None
+    for target in (labels, torch.softmax(torch.randn_like(logits), dim)):
+        expected = F.cross_entropy(
+            logits, target, weight, reduction=reduction, label_smoothing=label_smoothing
+        )
+        number = ["none", "mean", "sum"].index(reduction)
+        found = autocast.cross_entropy(logits, target, weight, number, -100, label_smoothing)
+        torch.testing.assert_close(found, expected)

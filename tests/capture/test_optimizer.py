@@ -86,9 +86,9 @@ def test_a_training_step_of_the_user_s_own(name: str, optimizer: Any, state_byte
     assert step.memory.peak_bytes >= step.memory.fixed_bytes
     assert set(step.parameters) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert step.batch == 8
-    # Kept for the backward pass in bf16: the input, the second weight, the activation between them; in fp32:
-    # the log-probabilities, the loss, its weight and its gradient.
-    assert step.memory.saved_bytes == 2 * (8 * 64 + 32 * 10 + 8 * 32) + 4 * (8 * 10 + 3)
+    # Kept for the backward pass in bf16: the input, the second weight, the activation between them, the
+    # log-probabilities; in fp32: their copy that the loss reads, the loss, its weight and its gradient.
+    assert step.memory.saved_bytes == 2 * (8 * 64 + 32 * 10 + 8 * 32 + 8 * 10) + 4 * (8 * 10 + 3)
     # Multi-tensor kernels: each is one launch over all parameters.
     assert _optimizer_ops(step)
     assert {(op.elements, op.kernels, op.role) for op in _optimizer_ops(step)} == {(WEIGHTS, 1, "optimizer")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +15,8 @@ from tilefit import gpus
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import FORMAT, Calibration, read, write
 from tilefit.cost.constants import GENERAL
+from tilefit.cost.model import estimate
+from tilefit.cost.priced import as_shipped, priced
 from tilefit.errors import TilefitError
 from tilefit.measure import calibration
 from tilefit.measure.calibration import CEILINGS, ChangeSet, Design, Progress, calibrate, candidates, held_out
@@ -136,6 +139,36 @@ def test_the_file_says_what_it_is_and_predicts_the_same(
     ops = fresh("gemm", own)
     assert mean_error(again, ops, bench) == pytest.approx(mean_error(own, ops, bench), rel=1e-3)
     assert [file.name for file in path.parent.iterdir()] == ["h200.npz"]
+
+
+def test_made_on_top_of_what_ships_it_corrects_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU whose times are carried over from a donor: a hundred products tell what is wrong with them."""
+    gpu = gpus.get("h100-sxm")
+    before = as_shipped(gpu)
+
+    class Off(Bench):
+        def time_s(self, op: Op) -> float:
+            slow = 1.6 if isinstance(op, Gemm) and op.layout == "NT" else 1.1
+            return slow * estimate(op, before).time_s
+
+    bench = Off()
+    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock)
+    own = calibrate(gpu, bench, design, before=before)
+    errors = own.about["networks"]["gemm"]["errors"]
+    assert errors["calibrated"] < 0.05 < 0.1 < errors["shipped"] < errors["datasheet"]
+
+    path = tmp_path / "own.npz"
+    write(own, path)
+    device = priced(gpu, path)
+    ops = fresh("gemm", own, 60)
+    off = [abs(estimate(op, device).time_s / bench.time_s(op) - 1) for op in ops]
+    assert statistics.median(off) < 0.05
+    stream = Streaming("copy", 10**7, 4 * 10**7, 4 * 10**7, function="clone")
+    assert estimate(stream, device).time_s == estimate(stream, before).time_s
+
+    monkeypatch.setattr("tilefit.cost.priced.basis", lambda gpu: "of another version")
+    with pytest.raises(TilefitError, match="another version"):
+        priced(gpu, path)
 
 
 def test_nothing_beyond_what_was_measured_is_made_up(result: tuple[Calibration, Bench]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
@@ -15,6 +15,7 @@ from tilefit.capture.layouts import common_run, innermost, is_channels_last, tou
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
+from tilefit.ops.streaming import CONTIGUOUS
 
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
 Described = tuple[Op, str, Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -126,7 +127,25 @@ def _describes(names: str) -> Callable[[_Handler], _Handler]:
 def describe(call: Call, recorder: Recording) -> list[Described]:
     """The operations the hardware executes for a call."""
     handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
-    return handler(call, recorder) if handler else [_streaming(call, recorder, _role(call.func))]
+    described = handler(call, recorder) if handler else [_streaming(call, recorder, _role(call.func))]
+    return [*_packed(call, recorder), *described] if call.packet in _PACKING else described
+
+
+#: Functions whose kernels on CUDA take packed rows alone: an operand that lies otherwise is copied first
+#: (PyTorch, ``contiguous`` in ATen/native/cuda/SoftMax.cu, ``expect_contiguous`` in layer_norm_kernel.cu).
+_PACKING = frozenset(
+    """native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward _softmax
+    _softmax_backward_data _log_softmax _log_softmax_backward_data""".split()
+)
+
+
+def _packed(call: Call, recorder: Recording) -> Iterator[Described]:
+    """The copies of operands that do not lie as a kernel takes them."""
+    for tensor in call.inputs:
+        if not tensor.is_contiguous():
+            packed = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            op, phase, read, _ = _stream(recorder, "copy", (tensor,), (packed,), function=CONTIGUOUS)
+            yield op, phase, read, ()
 
 
 # ---- matrix products ---------------------------------------------------------------------------
@@ -314,7 +333,7 @@ def _stream(
     *,
     phase: str = "",
     strided: bool | None = None,
-    **fields: int,
+    **fields: Any,
 ) -> Described:
     """An operation that streams these tensors; ``fields`` of :class:`~tilefit.ops.Streaming` say what is
     otherwise about it."""
@@ -333,7 +352,7 @@ def _stream(
         dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
         strided=strided,
     )
-    return replace(op, **fields), phase, read, written  # type: ignore[arg-type]
+    return replace(op, **fields), phase, read, written
 
 
 def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: Any) -> list[Described]:

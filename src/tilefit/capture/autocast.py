@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch.amp import autocast_mode
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import DefaultDeviceType
 
@@ -44,7 +45,10 @@ FP32_BY_DTYPE = frozenset(
 )
 
 #: Composite functions of C++ that hold an operation of the lists above; Python sees only the outer name.
-_COMPOSITES = {"cross_entropy_loss": "fp32", "nll_loss_nd": "fp32", "__matmul__": "lower", "__pow__": "fp32"}
+_COMPOSITES = {"nll_loss_nd": "fp32", "__matmul__": "lower", "__pow__": "fp32"}
+
+#: The numbers of a loss's reductions in PyTorch's functions.
+_NONE, _MEAN = 0, 1
 
 #: Where mixed inputs are widened to the widest of them.
 PROMOTE = frozenset(
@@ -131,6 +135,52 @@ class AutocastState:
 
 def _eligible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """``F.cross_entropy`` by the functions that it is made of, which autocast treats one by one.
+
+    It asks for the logarithm of the softmax in the element type of the logits, so autocast leaves that in
+    half precision, and casts what comes of it to fp32 for the likelihoods alone: kernels recorded on an H100
+    and an H200 show it (``cunn_SoftMaxForward<8, BFloat16, float, BFloat16>``).
+
+    Args:
+        logits, target, weight, ignore_index, label_smoothing: As in ``F.cross_entropy``.
+        reduction: None, the mean or the sum, by PyTorch's numbers 0 to 2.
+    """
+    dim = 0 if logits.dim() == 1 else 1
+    classes = logits.shape[dim]
+    scores = functional.log_softmax(logits, dim, dtype=logits.dtype)
+    if target.shape == logits.shape:
+        likely = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+        return _reduced(-(_weighted(scores, weight, dim) * likely).sum(dim), reduction)
+    # Its signature says that the reduction is a string.
+    loss = torch._C._nn.nll_loss_nd(scores, target, weight, reduction, ignore_index)  # type: ignore[arg-type]
+    if not label_smoothing:
+        return loss
+    counts = target != ignore_index
+    smooth = -_weighted(scores, weight, dim).sum(dim) * counts
+    if reduction == _MEAN:
+        labels = counts if weight is None else weight[target * counts] * counts
+        smooth = smooth.sum() / labels.sum()
+    else:
+        smooth = _reduced(smooth, reduction)
+    return (1 - label_smoothing) * loss + smooth * (label_smoothing / classes)
+
+
+def _weighted(scores: torch.Tensor, weight: torch.Tensor | None, dim: int) -> torch.Tensor:
+    return scores if weight is None else (scores.movedim(dim, -1) * weight).movedim(-1, dim)
+
+
+def _reduced(losses: torch.Tensor, reduction: int) -> torch.Tensor:
+    return losses if reduction == _NONE else losses.mean() if reduction == _MEAN else losses.sum()
 
 
 _DEVICES = ("cuda", "meta")

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.capture.aten import check_alike
-from tilefit.capture.autocast import AutocastState
+from tilefit.capture.autocast import AutocastState, cross_entropy
 from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
@@ -471,11 +471,19 @@ def padding_is_last(calls: FusedCalls, *args: Any) -> bool:
     return False
 
 
+def autocast_cross_entropy(calls: FusedCalls, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``F.cross_entropy`` under autocast; PyTorch's own outside of it, or of fp32 logits."""
+    if not calls.autocast.enabled or logits.dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    return cross_entropy(logits, *args, **kwargs)
+
+
 #: Replacements by the name of the function PyTorch calls; each may return ``NotImplemented``.
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
     **{mode.lower(): partial(_recurrent, mode) for mode in GATES},
     "recurrent.default": recurrent_layer,
+    "cross_entropy_loss": autocast_cross_entropy,
     "lstm_cell": partial(_cell, 2),
     "gru_cell": partial(_cell, 1),
     "dropout": dropout,

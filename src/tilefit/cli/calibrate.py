@@ -64,7 +64,7 @@ def calibrate(
 
     from tilefit.cli.local_gpu import local_gpu
     from tilefit.cost.calibration import write
-    from tilefit.cost.priced import keep, resolve, shipped, user_path
+    from tilefit.cost.priced import as_shipped, keep, resolve, user_path
     from tilefit.measure.calibration import ChangeSet, Design
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import launch_scale
@@ -94,8 +94,8 @@ def calibrate(
     else:
         print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)
         budget_s = max(1.0, 60 * minutes - used_s())
-        ships = shipped(gpu.name)
-        found = run(gpu, measure, Design(budget_s=budget_s), shipped=ships, device=str(local.place), **about)
+        before, place = as_shipped(gpu), str(local.place)
+        found = run(gpu, measure, Design(budget_s=budget_s), before=before, device=place, **about)
         output.stdout().print(_table(gpu, found))
     write(found, path)
     print(f"Calibration written to {path}, after {used_s():.0f} s", file=sys.stderr)

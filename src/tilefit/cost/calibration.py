@@ -132,6 +132,11 @@ class Calibration:
     quick: Quick | None = None
     donor: str = ""
 
+    @property
+    def on_shipped(self) -> bool:
+        """Whether the networks correct what was predicted by what ships, not the first stage."""
+        return bool(self.about.get("on"))
+
     def covers(self, op: Op) -> bool:
         """Whether operations of this kind, type and role were measured."""
         network = self.networks.get(op.kind)
@@ -305,10 +310,11 @@ def merged(first: Calibration, second: Calibration) -> Calibration:
     Raises:
         UsageError: they are of different GPUs, or one holds no errors, as one that ships or a quick one.
     """
-    if first.about["gpu"] != second.about["gpu"] or not (first.constants and second.constants):
+    alike = all(first.about.get(name) == second.about.get(name) for name in ("gpu", "on"))
+    if not alike or not (first.constants and second.constants):
         raise UsageError(
             f"a calibration of {first.about['gpu']} cannot be merged with this one of {second.about['gpu']}",
-            hint="Merge two of the same GPU that tilefit calibrate made without --quick.",
+            hint="Merge two of the same GPU that this version's tilefit calibrate made without --quick.",
         )
     networks, own = dict(first.networks), dict(first.kind_constants)
     facts: dict[str, Any] = {}

@@ -38,6 +38,7 @@ from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.ops.peaks import fullest
 from tilefit.ops.scaling import tensors_that_stay
+from tilefit.ops.streaming import CONTIGUOUS
 from tilefit.ops.timeline import Timeline
 
 #: ``StepOp.name`` of a copy that pads a product's operand.
@@ -460,6 +461,8 @@ def _lowered(step: Step) -> Iterator[StepOp]:
     channels_last = _channels_last(step.ops)
     for entry in _in_autocast_type(step):
         op = entry.op
+        if isinstance(op, Streaming) and op.function == CONTIGUOUS:
+            continue
         if isinstance(op, Streaming) and op.function in _ADDING and entry.inputs and entry.outputs:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")

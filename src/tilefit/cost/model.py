@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tilefit.cost.analytic import analytic
+from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streaming import traffic, with_work
@@ -37,29 +38,44 @@ def estimate(op: Op, gpu: Gpu | str) -> Estimate:
 def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
     """Predicted times of many operations; equal ones are priced once, and those of a kind together."""
     device = priced(gpu)
-    calibration = device.calibration
     keys = [(op, device) for op in ops]
     if len(_KNOWN) > _MOST_KNOWN:
         _KNOWN.clear()
-    new = {key[0]: None for key in keys if key not in _KNOWN}
-    covered: dict[str, list[Op]] = {}
-    for op in new:
-        moved = traffic(op)
-        _KNOWN[op, device] = analytic(moved, device, device.constants)
-        if device.covers(moved):
-            covered.setdefault(op.kind, []).append(op)
-    for together in covered.values():
-        assert calibration is not None
-        of = device.donor or device
-        described = [traffic(op) for op in together]
-        fitted = calibration.kind_constants.get(described[0].kind, of.constants)
-        first = [analytic(op, of, fitted) for op in described]
-        corrected = calibration.correct(described, of, first)
-        if of is not device:
-            pairs = zip(described, corrected, strict=True)
-            corrected = [transferred(op, theirs, of, device.as_measured) for op, theirs in pairs]
-        for op, better in zip(together, corrected, strict=True):
-            _KNOWN[op, device] = better
-    for op in new:
-        _KNOWN[op, device] = with_work(op, _KNOWN[op, device], device)
+    new = list(dict.fromkeys(op for op, _ in keys if (op, device) not in _KNOWN))
+    for op, found in zip(new, by_stages([traffic(op) for op in new], device), strict=True):
+        _KNOWN[op, device] = with_work(op, found, device)
     return [_KNOWN[key] for key in keys]
+
+
+def by_stages(ops: Sequence[Op], device: PricedGpu, fitted: Constants | None = None) -> list[Estimate]:
+    """What is computed of operations, corrected by what was measured of their kinds.
+
+    Args:
+        ops: What is executed.
+        device: The GPU. A calibration that was made on top of what ships corrects what comes of that.
+        fitted: Constants of the first stage, where those of the device are not to be taken.
+    """
+    before, calibration = device.before, device.calibration
+    if before is not None and calibration is not None:
+        estimates = by_stages(ops, before, calibration.constants)
+    else:
+        estimates = [analytic(op, device, fitted or device.constants) for op in ops]
+    covered: dict[str, list[int]] = {}
+    for index, op in enumerate(ops):
+        if device.covers(op):
+            covered.setdefault(op.kind, []).append(index)
+    for kind, indices in covered.items():
+        assert calibration is not None
+        together, of = [ops[index] for index in indices], device.donor or device
+        if before is not None:
+            first = [estimates[index] for index in indices]
+        else:
+            own = calibration.kind_constants.get(kind, of.constants)
+            first = [analytic(op, of, own) for op in together]
+        corrected = calibration.correct(together, of, first)
+        if of is not device:
+            pairs = zip(together, corrected, strict=True)
+            corrected = [transferred(op, theirs, of, device.as_measured) for op, theirs in pairs]
+        for index, better in zip(indices, corrected, strict=True):
+            estimates[index] = better
+    return estimates

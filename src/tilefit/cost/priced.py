@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,6 +11,7 @@ from importlib import resources
 from math import inf
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from tilefit import gpus
 from tilefit.cost.calibration import DAMAGED, Calibration, load, read
@@ -86,6 +88,13 @@ class PricedGpu(Gpu):
         if of == self.name and (self.calibration.quick is None or not self.calibration.donor):
             return None
         return _with(gpus.get(of), shipped(of) if self.calibration.quick else self.calibration)
+
+    @property
+    def before(self) -> PricedGpu | None:
+        """This GPU as it is priced by what ships, where its calibration was made on top of that."""
+        if self.calibration is None or not self.calibration.on_shipped:
+            return None
+        return replace(self, calibration=_ships(self), run=None)
 
     def covers(self, op: Op) -> bool:
         """Whether the calibration speaks of an operation: a donor's of all where the libraries choose among
@@ -245,6 +254,22 @@ def _donated(capability: tuple[int, int]) -> Calibration | None:
     return shipped((alike or donors)[0])
 
 
+def _ships(gpu: Gpu) -> Calibration | None:
+    """What ships for a GPU: its own, else a donor's."""
+    return shipped(gpu.name) or _donated(gpu.compute_capability)
+
+
+def as_shipped(gpu: Gpu) -> PricedGpu:
+    """A GPU priced by what ships, whatever its user has calibrated."""
+    return _with(gpus.get(gpu.name), _ships(gpu))
+
+
+def basis(gpu: Gpu) -> str:
+    """Tells apart what ships for a GPU from what did with other versions."""
+    ships = _ships(gpu)
+    return "" if ships is None else f"{crc32(json.dumps(ships.about, sort_keys=True).encode()):08x}"
+
+
 def keep(path: Path) -> Path | None:
     """Before a calibration is written: move a file that is there and is no sound one; returns where to.
 
@@ -266,7 +291,14 @@ def _named(path: str | os.PathLike[str] | None) -> Calibration | None:
     if path is None:
         return None
     own = read(Path(path))
-    return _completed(own, own.networks)
+    try:
+        return _completed(own, own.networks)
+    except ValueError as error:
+        raise TilefitError(
+            f"the calibration cannot be used: {error}",
+            where=str(path),
+            hint="Make a new one on this GPU: tilefit calibrate.",
+        ) from error
 
 
 def _usual(gpu: Gpu) -> Calibration | None:
@@ -275,7 +307,7 @@ def _usual(gpu: Gpu) -> Calibration | None:
     try:
         changed_ns = os.stat(path).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
-        return shipped(gpu.name) or _donated(gpu.compute_capability)
+        return _ships(gpu)
     except OSError:
         changed_ns = 0  # reading it will say what is wrong
     return _users(path, changed_ns, gpu.name)
@@ -288,8 +320,10 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
         own = load(path)
         if own.about["gpu"] != gpu:
             raise ValueError(f"it is one of the GPU {own.about['gpu']}")
+        return _completed(own, _better(own))
     except OSError:
-        own = read(path)  # says so
+        read(path)  # says so
+        raise
     except DAMAGED as error:
         aside = _set_aside(path)
         raise TilefitError(
@@ -298,17 +332,27 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
             hint=f"It was moved to {aside.name}. Run the command again to go on without it, or make a new "
             "one: tilefit calibrate.",
         ) from error
+
+
+def _better(own: Calibration) -> list[str]:
+    """The kinds that a calibration predicted better than what shipped when it was made."""
     errors = {kind: facts.get("errors", {}) for kind, facts in own.about["networks"].items()}
-    return _completed(
-        own, [kind for kind, e in errors.items() if e.get("calibrated", 0.0) < e.get("shipped", inf)]
-    )
+    return [kind for kind, e in errors.items() if e.get("calibrated", 0.0) < e.get("shipped", inf)]
 
 
 def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
-    """A calibration with these kinds, and what else the shipped one knows; a quick one with all of that."""
+    """A calibration with these kinds, and what else the shipped one knows; a quick one with all of that.
+
+    Raises:
+        ValueError: it was made on top of what shipped with another version.
+    """
     if own.quick:
         return corrected(own)
     mine = {kind: own.networks[kind] for kind in kinds}
+    if own.on_shipped:
+        if own.about["on"] != basis(gpus.get(own.about["gpu"])):
+            raise ValueError("it was made with another version of tilefit")
+        return replace(own, networks={kind: own.networks[kind] for kind in _better(own)})
     ships = shipped(own.about["gpu"])
     theirs = {kind: net for kind, net in (ships.networks if ships else {}).items() if kind not in mine}
     title = own.title

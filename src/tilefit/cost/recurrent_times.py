@@ -29,6 +29,11 @@ DATA = Path(__file__).parent / "data" / "recurrent"
 #: short calls, and what it takes varies by more than this from run to run.
 EAGER_MARGIN = 1.1
 
+#: Sizes around a layer that say how far cuDNN is from what is computed, and what is added to the square of
+#: their distances, in octaves, so that a size measured does not count alone.
+NEIGHBOURS = 4
+_SAME_SIZE = 0.05
+
 
 class Row(NamedTuple):
     """One measured size: microseconds per time step, forward, or forward and backward if ``training``.
@@ -67,6 +72,21 @@ class Judged(NamedTuple):
     persistent_us: float
     cudnn_us: float
     is_faster: bool
+
+
+class Neighbour(NamedTuple):
+    """A measured size near a layer that cuDNN runs.
+
+    Attributes:
+        weight: Its share among the neighbours: the nearer, the larger.
+        layer: The layer measured.
+        step_us: Microseconds of its time step in a CUDA graph: forward, or backward with the weights'
+            gradients.
+    """
+
+    weight: float
+    layer: Recurrent
+    step_us: float
 
 
 class Table:
@@ -120,6 +140,32 @@ class Table:
         own_us = row.time_us(PERSISTENT, captured)
         assert own_us is not None
         return row, own_us
+
+    def by_cudnn(self, layer: Recurrent) -> list[Neighbour]:
+        """The sizes measured nearest to a layer at which cuDNN runs the same algorithm for this pass.
+
+        Their weights fall with the square of the distance, as :meth:`nearest` measures it.
+        """
+        forward = {_size(row): row for row in self._like(layer, layer.dtype, CUDNN, False, True)}
+        backward = layer.direction != FORWARD
+        rows = self._like(layer, layer.dtype, CUDNN, True, True) if backward else list(forward.values())
+        which, wanted = -1 if backward else 0, cudnn_algorithm(layer, self._gpu)[0]
+        found = []
+        for row in rows:
+            step_us, first = row.cudnn_captured_us, forward.get(_size(row))
+            if self._algorithms[row][which] != wanted or step_us is None or first is None:
+                continue
+            if backward:
+                step_us -= first.cudnn_captured_us or step_us
+            if step_us > 0:
+                distance = _distance(layer, row)
+                found.append((distance, replace(_layer(row), direction=layer.direction), step_us))
+        found = sorted(found, key=lambda near: near[0])[:NEIGHBOURS]
+        weights = [1 / (distance + _SAME_SIZE) for distance, *_ in found]
+        return [
+            Neighbour(weight / sum(weights), near, step_us)
+            for weight, (_, near, step_us) in zip(weights, found, strict=True)
+        ]
 
     def _like(self, layer: Recurrent, dtype: str, backend: str, training: bool, captured: bool) -> list[Row]:
         """Rows of a layer's kind that have a backend's time; those of one direction stand for two where two

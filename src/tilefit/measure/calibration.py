@@ -4,7 +4,8 @@ An active design. Of the products first those that show the ceilings, and a rand
 the model's first stage are fitted to them. Then, of products, streaming operations, convolutions and
 attention in turn, more of what the networks fitted so far disagree about, mixed with random draws, for as
 long as there is time. At the end an ensemble of small networks is fitted to everything, as a correction of
-the first stage. One family of shapes in six is never fitted to: on these the errors are stated, and from them
+what ships for the GPU: a few minutes tell how it differs from one that was measured for hours, not what that
+took to learn. One family of shapes in six is never fitted to: on these the errors are stated, and from them
 the intervals are taken.
 """
 
@@ -27,10 +28,13 @@ from tilefit.capture.aten import multi_tensor_launches
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analytic
 from tilefit.cost.constants import Constants, constants
-from tilefit.cost.estimate import ESTIMATED
+from tilefit.cost.estimate import ESTIMATED, Estimate
 from tilefit.cost.features import domain
 from tilefit.cost.fitting import Measured, fit
 from tilefit.cost.kernels import select
+from tilefit.cost.model import by_stages
+from tilefit.cost.priced import PricedGpu, basis
+from tilefit.cost.streaming import traffic
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure import streaming, suites
@@ -149,6 +153,7 @@ class _Rows:
 
     gpu: Gpu
     fitted: Constants
+    before: PricedGpu | None = None
     ops: list[Op] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     _inputs: list[NDArray[np.float32]] = field(default_factory=list)
@@ -156,7 +161,13 @@ class _Rows:
     _described: int = 0
 
     def describe(self, ops: Sequence[Op]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        return on_analytic(ops, self.gpu, [analytic(op, self.gpu, self.fitted) for op in ops])
+        return on_analytic(ops, self.gpu, self.first(ops))
+
+    def first(self, ops: Sequence[Op]) -> list[Estimate]:
+        """What the networks correct."""
+        if self.before is not None:
+            return by_stages([traffic(op) for op in ops], self.before, self.fitted)
+        return [analytic(op, self.gpu, self.fitted) for op in ops]
 
     def train(self, epochs: int, device: str) -> Network:
         if new := self.ops[self._described :]:
@@ -184,9 +195,11 @@ class _Session:
         measure: Callable[[ChangeSet], float],
         start: Constants,
         used: Callable[[], float],
+        before: PricedGpu | None,
         device: str,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
+        self.before = before
         self.gpu, self.measure, self.used, self.device = gpu, measure, used, device
         self.start, self.fitted = start, start
         self.on_progress = on_progress
@@ -201,7 +214,7 @@ class _Session:
         except TilefitError:
             return  # too large for this card, or not supported by it
         into = self.held_out if held_out(op) else self.rows
-        rows = into.setdefault(op.kind, _Rows(self.gpu, self.fitted))
+        rows = into.setdefault(op.kind, _Rows(self.gpu, self.fitted, self.before))
         rows.ops.append(op)
         rows.times_s.append(time_s)
         if self.on_progress:
@@ -284,7 +297,7 @@ def calibrate(
     measure: Callable[[ChangeSet], float],
     design: Design,
     *,
-    shipped: Calibration | None = None,
+    before: PricedGpu | None = None,
     launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
     device: str = "cpu",
@@ -298,7 +311,8 @@ def calibrate(
         gpu: The facts of the GPU.
         measure: Seconds of one operation; raises :class:`TilefitError` for one that cannot run.
         design: What is measured, and for how long.
-        shipped: A calibration whose errors on the same held-out operations are recorded beside.
+        before: The GPU as it is priced by what ships: the networks correct that, and its errors on the same
+            held-out operations are recorded beside. None: they correct the first stage.
         launch_scale: As :func:`tilefit.measure.launch.launch_scale` gives it.
         versions: Of the software; recorded.
         device: Where to train the networks.
@@ -307,7 +321,7 @@ def calibrate(
     Returns:
         The calibration; ``about["networks"][kind]`` holds how many operations were fitted to and held out,
         and the mean absolute relative errors on the latter (``errors``): of the first stage as it was
-        (``datasheet``), of this calibration (``calibrated``), and of ``shipped``.
+        (``datasheet``), of this calibration (``calibrated``), and of what ships (``shipped``).
 
     Raises:
         TilefitError: too few products could be measured.
@@ -317,7 +331,7 @@ def calibrate(
     def used() -> float:
         return (design.clock() - began_s) / design.budget_s
 
-    session = _Session(gpu, measure, design.start or constants(gpu), used, device, on_progress)
+    session = _Session(gpu, measure, design.start or constants(gpu), used, before, device, on_progress)
     sources, shares = design.drawn or candidates(), design.shares
     until = 0.0
     try:
@@ -340,11 +354,13 @@ def calibrate(
                     hint="Give it more time, and look whether other programs use the GPU.",
                 )
             continue
-        networks[kind], facts[kind] = _fitted(session, rows, aside, shipped)
+        networks[kind], facts[kind] = _fitted(session, rows, aside)
     fitted = session.fitted
     if "gemm" in session.held_out:
         fitted = replace(fitted, spread=_spread(session.held_out["gemm"]), provenance=ESTIMATED)
     about = {**origin(gpu, launch_scale, versions), "constants": asdict(fitted), "networks": facts}
+    if before is not None:
+        about["on"] = basis(before)
     return Calibration(networks, about, fitted, launch_scale)
 
 
@@ -359,9 +375,7 @@ def origin(gpu: Gpu, launch_scale: float, versions: Mapping[str, str] | None) ->
     }
 
 
-def _fitted(
-    session: _Session, rows: _Rows, aside: _Rows, shipped: Calibration | None
-) -> tuple[Network, dict[str, object]]:
+def _fitted(session: _Session, rows: _Rows, aside: _Rows) -> tuple[Network, dict[str, object]]:
     """A kind's networks, and what is recorded of them."""
     kind = rows.ops[0].kind
     counts = Counter(map(domain, rows.ops))
@@ -376,13 +390,18 @@ def _fitted(
     level = min(1.0, 0.9 * (1 + 1 / len(residual)))
     low, high = np.quantile(residual, (1 - level, level))
     network = replace(network, quantiles=(float(low), float(high)))
-    own = Calibration({kind: network}, {}, session.fitted)
+    own, first = Calibration({kind: network}, {}, session.fitted), aside.first(aside.ops)
+    covered = [index for index, op in enumerate(aside.ops) if own.covers(op)]
+    better = list(first)
+    corrected = own.correct([aside.ops[i] for i in covered], session.gpu, [first[i] for i in covered])
+    for index, each in zip(covered, corrected, strict=True):
+        better[index] = each
     errors = {
-        "datasheet": _error(aside, None, session.start),
-        "calibrated": _error(aside, own, session.fitted),
+        "datasheet": _error(aside, [analytic(op, session.gpu, session.start) for op in aside.ops]),
+        "calibrated": _error(aside, better),
     }
-    if shipped and kind in shipped.networks:
-        errors["shipped"] = _error(aside, shipped, session.start)
+    if session.before is not None:
+        errors["shipped"] = _error(aside, first)
     return network, {
         "domains": sorted(network.domains),
         "layers": len(network.layers),
@@ -398,13 +417,9 @@ def _fitted(
     }
 
 
-def _error(rows: _Rows, own: Calibration | None, fitted: Constants) -> float:
-    """Mean absolute relative error; what the calibration does not cover is left to the first stage."""
-    predicted = {op: analytic(op, rows.gpu, fitted) for op in rows.ops}
-    if own and (covered := [op for op in predicted if own.covers(op)]):
-        first = [predicted[op] for op in covered]
-        predicted |= zip(covered, own.correct(covered, rows.gpu, first), strict=True)
-    times = np.array([predicted[op].time_s for op in rows.ops])
+def _error(rows: _Rows, predicted: Sequence[Estimate]) -> float:
+    """Mean absolute relative error."""
+    times = np.array([each.time_s for each in predicted])
     return round(float(np.abs(times / rows.times_s - 1).mean()), 4)
 
 

@@ -26,6 +26,10 @@ ROLES = (
     "other",
 )
 
+#: The function of a copy that PyTorch makes within another operation, whose kernel takes packed rows alone.
+#: A compiler writes kernels that read any layout.
+CONTIGUOUS = "contiguous"
+
 
 @dataclass(frozen=True, slots=True)
 class Streaming(Op):
