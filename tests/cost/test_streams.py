@@ -15,7 +15,7 @@ from tilefit.cost.links import Fabric, Group
 from tilefit.cost.streams import exchange_s, fabric_of, run
 from tilefit.cost.waits import paced_s
 from tilefit.gpus import get
-from tilefit.ops import FORWARD, Exchange, Gemm, HostEvent, Program, Site, Step, StepOp
+from tilefit.ops import FORWARD, Exchange, Gemm, Habit, HostEvent, Program, Site, Step, StepOp
 from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS
 from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, TO_STREAM, WAIT, Ordered
 
@@ -119,10 +119,13 @@ def test_no_schedule_beats_its_parts_or_is_worse_than_all_after_another(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(times, min_size=1, max_size=8), st.lists(st.integers(0, 8), max_size=4))
-def test_with_one_stream_it_is_as_two_clocks_say(times_s: list[float], waits: list[int]) -> None:
+@given(st.lists(times, min_size=1, max_size=8), st.lists(st.integers(0, 8), max_size=4), st.booleans())
+def test_with_one_stream_it_is_as_two_clocks_say(
+    times_s: list[float], waits: list[int], blocking: bool
+) -> None:
     events = tuple(HostEvent(each, WAIT, "item", LINE) for each in waits)
-    made = program(events=events, exchanges=())
+    habits = (Habit("launch_blocking", LINE),) * blocking
+    made = program(events=events, exchanges=(), habits=habits)
     launches_s = [2e-3] * len(times_s)
     host_s = sum(launches_s) + len(events) * 22e-6
     expected = max(host_s, sum(times_s), paced_s(made, launches_s, times_s, H100, 1.0))

@@ -82,9 +82,8 @@ def estimate_step(
                 gpu_s -= times_s[index]
                 bound_s[estimates[index].bound] -= times_s[index]
             host_s += scale * COLLECTIVE_S * len(step.program.exchanges)
-            widths["collective", EXPOSED] = fabric_of(step.program, device).link.spread * sum(
-                streams.exposed_s
-            )
+            spread = fabric_of(step.program, device).link.spread
+            widths["collective", EXPOSED] = spread * sum(streams.exposed_s)
     time_s = max(gpu_s, host_s)
     bound_s[LAUNCH] = time_s - gpu_s
     if step.program is not None:
@@ -96,7 +95,8 @@ def estimate_step(
         time_s = paced
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
     common_s = device.common_spread * gpu_s
-    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * (time_s - gpu_s))
+    waited_s = time_s - gpu_s - bound_s.get(EXPOSED, 0.0)
+    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * waited_s)
     return StepEstimate(
         ops=estimates,
         time_s=time_s,

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
 from tilefit.cost.links import Fabric, Group, network
-from tilefit.cost.waits import copy_s
+from tilefit.cost.waits import copy_s, launches_block
 from tilefit.gpus import Gpu
 from tilefit.ops import Exchange, HostEvent, Program
 from tilefit.ops.program import AWAIT, RECORD, TO_STREAM, WAIT, Ordered
@@ -139,6 +139,7 @@ class _Clocks:
     ) -> None:
         self.program, self.launches_s, self.times_s, self.taken_s = program, launches_s, times_s, taken_s
         self.gpu, self.scale = gpu, scale
+        self.blocking = launches_block(program)
         self.host_s = 0.0
         self.ends: dict[int, float] = {0: 0.0}
         #: The collective that a stream waited for last, or ran.
@@ -175,6 +176,8 @@ class _Clocks:
     def _work(self, time_s: float, index: int) -> None:
         start_s = max(self.host_s, self.ends.get(self.stream, 0.0))
         self.ends[self.stream] = start_s + time_s
+        if self.blocking:
+            self.host_s = start_s + time_s
         self.made.spans.append(Span(self.stream, start_s, start_s + time_s, index))
         if self.stream:
             self.made.aside.append(index)
