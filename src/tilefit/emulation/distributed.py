@@ -19,6 +19,7 @@ from tilefit.emulation.device import Device
 from tilefit.emulation.streams import Event, Stream, Streams
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import leaves
+from tilefit.errors import CaptureError
 from tilefit.ops import Site
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from tilefit.ops.program import Exchange
@@ -259,7 +260,14 @@ def install(device: Device, streams: Streams) -> None:
     def spawn(function: Callable[..., Any], args: Any = (), *rest: Any, **kwargs: Any) -> None:
         function(0, *args)
 
+    def recv_object_list(*args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            "the program waits for an object of another process, and there is none",
+            hint="Stages of a pipeline tell each other shapes so: tilefit plan prices pipelines.",
+        )
+
     module: Any = dist
+    module.recv_object_list = recv_object_list
     for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
         if getattr(sys.modules[name], "init_process_group", None) is begin:
             sys.modules[name].init_process_group = init_process_group  # type: ignore[attr-defined]

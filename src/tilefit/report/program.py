@@ -94,6 +94,9 @@ def _meetings(program: Program) -> Iterator[Meeting]:
 
 def headline(around: Around) -> list[tuple[str, str]]:
     """The program and its step in a few lines: (label, words)."""
+    said = [ranks.headline(around.ranks)] if around.ranks else []
+    if not around.command:  # a model's step that several GPUs share
+        return said
     ran = f"{around.command}, stopped after {counted(around.steps, 'step')}"
     lines = [("Program", ran), ("Step", around.step)]
     copies = [each for each in around.meetings if each.kind != WAIT]
@@ -101,7 +104,7 @@ def headline(around: Around) -> list[tuple[str, str]]:
     if copies:
         count, moved = (sum(getattr(each, name) for each in copies) for name in ("count", "bytes"))
         met += f"; {count:,} {'copy' if count == 1 else 'copies'} of {units.size(moved)}"
-    return [*lines, *([ranks.headline(around.ranks)] if around.ranks else []), ("Waits", met)]
+    return [*lines, *said, ("Waits", met)]
 
 
 def footer(around: Around) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tilefit.capture.child import capture_program_in_child
+from tilefit.errors import TilefitError
 from tilefit.options import ProgramOptions
 
 _PROGRAM = """
@@ -180,3 +181,72 @@ def test_what_fully_shard_and_tensor_parallel_layers_exchange(tmp_path: Path) ->
     assert kept.memory.peak_bytes > freed.memory.peak_bytes
     streams = {each.stream for each in freed.program.order if each.kind == "exchange"}  # type: ignore[union-attr]
     assert len(streams) > 2  # of gathering, of scattering, of tensor-parallel sums
+
+
+_FLAT = """
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+distributed.init_process_group("nccl")
+layers = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(2)]
+net = FullyShardedDataParallel(
+    nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.ReLU, nn.Linear}), device_id=0,
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(32, 1024, device="cuda")).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_flat_parameters_gather_and_scatter(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_FLAT)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=8), "h100-sxm", 100)
+    assert step.program is not None
+    found = {(each.name, each.bytes, each.dtype) for each in step.program.exchanges}
+    size = 2 * 1024 * 1024
+    assert {("all-gather", size, "bf16"), ("reduce-scatter", size, "bf16")} <= found
+    assert step.memory.parameter_bytes == 2 * 4 * 1024 * 1024 // 8
+
+
+_UNUSED = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+net = nn.parallel.DistributedDataParallel(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]).cuda())
+net.module.forward = lambda x: net.module[0](x)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_parameters_without_gradients_fail_as_in_pytorch(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_UNUSED)
+    with pytest.raises(TilefitError, match="Expected to have finished reduction"):
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+
+
+def test_objects_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    lines = ["from torch import distributed", 'distributed.init_process_group("nccl")']
+    path.write_text("\n".join([*lines, "distributed.recv_object_list([None], src=1)"]))
+    with pytest.raises(TilefitError, match="object of another process"):
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+
+
+def test_ranks_are_told_to_the_program_as_torchrun_does() -> None:
+    assert ProgramOptions("train.py").environment == {}
+    told = ProgramOptions("train.py", ranks=32, nodes=8).environment
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("0", "32", "4")
+    assert ProgramOptions("train.py", ranks=32).environment["LOCAL_WORLD_SIZE"] == "8"
+    with pytest.raises(TilefitError, match="3 machines do not share 32 processes"):
+        ProgramOptions("train.py", ranks=32, nodes=3)
