@@ -1,5 +1,5 @@
 # The two commands of the README. Each works alone in a fresh clone, with Python >= 3.11 and a package index.
-.PHONY: demo test
+.PHONY: demo test site dist
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,6 +11,17 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
+
+# The documentation, in build/site; a warning fails it.
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# Wheel and sdist, in dist; made twice, they are the same.
+dist: $(VENV)/.dev
+	rm -rf dist build/again
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m hatchling build -d build/again
+	cmp dist/*.whl build/again/*.whl && cmp dist/*.tar.gz build/again/*.tar.gz
 
 $(BIN)/python:
 	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -33,4 +44,9 @@ $(VENV)/.demo: $(VENV)/.torch
 $(VENV)/.dev: $(VENV)/.torch
 	@echo "Installing tilefit and what its tests need"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(INPUTS) | $(BIN)/python
+	@echo "Installing what the site is built with"
+	@$(PIP) install -c constraints.txt 'mkdocs-material' 'mkdocstrings[python]'
 	@touch $@

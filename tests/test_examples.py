@@ -128,6 +128,21 @@ def test_commands_in_the_documentation_print_what_stands_there(
     )
 
 
+#: Blocks of output that no command here can print again: of files that are not part of the project.
+_WRITTEN_BY_HAND = {"fix.md": 2, "formats.md": 1, "plan.md": 1, "precision.md": 1}
+
+
+def test_output_in_the_documentation_is_generated() -> None:
+    found: dict[str, int] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for marked, block in re.findall(r"(<!-- begin -->\n)?```console\n(.*?)^```$", text, re.M | re.S):
+            printed = [line for line in block.splitlines() if line and not line.startswith(("$", "#", " "))]
+            if printed and not marked:
+                found[page.name] = found.get(page.name, 0) + 1
+    assert found == _WRITTEN_BY_HAND
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "decisions").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -34,6 +35,30 @@ def test_it_is_small_and_holds_the_package_alone(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"tilefit", f"tilefit-{__version__}.dist-info"}
     sources = (path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file())
     assert {str(path) for path in sources if "__pycache__" not in path.parts} <= names
+
+
+def test_the_sources_build_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    def build(kind: str, source: Path, to: str) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(tmp_path / to)]
+        subprocess.run(command, cwd=source, check=True, capture_output=True)
+        (found,) = (tmp_path / to).iterdir()
+        return found
+
+    sdist = build("sdist", ROOT, "sdist")
+    assert sdist.stat().st_size < 1.25 * LARGEST_BYTES  # the tests are in it
+    with tarfile.open(sdist) as opened:
+        opened.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    for name in (
+        "tests/test_wheel.py",
+        "docs/index.md",
+        "mkdocs.yml",
+        "Makefile",
+        "constraints.txt",
+        "examples/train.py",
+    ):
+        assert (unpacked / name).is_file(), name
+    assert build("wheel", unpacked, "again").read_bytes() == wheel.read_bytes()
 
 
 def test_it_works_without_the_sources(wheel: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 
@@ -15,6 +15,7 @@ from tilefit.ops import Step
 from tilefit.options import Selection
 from tilefit.report import Report, build
 from tilefit.report.build import batch_curve
+from tilefit.report.report import Combination
 from tilefit.rules import Context, Finding
 from tilefit.rules.engine import Found
 
@@ -56,7 +57,7 @@ class Assessment:
     def report(self) -> Report:
         """Everything about the step, as data."""
         step, gpu, estimate = self.step, self.gpu, self.context.estimate
-        return build(
+        report = build(
             step,
             gpu,
             estimate,
@@ -66,6 +67,8 @@ class Assessment:
             environment=_versions(),
             safe_gain_s=rules.safe_gain_s(self.context, self.found),
         )
+        times = rules.combinations(self.context, self.found)
+        return replace(report, combinations=tuple(Combination(*each) for each in times))
 
 
 def _versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ rendered where it is defined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -97,6 +97,7 @@ def render(
     ops: bool = False,
     limit: int = 0,
     width: int = 80,
+    prices: Mapping[str, float] | None = None,
 ) -> str:
     """A document as text in one of its formats; of a report in one of :data:`FORMATS`.
 
@@ -108,11 +109,12 @@ def render(
         ops: The operations too (``text`` and ``markdown``).
         limit: The most operations of a comparison of two reports (``text`` and ``markdown``); 0: all.
         width: Columns of the ``text`` format.
+        prices: Of a GPU for an hour, by name; "" stands for all others (``text`` and ``html``).
 
     Raises:
         UsageError: there is no such format.
     """
-    made = make(document, format, show_all=show_all, ops=ops, limit=limit, width=width)
+    made = make(document, format, show_all=show_all, ops=ops, limit=limit, width=width, prices=prices)
     return made if isinstance(made, str) else console.plain(made, width)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, Literal, TypedDict, get_args
 
 from tilefit.errors import UsageError
@@ -41,6 +42,25 @@ def refuse(names: Iterable[str], why: str) -> None:
     """
     for name in names:
         raise UsageError(f"{spelled(name)} has no effect: {why}", hint="Leave it out.")
+
+
+def require_in_range(options: Any) -> None:
+    """Check the numbers of some options, as the command line does.
+
+    Raises:
+        UsageError: one is no number of its kind, or none that its option takes.
+    """
+    for each in fields(options):
+        least, most = each.metadata.get("min"), each.metadata.get("max")
+        value = getattr(options, each.name)
+        if value is None or least is None:
+            continue
+        kind = float if "float" in str(each.type) else int
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not is_number or not least <= value <= (inf if most is None else most):
+            wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+            noun = "a number" if kind is float else "a whole number"
+            raise UsageError(f"{spelled(each.name)} is {value!r}", hint=f"Give {noun}, {wanted}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +182,7 @@ class TargetOptions(StepOptions):
         # A lone text would be taken for a list of one-letter inputs.
         given: object = self.input
         object.__setattr__(self, "input", (given,) if isinstance(given, str) else tuple(self.input))
+        require_in_range(self)
 
     def refuse_sizes(self, why: str, names: Iterable[str] = INPUT_SIZES) -> None:
         """Refuse sizes that would have no effect.
@@ -305,6 +326,7 @@ class Selection:
             object.__setattr__(self, name, (codes,) if isinstance(codes, str) else tuple(codes))
         ignores = {pattern: tuple(codes) for pattern, codes in (self.per_module_ignores or {}).items()}
         object.__setattr__(self, "per_module_ignores", ignores)
+        require_in_range(self)
 
 
 class SelectionKeywords(TypedDict, total=False):

@@ -57,7 +57,9 @@ def assert_no_waste(
     """Fail where a step wastes more of a GPU than it may. No GPU is needed, and nothing is computed.
 
     Args:
-        model, inputs, gpu: As of :func:`tilefit.check`; with several GPUs, each must pass.
+        model: As of :func:`tilefit.check`.
+        inputs: Likewise.
+        gpu: Likewise; of several each must pass.
         max_waste: The largest waste allowed, as a share of the step's predicted time (``0.05``) or in per
             cent (``"5%"``). This module's documentation says what waste is.
         rules: Codes of the rules that count, or their beginnings, such as ``["ALN", "QNT"]`` for sizes

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: The package's own folder.
 FOLDER = Path(__file__).parent

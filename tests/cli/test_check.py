@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tilefit.capture import child
+from tilefit.cli import check
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,
@@ -263,3 +265,41 @@ def test_a_model_file_that_fails_is_one_message(tilefit, tmp_path: Path) -> None
     assert "no such luck" in ran.err
     assert "model.py" in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_several_targets_in_one_call(tilefit, tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(
+        "from torch import nn, randn\n"
+        "def a(): return nn.Linear(4096, 4095), randn(8192, 4096)\n"
+        "def b(): return nn.Linear(4096, 4096), randn(8192, 4096)\n"
+    )
+    options = ("--gpu", "h200", "--amp", "bf16", "--select", "ALN", "--output-format", "concise")
+    ran = tilefit("check", "two.py:b", "two.py:a", *options)
+    assert (ran.code, ran.out.count("ALN001")) == (1, 1)
+    assert tilefit("check", "two.py:b", *options).code == 0
+    assert "several targets" in tilefit("check", "two.py:a", "two.py:b", "--output-file", "x.html").err
+    assert "cannot read the target 'two'" in tilefit("check", "two.py:a", "two").err
+
+
+def test_a_change_is_checked_again(tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "net.py"
+    text = "from torch import nn, randn\ndef build(): return nn.Linear(4096, 4095), randn(8192, 4096)\n"
+    file.write_text(text)
+    edits = iter([text.replace("4095", "4096"), "def build(: pass\n"])
+
+    def edit(seconds: float) -> None:
+        new = next(edits, None)
+        if new is None:
+            raise KeyboardInterrupt
+        file.write_text(new)
+        os.utime(file, ns=(0, len(new)))
+
+    monkeypatch.setattr(check, "sleep", edit)
+    ran = tilefit(
+        *("check", "net.py:build", "--gpu", "h200", "--amp", "bf16", "--select", "ALN"),
+        *("--output-format", "concise", "--watch"),
+    )
+    assert ran.code == 130
+    assert ran.out.count("ALN001") == 1  # then it was mended, and then it was no Python
+    assert "net.py:1" in ran.err
+    assert ran.err.count("waiting for a change") == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from report import browser
 from report.conftest import HOSTILE
 from tilefit.report import Comparison, Report, Table, Watched
+from tilefit.report.report import Combination
 from tilefit.rules.finding import Alarm
 
 _ROWS = "[...document.querySelectorAll('tbody tr[data-row]')].filter(row => row.offsetParent)"
@@ -141,6 +143,44 @@ def test_many_rows_are_shown_when_asked_for(
     assert chromium.evaluate("document.querySelector('.more').hidden")
 
 
+def _chosen_from(report: Report) -> Report:
+    """The report with what its two findings save together: less than both alone."""
+    times = (((0,), 32e-3), ((1,), 38.8e-3), ((0, 1), 31e-3))
+    return replace(report, tokens=1024, combinations=tuple(Combination(*each) for each in times))
+
+
+def test_changes_are_tried_without_a_network(
+    chromium: browser.Browser, report: Report, tmp_path: Path
+) -> None:
+    _open(chromium, _chosen_from(report), tmp_path)
+    said = "document.querySelector('.whatif output').textContent"
+    assert chromium.evaluate(said) == (
+        "32 ms a step · 1.25 times as fast as 40 ms · 512,000 tokens per second"
+    )
+    chromium.click(".whatif label:last-of-type input")
+    assert chromium.evaluate(said).startswith("31 ms a step · 1.29 times as fast")
+    chromium.click(".whatif .price input")
+    chromium.type("3.6")
+    # 3.6 an hour is a thousandth a second: 1e9 tokens of 16,384 in 31 ms.
+    assert chromium.evaluate(said).endswith("1.89 per billion tokens instead of 2.44")
+    for box in (1, 2):
+        chromium.click(f".whatif label:nth-of-type({box}) input")
+    assert chromium.evaluate(said).startswith("40 ms a step · 410,000 tokens per second")
+    assert chromium.errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_anyone_from_reading_it(
+    chromium: browser.Browser, report: Report, comparison: Comparison, tmp_path: Path, scheme: str
+) -> None:
+    axe = files(pytest.importorskip("axe_core_python")).joinpath("axe.min.js").read_text(encoding="utf-8")
+    for document in (_chosen_from(report), comparison):
+        _open(chromium, document, tmp_path, scheme=scheme)
+        chromium.evaluate(f"{axe};0")
+        told = "found.violations.map(each => `${each.impact} ${each.id}: ${each.nodes[0].html}`)"
+        assert chromium.evaluate(f"axe.run().then(found => {told})") == []
+
+
 @pytest.mark.parametrize("width", [390, 768, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_the_width_in_both_schemes(
@@ -177,7 +217,7 @@ def test_one_gpu_of_several_is_shown_at_a_time(
     chromium: browser.Browser, comparison: Comparison, tmp_path: Path
 ) -> None:
     _open(chromium, comparison, tmp_path)
-    shown = "[...document.querySelectorAll('article.report')].map(each => !each.hidden)"
+    shown = "[...document.querySelectorAll('div.report')].map(each => !each.hidden)"
     assert chromium.evaluate(shown) == [True, False]
     chromium.click("#tab-1")
     assert chromium.evaluate(shown) == [False, True]

@@ -19,6 +19,7 @@ from tilefit.report import json_schema as schema
 from tilefit.report.report import (
     REPORT_SCHEMA,
     BatchPoint,
+    Combination,
     HostWait,
     MeasuredOp,
     MeasuredStep,
@@ -50,6 +51,8 @@ def full(report: Report) -> Report:
         batch_curve=(BatchPoint(1, 1e-3, 0.9e-3, 1.1e-3, 1000),),
         environment={"torch": "2.13"},
         safe_gain_s=1e-3,
+        combinations=(Combination((0, 1), 30e-3),),
+        tokens=1024,
         ops=(replace(report.ops[0], tile=(128, 256), waves=1.5, reason="full", measured=op), *report.ops[1:]),
         measured=measured,
         profile="measured somewhere",

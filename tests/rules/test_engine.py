@@ -14,7 +14,19 @@ from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.options import Selection
-from tilefit.rules import Change, Context, Finding, Place, Proposal, Rule, engine, find, run, safe_gain_s
+from tilefit.rules import (
+    Change,
+    Context,
+    Finding,
+    Place,
+    Proposal,
+    Rule,
+    combinations,
+    engine,
+    find,
+    run,
+    safe_gain_s,
+)
 
 
 def proposal(change: Change | None, module: str = "a", severity: str = "", safety: str = "safe") -> Proposal:
@@ -177,3 +189,34 @@ def test_a_change_of_the_whole_step_stands_alone(step: Step, together) -> None:
     tiny = replace(step.ops[0], op=Gemm(15360, 4096, 4096))
     whole = proposal(Change(step=replace(step, ops=(tiny, *step.ops[1:]))), "whole")
     assert together(small, whole) == together(small) > together(whole) > 0
+
+
+def test_compilation_is_priced_on_top_of_other_changes(step: Step, together, h200: Gpu) -> None:
+    """It is made of the changed step, so that what both save counts once."""
+
+    def shorter(of: Step) -> Step:
+        return replace(of, ops=of.ops[1:])
+
+    first = proposal(Change({0: (), 1: ()}), "first")
+    whole = proposal(Change(step=shorter(step), rewrite=shorter), "whole")
+    after = estimate_step(shorter(replace(step, ops=step.ops[2:])), h200)
+    assert together(first, whole) == pytest.approx(estimate_step(step, h200).time_s - after.time_s)
+    assert together(first, whole) > max(together(first), together(whole))
+
+
+def test_every_choice_of_findings_has_a_time(step: Step, run_with, h200: Gpu) -> None:
+    changes = (Change({0: ()}), Change({1: ()}), Change({0: (), 1: ()}))
+    run_with(step, *(proposal(change, str(index)) for index, change in enumerate(changes)))
+    context = Context(step, h200, estimate_step(step, h200))
+    found = find(context, Selection())
+    times = dict(combinations(context, found))
+    assert len(times) == 2 ** len(found) - 1
+    for chosen, time_s in times.items():
+        parts = [times[part] for part in times if set(part) < set(chosen)]
+        assert time_s <= min(parts, default=context.estimate.time_s)
+        saved = context.estimate.time_s - time_s
+        assert saved <= sum(found[index].finding.gain_s for index in chosen) * (1 + 1e-9)
+    both = next(i for i, each in enumerate(found) if each.finding.module == "2")
+    assert times[tuple(range(len(found)))] == pytest.approx(
+        times[(both,)]
+    )  # what one change does is not saved again

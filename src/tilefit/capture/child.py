@@ -43,9 +43,10 @@ def _capture_target(target: str, options: TargetOptions) -> Step:
     from tilefit.capture.failures import CHECK_INPUTS
     from tilefit.capture.run import capture
     from tilefit.capture.semantic import SHORTER_INPUTS
+    from tilefit.capture.sites import noting_makers
     from tilefit.capture.targets import load
 
-    with _uncollected():
+    with _uncollected(), noting_makers():
         loaded = load(target, options)
     if options.weights:
         loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))

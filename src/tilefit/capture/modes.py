@@ -199,6 +199,8 @@ class Modes:
             batch=batch_of(inputs, self.recorder.ops),
             parameters=parameters,
             modules=dict(self.sites.classes),
+            made=dict(self.sites.made),
+            libraries=tuple(self.sites.libraries),
             model=name,
             notes=(*notes, *self.notes, *self.semantic.fused.notes),
         )

@@ -24,7 +24,7 @@ def require_readable(target: str) -> None:
         TargetError: the file it names is not there.
     """
     _, colon, name = target.partition(":")
-    if not colon or not name:
+    if not colon or not name or target.startswith(":"):
         *usages, last = (f"{prefix}:{rest}" for prefix, rest in LIBRARIES.items())
         raise UsageError(
             f"cannot read the target {target!r}",

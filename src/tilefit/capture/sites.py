@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from tilefit.ops import Attention, Fallback, Site
+from tilefit.ops.step import maker
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DRIVER = os.path.join(_HERE, "run.py")
@@ -26,6 +27,41 @@ _FOREIGN = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     "<frozen",
 )
+
+
+#: Where a module keeps the line that made it.
+_MADE = "_tilefit_made"
+
+
+@contextmanager
+def noting_makers() -> Iterator[None]:
+    """Within the block every module that is made remembers the user's line that made it, or what it is in."""
+
+    def noted(module: nn.Module, *args: Any, **keywords: Any) -> None:
+        plain(module, *args, **keywords)
+        module.__dict__[_MADE] = _maker(module)
+
+    plain = nn.Module.__init__
+    with patch.object(nn.Module, "__init__", noted):
+        yield
+
+
+def _maker(module: nn.Module) -> str:
+    """``file:line`` of the innermost frame of the user's that is not the module's own constructor."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if not (_is_foreign(code.co_filename) or _is_installed(code.co_filename)):
+            own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is module
+            if not own:
+                return f"{short_path(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return "-packages" + os.sep in filename
 
 
 def _is_foreign(filename: str) -> bool:
@@ -60,6 +96,10 @@ class SiteTracker:
         self._on_root = on_root
         self._on_backward, self._on_gradients = on_backward, on_gradients
         self._is_model = is_model
+        #: The user's line that made a module, by its path; of those inside it only where it is another.
+        self.made: dict[str, str] = {}
+        #: Folders of installed packages that operations' lines are in.
+        self.libraries: dict[str, None] = {}
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
         self._types: dict[str, type[nn.Module]] = {}
@@ -102,6 +142,9 @@ class SiteTracker:
             self._names.setdefault(id(module), path)
             self._classes.setdefault(path, type(module).__name__)
             self._types.setdefault(path, type(module))
+            line = module.__dict__.get(_MADE, "")
+            if line != maker(self.made, path):
+                self.made.setdefault(path, line)
         self._on_root(prefix, root)
 
     @contextmanager
@@ -186,6 +229,8 @@ class SiteTracker:
         if path is None:
             path = "" if _is_foreign(code.co_filename) else short_path(code.co_filename)
             self._user_code[code] = path
+            if path and _is_installed(code.co_filename):
+                self.libraries[path.partition(os.sep)[0]] = None
         return path
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from time import sleep
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilefit.capture.naming import require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile, Libraries
 from tilefit.cli.completion import gpu_option
 from tilefit.cli.option_groups import grouped
+from tilefit.errors import TilefitError, UsageError
 
+if TYPE_CHECKING:
+    from tilefit.session import Session
+
+#: Seconds between two looks at the files that are watched.
+_LOOK_S = 0.5
 #: More take over half a minute to look at, at 0.3 ms each (2 CPU cores).
 _MANY_OPS = 100_000
 
@@ -36,13 +47,28 @@ def check(
     program: step_options.OfProgram,
     selection: step_options.Rules,
     shown: report_output.Shown,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Check again whenever a Python, TOML or JSON file below this folder changes.",
+            rich_help_panel=report_output.PANEL,
+        ),
+    ] = False,
 ) -> int:
     """Check a model, or a program: what a step costs on a GPU, where it wastes it, what a change saves.
 
-    A program's own arguments stand after --. Nothing is downloaded and no GPU is needed. Exit code: 0
-    nothing found, 1 findings, 2 could not run.
+    Behind a model stand more models, behind a program and -- its own arguments. Nothing is downloaded and no
+    GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
-    is_program = step_options.refuse_of_others(context, target, program)
+    is_program = step_options.refuse_of_others(context, target, program, several=True)
+    targets = (target,) if is_program else (target, *(arguments or ()))
+    for each in targets[1:]:
+        require_readable(each)
+    if len(targets) > 1 and shown.output_file:
+        raise UsageError(
+            "one file cannot hold several targets", where="--output-file", hint="Check each alone."
+        )
     from tilefit.cost.priced import resolve, with_libraries
     from tilefit.rules import select
 
@@ -56,15 +82,39 @@ def check(
     from tilefit.capture.child import capture_in_child, capture_program_in_child
     from tilefit.session import Session
 
-    captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
     if is_program:
         program = replace(program, program=target, arguments=tuple(arguments or ()))
-    with output.progress(f"{'Running' if is_program else 'Capturing'} {target}") as tell:
-        if is_program:
-            run = partial(capture_program_in_child, program, gpus[0].name)
-            captured = partial(run, capture.timeout, tell)
-        session = Session(captured, gpus, selection, split)
-        step = session.step
+
+    def checked(target: str) -> int:
+        captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
+        with output.progress(f"{'Running' if is_program else 'Capturing'} {target}") as tell:
+            if is_program:
+                run = partial(capture_program_in_child, program, gpus[0].name)
+                captured = partial(run, capture.timeout, tell)
+            session = Session(captured, gpus, selection, split)
+            session.step  # noqa: B018 - captured now
+        return _shown(session, shown)
+
+    code = 0
+    while True:
+        before = _stamps(Path.cwd()) if watch else {}
+        for each in targets:
+            try:
+                code = max(code, checked(each))
+            except TilefitError as error:
+                if not watch:
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+        if not watch:
+            return code
+        output.note("waiting for a change; Ctrl-C ends")
+        while _stamps(Path.cwd()) == before:
+            sleep(_LOOK_S)
+
+
+def _shown(session: Session, shown: report_output.Destination) -> int:
+    """Look for waste in what was captured, and show it; the exit code."""
+    step = session.step
     if len(step.ops) > _MANY_OPS:
         output.note(
             f"the step has {len(step.ops):,} operations, as a loop over tokens or time steps makes them: "
@@ -74,3 +124,16 @@ def check(
         document = session.report
     shown.show(document)
     return document.exit_code
+
+
+def _stamps(folder: Path) -> dict[str, int]:
+    """When each file was changed that a check may depend on; what begins with a dot is left out."""
+    found = {}
+    for here, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        for name in files:
+            if name.endswith((".py", ".toml", ".json")):
+                path = os.path.join(here, name)
+                with suppress(OSError):  # gone since
+                    found[path] = os.stat(path).st_mtime_ns
+    return found

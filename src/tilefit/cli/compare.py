@@ -18,7 +18,7 @@ _Shown = Annotated[
     report_output.Destination,
     Group(
         report_output.PANEL,
-        without=("show_all", "ops"),
+        without=("show_all", "ops", "price"),
         help={
             "output_format": "Of reports: text, markdown or json; default: by the ending of the file, "
             "else text."

@@ -56,10 +56,11 @@ def load(start: Path) -> Config:
 def parse(path: Path) -> Config:
     """The configuration in one file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("tilefit", {})
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path)) from error
     reader = _Reader(f"{path}, [tool.tilefit]")
+    table = reader.table("tool", document.get("tool", {})).get("tilefit", {})
     readers = {
         "gpu": reader.strings,
         "select": reader.strings,

@@ -70,7 +70,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
     from rich.text import Text
 
     from tilefit import units
-    from tilefit.report.text import times
+    from tilefit.report.text import because, times
 
     product, predicted = told.gemm, told.estimate
     title = Text.assemble(
@@ -86,7 +86,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
         ),
         ("Bound", predicted.bound),
         ("Intensity", f"{told.intensity:.0f} FLOP/byte, {side} the GPU's {told.ops_per_byte:.0f}"),
-        ("Kernels", f"{predicted.kernel_family}: {told.kernel.reason}"),
+        ("Kernels", f"{predicted.kernel_family}: {because(predicted.kernel_family, told.kernel.reason)}"),
         ("Tile", _tile(told)),
         ("Waves", f"{told.waves:.2f}; the last one fills {units.share(told.last_wave_fill)} of the SMs"),
         ("Floor", f"{units.seconds(told.floor_s)}, the least that physics allows"),

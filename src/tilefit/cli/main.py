@@ -17,6 +17,7 @@ from tilefit.cli import (
     compare,
     curve,
     doctor,
+    explain,
     fix,
     gemm,
     gpu,
@@ -28,6 +29,7 @@ from tilefit.cli import (
     rules,
     step_options,
     sweep,
+    tour,
 )
 from tilefit.cli.commands import Verbs
 from tilefit.errors import TilefitError
@@ -47,6 +49,7 @@ app = Verbs(
 _VERBS: tuple[Callable[..., object], ...] = (
     check.check,
     fix.fix,
+    explain.explain,
     report.report,
     rules.rules,
     rule.rule,
@@ -57,6 +60,7 @@ _VERBS: tuple[Callable[..., object], ...] = (
     compare.compare,
     calibrate.calibrate,
     doctor.doctor,
+    tour.tour,
 )
 for _verb in _VERBS:
     app.command()(_verb)

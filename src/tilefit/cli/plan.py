@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Annotated
 
 import typer
@@ -84,7 +83,7 @@ def plan(
 
     require_readable(target)
     net = network(rented.network)
-    prices = _prices(rented.price)
+    prices = report_output.prices(rented.price)
     arguments = _sizes(set_ or ())
 
     from tilefit.cost.priced import resolve
@@ -111,26 +110,6 @@ def plan(
             tell,
         ).plan()
     where.write(replace(made, explain=view.explain, launch=view.launch), show_all=view.show_all)
-
-
-def _prices(texts: Iterable[str]) -> dict[str, float]:
-    """Prices by GPU; of all others under "".
-
-    Raises:
-        UsageError: one is no price.
-    """
-    found = {}
-    for text in texts:
-        name, _, price = text.rpartition("=")
-        try:
-            found[name] = float(price)
-        except ValueError:
-            found[name] = -1.0
-        if not isfinite(found[name]) or found[name] < 0:
-            raise UsageError(
-                f"cannot read the price {text!r}", where="--price", hint="Write --price 2.5 or h100-sxm=2.5."
-            )
-    return found
 
 
 def _sizes(texts: Iterable[str]) -> dict[str, int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
 from tilefit import formats
 from tilefit.cli import output
 from tilefit.cli.option_groups import Group
+from tilefit.errors import UsageError
 from tilefit.formats import FORMATS, Format
-from tilefit.options import option
+from tilefit.options import option, refuse
 
 PANEL = "Output"
 
@@ -30,21 +33,55 @@ class Destination:
         f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}; default: by the ending of the file, else text.",
         metavar="FORMAT",
     )
+    price: tuple[str, ...] = option(
+        (), "Of a GPU for an hour: says what work costs. NAME=PRICE where GPUs are compared.", metavar="PRICE"
+    )
     output_file: Path | None = option(
         None, "Write there instead of to stdout.", metavar="FILE", callback=output.writable
     )
 
     def __post_init__(self) -> None:
         formats.require_ending(self.output_file, self.output_format, FORMATS)
+        ending = self.output_file.suffix.lower() if self.output_file else ""
+        chosen = self.output_format or next(name for name in FORMATS if ending in formats.ENDINGS[name])
+        if prices(self.price) and chosen not in ("text", "html"):
+            refuse(["price"], "text and html say what work costs")
 
     def show(self, document: object, **options: Any) -> None:
         """Write a document; ``options`` as of :func:`show`."""
-        more = {"show_all": self.show_all, "ops": self.ops, **options}
+        known = {report.gpu for report in getattr(document, "reports", ())}
+        for name in prices(self.price).keys() - {"", *known}:
+            raise UsageError(
+                f"a price of {name}, which is not checked", where="--price", hint=f"It is {', '.join(known)}."
+            )
+        more = {"show_all": self.show_all, "ops": self.ops, "prices": prices(self.price), **options}
         show(document, self.output_format, self.output_file, **more)
 
 
 Shown = Annotated[Destination, Group(PANEL)]
-ShownWhole = Annotated[Destination, Group(PANEL, without=("ops",), help={"show_all": "The tables as well."})]
+ShownWhole = Annotated[
+    Destination, Group(PANEL, without=("ops", "price"), help={"show_all": "The tables as well."})
+]
+
+
+def prices(texts: Iterable[str]) -> dict[str, float]:
+    """Prices by GPU; of all others under "".
+
+    Raises:
+        UsageError: one is no price.
+    """
+    found = {}
+    for text in texts:
+        name, _, price = text.rpartition("=")
+        try:
+            found[name] = float(price)
+        except ValueError:
+            found[name] = -1.0
+        if not isfinite(found[name]) or found[name] < 0:
+            raise UsageError(
+                f"cannot read the price {text!r}", where="--price", hint="Write --price 2.5 or h100-sxm=2.5."
+            )
+    return found
 
 
 def show(

@@ -94,7 +94,12 @@ def is_script(text: str) -> bool:
 
 
 def refuse_of_others(
-    context: typer.Context, target: str, program: ProgramOptions, of_models: Sequence[str] = ()
+    context: typer.Context,
+    target: str,
+    program: ProgramOptions,
+    of_models: Sequence[str] = (),
+    *,
+    several: bool = False,
 ) -> bool:
     """Whether a target is a program; options of the other kind of target are refused.
 
@@ -103,6 +108,7 @@ def refuse_of_others(
         target: As it was typed.
         program: Options of programs.
         of_models: Options of models alone, beside those of their step.
+        several: What stands behind a model are more of them.
 
     Raises:
         UsageError: an option has no effect, or the target is not understood.
@@ -115,7 +121,8 @@ def refuse_of_others(
         refuse_given(context, [*names, *of_models], why)
         require_program(target, program.is_module)
     else:
-        refuse_given(context, [each.name for each in fields(ProgramOptions)], "the target is no program")
+        names = [each.name for each in fields(ProgramOptions) if not (several and each.name == "arguments")]
+        refuse_given(context, names, "the target is no program")
         require_readable(target)
     return is_program
 

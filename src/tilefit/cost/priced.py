@@ -225,7 +225,7 @@ def _local() -> Gpu:
         raise UsageError(
             "no GPU was named, and none was found in this machine",
             hint='Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. A GPU in this '
-            "machine is found with the nvml extra: pip install tilefit[nvml].",
+            "machine is found by nvidia-ml-py: pip install nvidia-ml-py.",
         )
     return device
 

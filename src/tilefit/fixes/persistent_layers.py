@@ -37,7 +37,7 @@ class Persistent(ChangeSet):
 
     def make(self, run: Run, edits: Edits) -> None:
         if torch.cuda.is_available() and not has_bindings():
-            raise RefusedError("the kernels need the package cuda-bindings: pip install 'tilefit[rnn]'")
+            raise RefusedError("the kernels need the package cuda-bindings: pip install cuda-bindings")
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
             kind = next((kind for kind in _KINDS if type(module) is kind), None)
@@ -59,7 +59,7 @@ class PersistentLayers(Fix):
     the layers run as before.
 
     Refused: subclasses of the three, parametrised weights, modules whose ``forward`` was replaced; on a
-    machine with a GPU, where the package is missing that the kernels need (``pip install 'tilefit[rnn]'``).
+    machine with a GPU, where the package is missing that the kernels need (``pip install cuda-bindings``).
     """
 
     name = "persistent-kernels"

@@ -91,7 +91,9 @@ def optimize(
 
     Args:
         model: A module; it is changed in place, which :meth:`Plan.undo` takes back.
-        inputs, gpu, loss: As for :func:`tilefit.check`; one GPU.
+        inputs: As for :func:`tilefit.check`.
+        gpu: Likewise; one GPU.
+        loss: Likewise.
         level: ``"safe"``: fixes that keep the function; ``"unsafe"``: also those that may change training.
         budget: Seconds after which no further fix is looked for; None for no limit.
         memory_bytes: What the tensors of a step may take at once; None for what fits the GPU. A training step

@@ -104,7 +104,8 @@ def verify(
     and stay as they are.
 
     Args:
-        original, fixed: Two modules with the same parameters.
+        original: A module.
+        fixed: One with the same parameters.
         inputs: As for :func:`tilefit.check`, with values; use few and small ones.
         loss: Makes the loss of the output; without it the output's ``loss``, else the distance of
             all outputs to random numbers.

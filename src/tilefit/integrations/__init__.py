@@ -1,1 +1,1 @@
-"""Callbacks for other libraries' trainers; each module imports its library when it is imported itself."""
+"""Callbacks for other libraries' trainers, each imported with its module, and reports in trackers."""

@@ -294,6 +294,6 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise UsageError(
-            "Parquet needs pyarrow, which is not installed", hint="Run: pip install 'tilefit[parquet]'."
+            "Parquet needs pyarrow, which is not installed", hint="Run: pip install pyarrow."
         ) from error
     return pyarrow, pyarrow.parquet

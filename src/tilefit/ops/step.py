@@ -28,6 +28,9 @@ class Step:
         notes: What a reader must know about the capture (assumptions, things not seen).
         shards: Of one tensor-parallel rank's step, how sizes are divided; empty for a whole step.
         program: The program around it, where a whole program was run.
+        made: The user's line that made a module, by its path; of the modules inside it only where it is
+            another. Empty where that was not seen.
+        libraries: Folders of installed packages that operations' lines are in.
     """
 
     ops: tuple[StepOp, ...]
@@ -41,6 +44,8 @@ class Step:
     notes: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
     program: Program | None = None
+    made: Mapping[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()
 
     @property
     def flop(self) -> int:
@@ -55,6 +60,13 @@ class Step:
     def parameter_count(self) -> int:
         return sum(prod(parameter.shape) for parameter in self.parameters.values())
 
+    def origin(self, module: str, source: str) -> str:
+        """The user's line that made a module (or what fits a pattern), where a line is not the user's own;
+        empty where it is, or where that was not seen."""
+        if source and source.partition("/")[0] not in self.libraries:
+            return ""
+        return maker(self.made, module.partition("*")[0].removesuffix("."))
+
     def to_json(self) -> str:
         """The step as JSON text, compact: sites and tensors are written once and referred to."""
         return step_json.dump({each.name: getattr(self, each.name) for each in fields(self)})
@@ -67,3 +79,10 @@ class Step:
             TilefitError: the text is not such a step, or of another version.
         """
         return cls(**step_json.load(text))
+
+
+def maker(made: Mapping[str, str], module: str) -> str:
+    """The line that made a module, of lines by path: its own, or that of the module it is in."""
+    while module and module not in made:
+        module = module.rpartition(".")[0]
+    return made.get(module, "")

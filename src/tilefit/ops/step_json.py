@@ -53,6 +53,7 @@ def dump(step: Mapping[str, Any]) -> str:
             name: [p.shape, p.dtype, p.aliases, p.trainable] for name, p in step["parameters"].items()
         },
         "modules": dict(step["modules"]),
+        "made": dict(step["made"]),
         "shards": [asdict(shard) for shard in step["shards"]],
         "program": asdict(step["program"]) if step["program"] is not None else None,
     }
@@ -106,6 +107,8 @@ def load(text: str) -> dict[str, Any]:
             "modules": data["modules"],
             "model": data["model"],
             "notes": tuple(data["notes"]),
+            "made": data.get("made", {}),
+            "libraries": tuple(data.get("libraries", ())),
             "shards": tuple(Shard(**shard) for shard in data.get("shards", ())),
             "program": _program(**data["program"]) if data.get("program") else None,
         }

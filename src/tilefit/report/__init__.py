@@ -6,6 +6,7 @@ from pkgutil import iter_modules
 from tilefit.formats import FORMATS, render
 from tilefit.report.build import build
 from tilefit.report.json_reader import load, loads
+from tilefit.report.lesson import Lesson, explain
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, Report
 from tilefit.report.watched import Table, Watched
 
@@ -14,10 +15,12 @@ __all__ = [
     "REPORT_SCHEMA",
     "Comparison",
     "Document",
+    "Lesson",
     "Report",
     "Table",
     "Watched",
     "build",
+    "explain",
     "load",
     "loads",
     "render",

@@ -12,6 +12,7 @@ from tilefit.cost.footprint import footprint
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
 from tilefit.ops.scaling import scale_batch
+from tilefit.parallel.planning import tokens_of
 from tilefit.report.program import Around
 from tilefit.report.report import (
     BatchPoint,
@@ -81,6 +82,7 @@ def build(
         batch_curve=tuple(batch_curve),
         environment=dict(environment or {}),
         safe_gain_s=safe_gain_s,
+        tokens=tokens_of(step),
         rules=pages((finding.code for finding in findings), all_rules()),
         program=Around.of(step.program, estimate.streams) if step.program else None,
     )

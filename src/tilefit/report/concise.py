@@ -24,7 +24,6 @@ def render(document: Document) -> str:
 
 def line(document: Report | Watched, item: Finding | Alarm) -> str:
     """``source: CODE message [gain]``."""
-    where = (
-        item.source or item.module or (document.title if isinstance(document, Watched) else document.model)
-    )
+    title = document.title if isinstance(document, Watched) else document.model
+    where = getattr(item, "origin", "") or item.source or item.module or title
     return f"{text.plain(where)}: {item.code} {text.plain(item.message)} [{text.price(item)}]"

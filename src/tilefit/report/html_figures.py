@@ -5,8 +5,10 @@ Everything is in the pixels of a figure's own coordinate system; the page scales
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import atan2, ceil, degrees, floor, log2, log10, sqrt
 
 from tilefit import units
@@ -24,6 +26,8 @@ _LARGEST_RADIUS = 22.0
 _SMALLEST_RADIUS = 2.5
 #: The roofline's vertical axis ends this far below the highest roof; slower operations lie on its lower edge.
 _DEPTH = 1e-6
+#: The shortest piece of the step that is drawn by itself, as a share of the GPU's time.
+_SHORTEST_PIECE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +322,56 @@ class MemoryTimeline:
     y_ticks: tuple[Tick, ...]
     areas: tuple[tuple[str, str, str], ...]
     peak: tuple[float, float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The step along the GPU's time, divided in one way.
+
+    Attributes:
+        title: In which.
+        pieces: Colour class, place and width in thousandths of the GPU's time, and what to say of it.
+    """
+
+    title: str
+    pieces: tuple[tuple[str, float, float, str], ...]
+
+
+def step_lanes(report: Report) -> tuple[Lane, ...]:
+    """The operations in their order, one after the other: by pass, by kind, and by what limits them."""
+    total_s = sum(op.time_s for op in report.ops)
+    if not total_s:
+        return ()
+    ways: tuple[tuple[str, Callable[[OpRow], str]], ...] = (
+        ("pass", lambda op: op.phase),
+        ("kind", lambda op: color(op.kind)),
+        ("limited by", lambda op: op.bound),
+    )
+    return tuple(Lane(title, tuple(_pieces(report.ops, way, total_s))) for title, way in ways)
+
+
+def _pieces(
+    ops: Iterable[OpRow], way: Callable[[OpRow], str], total_s: float
+) -> Iterator[tuple[str, float, float, str]]:
+    """Neighbours of one class together; what is too short to be seen goes with what follows, as the class
+    that takes most of it."""
+    at = 0.0  # seconds
+    held: dict[str, float] = defaultdict(float)
+    first: OpRow | None = None
+    for op, after in pairwise((*ops, None)):
+        assert op is not None
+        first = first or op
+        held[way(op)] += op.time_s
+        time_s = sum(held.values())
+        is_visible = time_s >= _SHORTEST_PIECE * total_s
+        if after is None or (is_visible and (len(held) > 1 or way(after) != way(op))):
+            name = max(held, key=lambda each: held[each])
+            place = text.plain(first.module) or "the whole step"
+            note = f"{name}: {units.seconds(time_s)} from {units.seconds(at)} on, from {place} on"
+            yield name, round(1000 * at / total_s, 2), round(1000 * time_s / total_s, 2), note
+            at += time_s
+            held.clear()
+            first = None
 
 
 def memory_color(owner: str) -> str:

@@ -159,7 +159,7 @@ def _facts(report: Report, row: Row) -> list[tuple[str, str]]:
         ),
         ("intensity", f"{units.number(row.intensity)} FLOP per byte"),
         ("kernel", text.plain(op.kernel_family)),
-        ("because", text.plain(op.reason)),
+        ("because", text.plain(text.because(op.kernel_family, op.reason))),
         (
             "kernels that ran",
             text.plain(", ".join(dict.fromkeys(op.measured.kernels))) if op.measured else "",

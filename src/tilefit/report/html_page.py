@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tilefit.cost.estimate import WAITS
 from tilefit.formats import renders
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
 from tilefit.report import html_figures, html_measured, html_modules, html_operations, program, text
+from tilefit.report.answer import answer, bulk, price_of, work
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.finding import ERROR
@@ -39,14 +41,14 @@ _PHASE_NAMES = {
 
 
 @renders(Document, "html")
-def render(document: Document) -> str:
-    """The page of a report, a comparison, or a watched run."""
+def render(document: Document, *, prices: Mapping[str, float] | None = None) -> str:
+    """The page of a report, a comparison, or a watched run; ``prices`` as of :func:`answer`."""
     if isinstance(document, Watched):
         tables = [(table, _numeric(table)) for table in document.tables]
         title = text.watched_heading(document)
         return _page("watched.html", title=title, document=document, tables=tables)
     first = document.reports[0]
-    views = [_view(report) for report in document.reports]
+    views = [_view(report, prices) for report in document.reports]
     return _page(
         "report.html",
         title=f"{text.heading(first)} on {', '.join(report.device.title for report in document.reports)}",
@@ -59,11 +61,14 @@ def render(document: Document) -> str:
     )
 
 
-def _view(report: Report) -> dict[str, Any]:
+def _view(report: Report, prices: Mapping[str, float] | None) -> dict[str, Any]:
     """A report with what its figures and tables are drawn from."""
     rows = html_operations.rows(report)
     return {
         "report": report,
+        "answer": answer(report, prices),
+        "choices": _choices(report, price_of(report, prices)),
+        "lanes": html_figures.step_lanes(report),
         "bars": _bars(report),
         "memory": _memory(report),
         "beside": text.memory(report)[1:],
@@ -79,6 +84,24 @@ def _view(report: Report) -> dict[str, Any]:
         "data": html_operations.data(report, rows),
         "gpu_s": sum(op.time_s for op in report.ops),
         "program": _program(report.program) if report.program else None,
+    }
+
+
+def _choices(report: Report, price: float | None) -> dict[str, Any] | None:
+    """What the page's script needs to say what some findings save together; None where there is no choice."""
+    if not report.combinations:
+        return None
+    unit, items = work(report)
+    name, amount = bulk(unit)
+    return {
+        "findings": sorted({index for each in report.combinations for index in each.findings}),
+        "times": {",".join(map(str, each.findings)): each.time_s for each in report.combinations},
+        "time": report.step.time_s,
+        "unit": unit,
+        "items": items,
+        "bulk": name,
+        "amount": amount,
+        "price": price,
     }
 
 

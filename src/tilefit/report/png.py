@@ -35,7 +35,7 @@ def png(lines: Sequence[Line], title: str, x_label: str, y_label: str) -> bytes:
     except ImportError as error:
         raise UsageError(
             f"a PNG needs Pillow ({error})",
-            hint="Run: pip install 'tilefit[plot]', or write an SVG: --plot FILE.svg.",
+            hint="Run: pip install pillow, or write an SVG: --plot FILE.svg.",
         ) from error
     image = Image.new("RGBA", (WIDTH * _FACTOR, HEIGHT * _FACTOR), "#ffffff")
     for shape in shapes(lines, title, x_label, y_label):

@@ -106,14 +106,18 @@ def subjects(document: Document) -> list[Subject]:
 def _remark(item: Finding | Alarm) -> Remark:
     names = _FIGURES if isinstance(item, Finding) else _FIGURES_OF_ALARMS
     fix = f"Fix ({item.safety})" if isinstance(item, Finding) else "Fix"
+    origin = item.origin if isinstance(item, Finding) else ""
+    details = (*item.arithmetic, f"{fix}: {item.fix}")
+    if origin and item.source:
+        details = (f"in {item.source}, made in this line", *details)
     return Remark(
         item.code,
         item.severity,
         text.plain(item.module),
-        *_place(item.source),
+        *_place(origin or item.source),
         text.price(item),
         text.plain(item.message),
-        tuple(map(text.plain, (*item.arithmetic, f"{fix}: {item.fix}"))),
+        tuple(map(text.plain, details)),
         {name: getattr(item, name) for name in names},
     )
 

@@ -163,6 +163,19 @@ class Unmodelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Combination:
+    """Several findings followed together.
+
+    Attributes:
+        findings: Their indices in the report.
+        time_s: The step's predicted time then, no saving counted twice.
+    """
+
+    findings: tuple[int, ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPoint:
     """The step on another batch, priced in the same way.
 
@@ -336,9 +349,12 @@ class Document(ABC):
         """:meth:`to_dict` as text; :func:`tilefit.report.load` opens it again."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
-    def to_html(self) -> str:
-        """A page of its own: one file that needs nothing else, with every operation."""
-        return render(self, "html")
+    def to_html(self, *, price: float | None = None) -> str:
+        """A page of its own: one file that needs nothing else, with every operation.
+
+        ``price``: of a GPU for an hour; the page then says what work costs.
+        """
+        return render(self, "html", prices=None if price is None else {"": price})
 
     def save(self, path: str | os.PathLike[str], format: str = "") -> None:
         """Write it to a file, ``report.save("step.html")``; without a format in that of the ending.
@@ -415,6 +431,8 @@ class Report(Document):
         environment: Versions of what the step was captured with, by name.
         safe_gain_s: What the findings with a safe fix save together, in seconds per step, no operation's time
             counted twice; None where it was not priced. See :func:`tilefit.rules.safe_gain_s`.
+        combinations: The step's time with each choice of the findings that save most.
+        tokens: Of a sample; 0 where its inputs are none.
         rules: The documentation of the rules behind the findings.
         measured: The profiled run that the times are from; None where they are predicted.
         program: The program around the step; None where a model was captured.
@@ -438,6 +456,8 @@ class Report(Document):
     batch_curve: tuple[BatchPoint, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     safe_gain_s: float | None = None
+    combinations: tuple[Combination, ...] = ()
+    tokens: int = 0
     rules: tuple[RulePage, ...] = ()
     measured: MeasuredStep | None = None
     program: Around | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -13,6 +13,7 @@ from rich.text import Text
 from tilefit import units
 from tilefit.formats import renders
 from tilefit.report import program, text
+from tilefit.report.answer import answer
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm, Finding
@@ -42,15 +43,22 @@ _BOUND_BAR = {
 
 
 @renders(Document, "text")
-def render(document: Document, *, show_all: bool = False, ops: bool = False) -> RenderableType:
+def render(
+    document: Document,
+    *,
+    show_all: bool = False,
+    ops: bool = False,
+    prices: Mapping[str, float] | None = None,
+) -> RenderableType:
     """A report or a comparison on a terminal.
 
     Args:
         document: What to show.
         show_all: Every finding with all its arithmetic, and more totals.
         ops: The table of operations by time as well.
+        prices: Of a GPU for an hour, by name; "" stands for all others.
     """
-    return _Screen(document, show_all, ops)
+    return _Screen(document, show_all, ops, prices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ class _Screen:
     document: Document
     show_all: bool
     ops: bool
+    prices: Mapping[str, float] | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if isinstance(self.document, Watched):
@@ -68,7 +77,7 @@ class _Screen:
             yield _comparison(reports, options.max_width)
             return
         report = reports[0]
-        head = _headline(report, options.max_width)
+        head = _headline(report, options.max_width, self.prices)
         tail = _totals(report, self.show_all)
         yield head
         yield Text()
@@ -99,7 +108,7 @@ class _Screen:
             yield block
 
 
-def _headline(report: Report, width: int) -> RenderableType:
+def _headline(report: Report, width: int, prices: Mapping[str, float] | None) -> RenderableType:
     step = report.step
     title = Text.assemble((text.heading(report), "bold"), f" on {text.plain(report.device.title)}")
     setup = Text(_flowed(text.setup(report), width), style="dim")
@@ -120,6 +129,9 @@ def _headline(report: Report, width: int) -> RenderableType:
                 (memory, "bold red" if too_much else "bold"), f" ({units.share(step.memory.share)})", fit
             ),
         )
+    if prices:
+        told = answer(report, prices)
+        grid.add_row("Do", Text.assemble((told.title, "bold"), *(f"; {line}" for line in told.lines)))
     if report.measured is not None:
         for label, words in text.measured(report.measured):
             grid.add_row(label, Text(words))

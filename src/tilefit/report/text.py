@@ -32,6 +32,11 @@ def times(provenance: str, profile: str) -> str:
     return PROVENANCE[provenance] + (f" ({profile})" if is_fitted else "")
 
 
+def because(family: str, reason: str) -> str:
+    """Why kernels of a family run; without the words that none of it could, where it was measured."""
+    return reason.partition(": no ")[0] if f": no {family} kernel" in reason else reason
+
+
 NOTHING = "Nothing worth changing."
 NOTHING_WRONG = "Nothing wrong."
 

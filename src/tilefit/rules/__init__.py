@@ -1,7 +1,7 @@
 """Rules: what wastes the GPU in a step, and what changing it is worth."""
 
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
-from tilefit.rules.engine import find, run, safe_gain_s
+from tilefit.rules.engine import combinations, find, run, safe_gain_s
 from tilefit.rules.finding import Finding
 from tilefit.rules.registry import all_rules, get, select
 
@@ -14,6 +14,7 @@ __all__ = [
     "Proposal",
     "Rule",
     "all_rules",
+    "combinations",
     "find",
     "get",
     "run",

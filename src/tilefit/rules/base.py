@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
@@ -21,6 +21,7 @@ class Change:
         replace: New operations by index into ``Step.ops``; an empty tuple removes the operation.
         step: The whole changed step, where it is not a matter of single operations (compilation);
             ``replace`` is then empty.
+        rewrite: Makes ``step`` of a step, where it can be made of one that other changes have been made to.
         work_ratio: Work the changed step does, relative to the original (a step on twice the batch does
             2.0); the gain is per unit of the original's work.
     """
@@ -28,6 +29,7 @@ class Change:
     replace: Mapping[int, tuple[StepOp, ...]] = field(default_factory=dict)
     work_ratio: float = 1.0
     step: Step | None = None
+    rewrite: Callable[[Step], Step] | None = None
 
 
 class Located(Protocol):

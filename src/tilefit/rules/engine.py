@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import hypot
+from itertools import combinations as choices
+from math import hypot, inf
 from typing import Unpack
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
@@ -29,6 +30,9 @@ WARNING_SHARE = 0.05
 OPERATION_SHARE = 0.03
 #: The part of an interval that an operation does not share with one on the same path.
 _OWN_SHARE = 0.2
+#: Findings whose combinations are priced, by the most operations of a step: of 1,000 a choice takes 7 ms, and
+#: 0.1 s where it is compiled (2 CPU cores).
+_CHOSEN_FROM = {4: 2_000, 3: 5_000, 2: 20_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +94,59 @@ def find(context: Context, selection: Selection) -> list[Found]:
 
 
 def safe_gain_s(context: Context, found: Iterable[Found]) -> float:
-    """What the findings with a safe fix save together, in seconds per step.
+    """What the findings with a safe fix save together, in seconds per step; see :func:`together_s`."""
+    safe = [each for each in found if each.finding.safety == SAFE]
+    best_s = min((context.estimate.time_s - each.finding.gain_s for each in safe), default=inf)
+    return max(0.0, context.estimate.time_s - min(together_s(context, safe), best_s))
 
-    Gains overlap and do not add up, so the step is priced once with the changes made together, the largest
-    first; one that touches an operation that is changed already is left out. A change of the whole step
-    (compilation) or of its work stands alone. The better of the two counts: no operation's time is counted
-    twice, and what several changes of one operation might save beyond the best of them is not counted.
 
-    ``found`` is best first.
+def together_s(context: Context, found: Iterable[Found]) -> float:
+    """The step's time with several findings' changes made, in seconds.
+
+    Gains overlap and do not add up, so the step is priced once with all changes, the largest first; one that
+    touches an operation that is changed already is left out. Of the changes of the whole step, one that can
+    be made of a changed step (compilation) follows; the others stand alone, and count where one of them is
+    better than everything else. What changes the work is left out. So no operation's time is counted twice,
+    and what several changes of one operation might save beyond the best of them is not counted.
     """
+    changes = [
+        each.change
+        for each in sorted(found, key=lambda each: -each.finding.gain_s)
+        if each.change is not None and each.change.work_ratio == 1.0
+    ]
     together: dict[int, tuple[StepOp, ...]] = {}
-    gains_s = [0.0]
-    for each in found:
-        if each.change is None or each.finding.safety != SAFE:
-            continue
-        gains_s.append(each.finding.gain_s)
-        alone = each.change.step is not None or each.change.work_ratio != 1.0
-        if not alone and together.keys().isdisjoint(each.change.replace):
-            together |= each.change.replace
-    if together:
-        after = estimate_step(changed(context.step, Change(together)), context.gpu)
-        gains_s.append(context.estimate.time_s - after.time_s)
-    return max(gains_s)
+    for change in changes:
+        if change.step is None and together.keys().isdisjoint(change.replace):
+            together |= change.replace
+    step = changed(context.step, Change(together)) if together else context.step
+    rewrite = next((change.rewrite for change in changes if change.rewrite), None)
+    if rewrite is not None:
+        step = rewrite(step)
+    times_s = [context.estimate.time_s if step is context.step else estimate_step(step, context.gpu).time_s]
+    alone = [change.step for change in changes if change.step is not None and change.rewrite is None]
+    return min(times_s + [estimate_step(each, context.gpu).time_s for each in alone])
+
+
+def combinations(context: Context, found: Sequence[Found]) -> list[tuple[tuple[int, ...], float]]:
+    """The step's time with some of the findings' changes made, for every choice of those that save most.
+
+    Returns:
+        Indices into ``found``, and :func:`together_s` of them; without the empty choice. A choice is never
+        slower than a part of it, which can be made in its place. Of a long step fewer findings are chosen
+        from, as each choice prices it once.
+    """
+    most = next((n for n, ops in _CHOSEN_FROM.items() if len(context.step.ops) <= ops), 0)
+    saving = [i for i, each in enumerate(found) if each.finding.gain_s > 0 and each.change is not None]
+    chosen_from = [i for i in saving if found[i].finding.safety != THROUGHPUT][:most]
+    # Alone each has its price already.
+    times_s: dict[tuple[int, ...], float] = {
+        (i,): context.estimate.time_s - found[i].finding.gain_s for i in chosen_from
+    }
+    for size in range(2, len(chosen_from) + 1):
+        for chosen in choices(chosen_from, size):
+            parts_s = min(times_s[part] for part in choices(chosen, size - 1))
+            times_s[chosen] = min(parts_s, together_s(context, [found[i] for i in chosen]))
+    return list(times_s.items())
 
 
 def changed(step: Step, change: Change) -> Step:
@@ -158,6 +193,7 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
         arithmetic=proposal.arithmetic,
         sites=proposal.place.sites,
         next_command=proposal.next_command,
+        origin=context.step.origin(proposal.place.module, proposal.place.source),
     )
 
 

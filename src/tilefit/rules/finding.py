@@ -32,6 +32,7 @@ class Finding:
         gain_fraction: The saving as a share of the step.
         arithmetic: The figures behind it, a line each.
         sites: How many modules share it.
+        origin: The user's line that made the module, where ``source`` is a library's; may be empty.
         next_command: A tilefit command that shows more; may be empty.
     """
 
@@ -49,6 +50,7 @@ class Finding:
     arithmetic: tuple[str, ...] = field(default=())
     sites: int = 1
     next_command: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

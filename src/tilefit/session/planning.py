@@ -49,6 +49,8 @@ class Cluster:
         """
         if self.gpus < 1:
             raise UsageError(f"a plan over {self.gpus} GPUs", where="--gpus", hint="Take one GPU or more.")
+        if self.machines < 0:
+            raise UsageError(f"{self.machines} machines", where="--nodes", hint="Take one machine or more.")
         if not self.machines and self.gpus % self.per_machine:
             raise UsageError(
                 f"{self.gpus} GPUs do not fill machines of {self.per_machine}",

@@ -192,5 +192,5 @@ def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> 
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     build._nvrtc.cache_clear()
     build._compiler_version.cache_clear()
-    with pytest.raises(build.CompilationError, match=r"cuda-bindings(.|\n)*pip install 'tilefit\[rnn\]'"):
+    with pytest.raises(build.CompilationError, match=r"cuda-bindings(.|\n)*pip install cuda-bindings"):
         build.binary("nothing", {}, (9, 0))

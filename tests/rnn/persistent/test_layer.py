@@ -120,4 +120,4 @@ def test_old_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_cuda_bindings(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cuda.bindings")
     monkeypatch.setitem(sys.modules, absent, None)
-    assert "pip install 'tilefit[rnn]'" in str(refused("lstm", BF16, 64, 8, 1))
+    assert "pip install cuda-bindings" in str(refused("lstm", BF16, 64, 8, 1))

@@ -21,7 +21,7 @@ from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
-from tilefit.capture.sites import user_line
+from tilefit.capture.sites import noting_makers, user_line
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
@@ -50,6 +50,7 @@ def capture_program(
             capture = _Capture(modes, options, around, done, told)
             with (
                 one_rank(modes.recorder),
+                noting_makers(),
                 modes.running(),
                 capture.finder.watching(),
                 capture.window.watching(),

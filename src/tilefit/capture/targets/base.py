@@ -96,17 +96,17 @@ def build(factory: Callable[[], Any], name: str, device: str) -> Any:
         return guarded(factory, name)
 
 
-def library(module: str, extra: str) -> Any:
+def library(module: str) -> Any:
     """A library that targets are taken from.
 
     Raises:
-        TargetError: it is not there; the ``extra`` of tilefit installs it.
+        TargetError: it is not there.
     """
     try:
         return import_transformers() if module == "transformers" else importlib.import_module(module)
     except ImportError as error:
         raise TargetError(
-            f"{module} cannot be imported ({error})", hint=f"Install it: pip install 'tilefit[{extra}]'."
+            f"{module} cannot be imported ({error})", hint=f"Install it: pip install {module}."
         ) from error
 
 

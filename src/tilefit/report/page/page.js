@@ -320,6 +320,40 @@ function setUp(report) {
   select(Math.max(0, first), false);
 }
 
+/* What some of the findings save together, of the combinations that were priced. */
+function setUpChoices(form) {
+  const data = JSON.parse(form.dataset.choices);
+  const boxes = [...form.querySelectorAll("input[type=checkbox]")];
+  const price = form.querySelector("input[type=number]"), output = form.querySelector("output");
+  const number = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
+  const seconds = (time) => {
+    const [scale, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([each]) => time >= each) || [1e-9, "ns"];
+    return `${number(time / scale)} ${unit}`;
+  };
+
+  function tell() {
+    const key = boxes.filter((box) => box.checked).map((box) => box.value).join(",");
+    const time = key ? data.times[key] : data.time;
+    const words = [`${seconds(time)} a step`];
+    if (time < data.time) words.push(`${(data.time / time).toFixed(2)} times as fast as ${seconds(data.time)}`);
+    if (data.items) {
+      words.push(`${number(data.items / time)} ${data.unit} per second`);
+      const hour = price.value === "" ? NaN : Number(price.value);
+      if (hour >= 0) {
+        const cost = (each) => number(hour * data.amount / data.items * each / 3600);
+        words.push(`${cost(time)} per ${data.bulk}${time < data.time ? ` instead of ${cost(data.time)}` : ""}`);
+      }
+    }
+    output.textContent = words.join(" · ");
+    form.querySelector(".left").setAttribute("width", 1000 * time / data.time);
+  }
+
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", tell);
+  form.hidden = false;
+  tell();
+}
+
 /* Several GPUs: one is shown at a time. */
 function setUpTabs() {
   const tabs = [...document.querySelectorAll('[role="tab"]')];
@@ -359,5 +393,6 @@ addEventListener("afterprint", () => {
   }
 });
 
-document.querySelectorAll("article.report").forEach(setUp);
+document.querySelectorAll("div.report").forEach(setUp);
+document.querySelectorAll("form.whatif").forEach(setUpChoices);
 setUpTabs();

@@ -84,7 +84,7 @@ def _nvrtc() -> Any:
     except ImportError as error:
         raise CompilationError(
             f"the persistent kernels need the package cuda-bindings: {error}",
-            hint="Install it: pip install 'tilefit[rnn]'",
+            hint="Install it: pip install cuda-bindings",
         ) from error
     return nvrtc
 

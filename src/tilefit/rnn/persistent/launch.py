@@ -255,7 +255,7 @@ def _driver() -> Any:
     except ImportError as error:
         raise LaunchError(
             f"the persistent kernels need the package cuda-bindings: {error}",
-            hint="Install it: pip install 'tilefit[rnn]'",
+            hint="Install it: pip install cuda-bindings",
         ) from error
     return driver
 

@@ -34,7 +34,7 @@ def refusal(call: Call) -> str | None:
     if dtype not in ELEMENTS:
         return f"no kernel computes in {str(dtype).removeprefix('torch.')}"
     if not has_bindings():
-        return "the package cuda-bindings is not installed (pip install 'tilefit[rnn]')"
+        return "the package cuda-bindings is not installed (pip install cuda-bindings)"
     index = device.index if device.index is not None else torch.cuda.current_device()
     capability = torch.cuda.get_device_capability(index)
     if capability < (8, 0):

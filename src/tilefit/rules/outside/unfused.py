@@ -106,7 +106,7 @@ class Unfused(Rule):
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
             fix="Compile the model: model = torch.compile(model).",
             safety=SAFE,
-            change=Change(step=fused),
+            change=Change(step=fused, rewrite=fuse),
             arithmetic=(
                 f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}{others}",
                 f"most GPU time is saved in {', '.join(worst)}",

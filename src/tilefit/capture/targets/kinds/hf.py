@@ -26,7 +26,7 @@ from tilefit.options import TargetOptions
 
 def load(name: str, options: TargetOptions) -> Target:
     """A transformers model of a type, or of a configuration."""
-    transformers = library("transformers", "transformers")
+    transformers = library("transformers")
     transformers.logging.set_verbosity_error()
     target = f"hf:{name}"
     config = _config(transformers, name, {})
@@ -59,7 +59,7 @@ def repeated_layers(name: str, arguments: Mapping[str, int]) -> tuple[str, int]:
     Raises:
         TargetError: there is no such model.
     """
-    transformers = library("transformers", "transformers")
+    transformers = library("transformers")
     transformers.logging.set_verbosity_error()
     config = _config(transformers, name, {})
     known = {*vars(config), *getattr(config, "attribute_map", ())}

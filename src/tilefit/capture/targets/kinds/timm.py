@@ -10,7 +10,7 @@ from tilefit.options import TargetOptions
 
 def load(name: str, options: TargetOptions) -> Target:
     """A timm model, with images."""
-    timm = library("timm", "vision")
+    timm = library("timm")
     if not timm.is_model(name):
         raise unknown("timm has no model", name, timm.list_models(), "See timm.list_models().")
     model = build(lambda: timm.create_model(name, **options.arguments), name, options.device)

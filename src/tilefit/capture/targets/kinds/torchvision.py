@@ -21,7 +21,7 @@ _RESNET_CLIP_SIZE = 112
 
 def load(name: str, options: TargetOptions) -> Target:
     """A torchvision model, with images or clips."""
-    models = library("torchvision", "vision").models
+    models = library("torchvision").models
     if name not in models.list_models():
         hint = "See torchvision.models.list_models()."
         raise unknown("torchvision has no model", name, models.list_models(), hint)

@@ -1,0 +1,21 @@
+"""What the site needs that the pages, read in the repository, do not: see ``mkdocs.yml``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Links to files that lie beside the documentation become what they say: the site does not hold them."""
+    folder = (DOCS / page.file.src_path).parent
+
+    def kept(link: re.Match[str]) -> str:
+        inside = (folder / link[2]).resolve().is_relative_to(DOCS)
+        return link[0] if inside else f"{link[1]} (`{(folder / link[2]).resolve().relative_to(DOCS.parent)}`)"
+
+    return _LINK.sub(kept, markdown)

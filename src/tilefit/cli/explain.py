@@ -1,0 +1,71 @@
+"""``tilefit explain``: a short lesson on an operation, a layer or a finding, on the user's own sizes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilefit.cli import config, output, step_options
+from tilefit.cli.calibration_option import CalibrationFile
+from tilefit.cli.completion import GpuName
+from tilefit.cli.option_groups import grouped, refuse_given
+from tilefit.errors import UsageError
+from tilefit.options import Selection, TargetOptions
+
+
+@grouped
+def explain(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET|FILE", help=f"{step_options.TARGETS}; or a report, run.json.", show_default=False
+        ),
+    ],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A finding (ALN002), a module (lm_head), a kind (gemm) or an operation (#12); "
+            "default: what takes the most time.",
+            show_default=False,
+        ),
+    ] = "",
+    *,
+    gpu: GpuName = None,
+    calibration: CalibrationFile = None,
+    options: step_options.Options,
+    capture: step_options.Capture,
+) -> None:
+    """Teach what a part of a step costs and why: work, bytes, tiles, waves, with the arithmetic in steps.
+
+    Exit code: 0 explained, 2 could not run.
+    """
+    from tilefit.report import Report, explain, load
+
+    if Path(target).suffix == ".json" and ":" not in target:
+        reports = load(target, note=output.note).reports
+        chosen = [each for each in reports if gpu in (None, each.gpu)]
+        if len(chosen) != 1 or not isinstance(chosen[0], Report):
+            known = ", ".join(each.gpu for each in reports)
+            which = f"no single report for --gpu {gpu}" if gpu else f"{len(reports)} reports"
+            raise UsageError(f"holds {which}", where=target, hint=f"Name one GPU of it: {known or 'none'}.")
+        refuse_given(context, [each.name for each in fields(TargetOptions)], "the report is made")
+        report = chosen[0]
+    else:
+        from functools import partial
+
+        from tilefit.capture.child import capture_in_child
+        from tilefit.capture.naming import require_readable
+        from tilefit.cost.priced import resolve
+        from tilefit.session import Session
+
+        require_readable(target)
+        settled = config.load(Path.cwd())
+        gpus = resolve(gpu or settled.gpu[:1] or None, calibration)
+        captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
+        with output.progress(f"Capturing {target}"):
+            report = Session(captured, gpus, settled.selection(Selection())).assessments[0].report
+    output.stdout().print(str(explain(report, what)), end="", soft_wrap=True)
