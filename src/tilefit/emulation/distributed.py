@@ -18,14 +18,13 @@ from torch._C._distributed_c10d import _resolve_process_group
 from tilefit.emulation.device import Device
 from tilefit.emulation.streams import Event, Stream, Streams
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.emulation.values import leaves
+from tilefit.emulation.value import Value
+from tilefit.emulation.values import is_small, leaves
 from tilefit.errors import CaptureError
 from tilefit.ops import Site
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from tilefit.ops.program import Exchange
 from tilefit.options import MOST_LINKED
-
-aten = torch.ops.aten
 
 #: What torchrun tells a process; answered to whoever asks by name, and not there for whoever looks first.
 _VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
@@ -216,15 +215,22 @@ class _Collectives:
         written = [each for each in leaves([tensors[0]]) if isinstance(each, CudaTensor)]
         read = leaves([tensors[1]]) if len(tensors) > 1 else []
         read = [each for each in read if isinstance(each, CudaTensor) and each.numel()]
-        if name == "receive":
-            for each in written:
-                if each.value is not None:
-                    each.value.state.lost = True
-        for out, source in zip(written, cycle(read), strict=False):
-            flat, ours = out.detach().reshape(-1), source.detach().reshape(-1)
-            for piece in torch.split(flat, max(1, min(ours.numel(), flat.numel()))):
-                part = ours[: piece.numel()]
-                self.device.values.through(aten.copy_.default, (piece, part), {}, [])
+        if name == "receive" or (read and written):
+            for out, source in zip(written, cycle(read or [None]), strict=False):
+                _take(out, source)
+
+
+def _take(out: CudaTensor, source: CudaTensor | None) -> None:
+    """``out`` holds what ``source`` does, again and again, or a part of it; without one nobody knows what."""
+    if out.value is not None:
+        out.value.state.lost = True
+    known = source.value.tensor() if source is not None and source.value is not None else None
+    if known is None or not is_small(out):
+        out.value = None
+        return
+    times = -(-out.numel() // known.numel())
+    out.value = Value(known.flatten().repeat(times)[: out.numel()].view(out.shape))
+    out.value.state.assumed = source is not None and source.value is not None and source.value.state.assumed
 
 
 def _awaited_later(device: Device, func: Any, args: Any, kwargs: Any) -> Any:

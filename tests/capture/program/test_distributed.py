@@ -24,6 +24,12 @@ def main(rank, expected):
     total = torch.ones(2, device="cuda")
     distributed.all_reduce(total)
     distributed.barrier()
+    parts = [torch.zeros(2, device="cuda") for _ in range(expected[1])]
+    whole = torch.empty(2 * expected[1], device="cuda")
+    distributed.all_gather(parts, total)
+    distributed.all_gather_into_tensor(whole, total)
+    assert parts[-1].tolist() == [1, 1]
+    assert whole.sum().item() == 2 * expected[1]
     net = nn.parallel.DistributedDataParallel(nn.Linear(64, 32).cuda(), device_ids=[0])
     assert [name for name, _ in net.named_parameters()] == ["module.weight", "module.bias"]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
