@@ -303,7 +303,8 @@ class Selection:
     Attributes:
         select, ignore: Codes of rules or their beginnings (``ALN``, ``ALN002``); all rules where ``select``
             is empty. Where fixes are chosen, their names too.
-        min_gain: Smallest gain worth a finding, as a share of the step; None for the default of what is made.
+        min_gain: Smallest gain worth a finding, as a share of the step; None for the default of what is made;
+            below 0, which Python alone takes, even what loses that much.
         per_module_ignores: Codes not to report, by pattern of module path (``{"encoder.*": ["QNT"]}``).
     """
 
@@ -326,7 +327,17 @@ class Selection:
             object.__setattr__(self, name, (codes,) if isinstance(codes, str) else tuple(codes))
         ignores = {pattern: tuple(codes) for pattern, codes in (self.per_module_ignores or {}).items()}
         object.__setattr__(self, "per_module_ignores", ignores)
-        require_in_range(self)
+        least = self.min_gain
+        is_number = isinstance(least, int | float) and not isinstance(least, bool)
+        if least is not None and not (is_number and -inf < least <= 1):
+            raise UsageError(f"--min-gain is {least!r}", hint="Give a share of the step, at most 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class FixSelection(Selection):
+    """Which fixes are wanted. Below zero ``min_gain`` asks for all that can be made, whether they pay or not."""
+
+    min_gain: float | None = option(None, "Smallest gain worth a change.", min=-inf, max=1)
 
 
 class SelectionKeywords(TypedDict, total=False):

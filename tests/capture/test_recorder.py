@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from capturing import captured, entries, names, products, rows
 from tilefit.capture import capture
+from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, PHASES, Attention, Gemm, Memory, Step
 
 
@@ -197,3 +198,40 @@ def test_a_step_survives_being_written_and_read() -> None:
 def test_two_captures_are_equal() -> None:
     assert names(_step(False)) == names(_step(False))
     assert _step(False) == _step(False)
+
+
+def test_captures_share_what_layouts_lead_to_and_nothing_else() -> None:
+    x = torch.empty(4, 6)
+
+    def written(value: torch.Tensor) -> torch.Tensor:
+        return value.mul(2).add_(1.0).unsqueeze_(0)
+
+    def refused(value: torch.Tensor) -> torch.Tensor:
+        return value.mul(2).add_(torch.empty(3, 1, device=value.device))
+
+    class Called(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, value: torch.Tensor) -> Any:
+            return self.function(value)
+
+    def shapes(dtype: torch.dtype) -> list[Any]:
+        step = capture(Called(written), x.to(dtype), train=False)
+        return [(op.name, [(ref.shape, ref.dtype) for ref in op.outputs]) for op in step.ops]
+
+    first, other = shapes(torch.float32), shapes(torch.bfloat16)
+    assert first == shapes(torch.float32) != other == shapes(torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="broadcast"):
+            capture(Called(refused), x, train=False)
+    default, results = torch.get_default_dtype(), []
+    for dtype in (default, torch.float64, default):
+        torch.set_default_dtype(dtype)
+        try:
+            step = capture(Called(lambda value: value / 2), torch.ones(3, dtype=torch.int64), train=False)
+        finally:
+            torch.set_default_dtype(default)
+        results.append(step.ops[-1].outputs[0].dtype)
+    assert results == ["fp32", "fp64", "fp32"]

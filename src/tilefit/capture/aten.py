@@ -88,6 +88,19 @@ def makes_new_tensors(func: Any) -> bool:
     )
 
 
+@cache
+def writes_first_alone(func: Any) -> bool:
+    """Whether an operation only writes values into its first argument, and returns that or nothing."""
+    schema = func._schema
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    return (
+        written[:1] == [True]
+        and not any(written[1:])
+        and all(r.alias_info is not None for r in schema.returns)
+        and torch.Tag.inplace_view not in func.tags
+    )
+
+
 #: Functions that run the same kernels, by the name that stands for all.
 _SAME_KERNELS = {
     "_native_batch_norm_legit": "native_batch_norm",
@@ -493,6 +506,23 @@ def _scatter(call: Call, recorder: Recording) -> list[Described]:
     )
 
 
+@_describes(
+    """index_put index_put_ _index_put_impl_ _unsafe_index_put _embedding_bag_backward
+    _embedding_bag_dense_backward"""
+)
+def _sorted_first(call: Call, recorder: Recording) -> list[Described]:
+    """What is added to rows that may be the same is sorted first, by many small kernels (their numbers as
+    seen on an H200, ``benchmarks/program_ops.py``)."""
+    op, *rest = _streaming(call, recorder, "indexing")
+    assert isinstance(op, Streaming)
+    many = _BAG_KERNELS if call.packet.startswith("_embedding") else _ADDING_KERNELS
+    return [(replace(op, kernels=1 if call.named("accumulate") is False else many), *rest)]
+
+
+#: For the gradient of a table of bags, and for ``x[indices] += y`` with ``accumulate``.
+_BAG_KERNELS, _ADDING_KERNELS = 22, 16
+
+
 @_describes("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward")
 def _picked_loss(call: Call, recorder: Recording) -> list[Described]:
     """The negative log-likelihood reads one element a row; its gradient is zero but for that element."""
@@ -580,7 +610,7 @@ _BY_ROLE = {
     "sort": """sort topk argsort multinomial unique_dim _unique2 histc bincount searchsorted bucketize
         kthvalue""",
     "indexing": """
-        index_put_ index_put _unsafe_index_put _index_put_impl_ index_fill index_fill_ take put
+        index_fill index_fill_ take put
         masked_select masked_scatter masked_scatter_ masked_scatter_backward roll flip repeat
         repeat_interleave tril triu tril_ triu_ constant_pad_nd reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward
@@ -592,7 +622,6 @@ _BY_ROLE = {
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
         grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward
         pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero diagonal_backward _embedding_bag
-        _embedding_bag_dense_backward
     """,
     "pooling": """
         max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilefit.capture.aten import Call, describe, function_of, is_free, makes_new_tensors
+from tilefit.capture.aten import Call, describe, function_of, is_free, makes_new_tensors, writes_first_alone
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.layouts import is_channels_last
 from tilefit.capture.sites import SiteTracker
+from tilefit.capture.trees import tensors
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,
@@ -36,14 +37,14 @@ _UNKNOWN = object()
 _NOTHING = ((), (), None)
 
 
-def _layout(value: Any) -> Any:
-    """What a meta kernel can know of its arguments, as a key."""
+def _layout(value: Any, floats: bool = True) -> Any:
+    """What a meta kernel can know of its arguments, as a key; ``floats``: their values, too."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
     if isinstance(value, (list, tuple)):
-        return tuple(map(_layout, value))
+        return tuple([_layout(each, floats) for each in value])
     # 1, 1.0 and True are equal, but not to type promotion.
-    return (type(value), value)
+    return (type(value), value if floats or type(value) is not float else None)
 
 
 def _result_layout(value: Any) -> Any:
@@ -54,6 +55,11 @@ def _result_layout(value: Any) -> Any:
     return None
 
 
+#: What PyTorch's own meta kernels make of arguments of some layout. Captures share it: most are of one model,
+#: again and again with one more change.
+_RESULTS: dict[Any, Any] = {}
+#: So many at most, some 100 MB. A choice.
+_MOST_RESULTS = 100_000
 #: Operations that hardly any step does on the host.
 PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
 
@@ -319,8 +325,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.packet in ("convolution", "convolution_backward"):
             out = self._in_channels_last(call)
             call = Call(func, args, kwargs, out)
-        tensors = (*call.inputs, *call.outputs)
-        if not any(t.device.type == self.device and t.numel() for t in tensors):
+        seen = (*call.inputs, *call.outputs)
+        if not any(t.device.type == self.device and t.numel() for t in seen):
             if call.packet in PRODUCTS:
                 self.host_products[self.sites.source_line()] = None
             return out  # the host's work, or none
@@ -337,26 +343,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation's result; on ``meta`` the same call on the same layouts is worked out only once."""
-        if self.device != "meta" or is_free(func) or not makes_new_tensors(func):
+        writes, makes = writes_first_alone(func), makes_new_tensors(func)
+        is_real = writes and any(t.device.type != "meta" for t in tensors(args[:1]))
+        if self.device != "meta" or is_free(func) or not (writes or makes) or is_real:
             return func(*args, **kwargs)
-        key = (func, _layout(args), _layout(tuple(kwargs.items())))
+        # An optimizer's numbers are others in each step, and change no layout.
+        floats = not func._overloadpacket.__name__.startswith("_foreach_")
+        key = (func, torch.get_default_dtype(), _layout(args, floats), _layout(tuple(kwargs.items()), floats))
+        results = _RESULTS if func.namespace == "aten" else self._results
         try:
-            known = self._results.get(key)
+            known = results.get(key)
         except TypeError:  # an argument that cannot be a key
             return func(*args, **kwargs)
-        if known is None:
+        if known is None or known is _UNKNOWN:
+            before = _layout(args[:1]) if writes else ()
             out = func(*args, **kwargs)
-            layouts = [_result_layout(t) for t in (out if isinstance(out, tuple) else (out,))]
-            self._results[key] = (isinstance(out, tuple), layouts) if all(layouts) else _UNKNOWN
+            several = type(out) if isinstance(out, tuple | list) else None
+            layouts = [] if writes else [_result_layout(t) for t in (out if several else (out,))]
+            if len(results) >= _MOST_RESULTS:
+                results.clear()
+            is_known = all(layouts) and (not writes or _layout(args[:1]) == before)
+            results[key] = (several, layouts) if is_known else _UNKNOWN
             return out
-        if known is _UNKNOWN:
-            return func(*args, **kwargs)
+        if writes:
+            return args[0] if func._schema.returns else None
         several, layouts = known
         made = [
             dtype and torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             for shape, stride, dtype in layouts
         ]
-        return tuple(made) if several else made[0]
+        return several(made) if several else made[0]
 
     def _in_channels_last(self, call: Call) -> Any:
         """A convolution's results as cuDNN lays them out: NHWC if an operand is (meta kernels forget)."""

@@ -63,6 +63,8 @@ class Watch(Protocol):
 _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
 #: What initial values of parameters are made with.
 _INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
+#: What CUDA has kernels for, though it could be run by its parts.
+WHOLE = frozenset(("silu_backward", "mish_backward"))
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
 
@@ -273,7 +275,8 @@ def _names_cuda(device: Any) -> bool:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return has_parts and func._overloadpacket.__name__ not in WHOLE
 
 
 def _follow(tensor: torch.Tensor) -> None:

@@ -35,7 +35,15 @@ from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
-from tilefit.options import OptimizerName, Selection, SelectionKeywords, StepKeywords, StepOptions, taken
+from tilefit.options import (
+    FixSelection,
+    OptimizerName,
+    Selection,
+    SelectionKeywords,
+    StepKeywords,
+    StepOptions,
+    taken,
+)
 from tilefit.rules.base import Change
 from tilefit.rules.engine import gain
 from tilefit.rules.finding import SAFE, UNSAFE
@@ -114,12 +122,10 @@ def optimize(
     gpus = resolve(gpu)
     if len(gpus) != 1:
         raise UsageError("a plan is made for one GPU", hint='Name one: gpu="h200".')
-    live = keywords.get("optimizer")
+    live, of_live = keywords.get("optimizer"), {}
     if isinstance(live, torch.optim.Optimizer):
         of_live = {"optimizer": like(live, model), "fused_optimizer": is_fused(live)}
-        options, selection = taken("optimize", {**keywords, **of_live}, StepOptions, Selection)
-    else:
-        options, selection = taken("optimize", keywords, StepOptions, Selection)
+    options, selection = taken("optimize", {**keywords, **of_live}, StepOptions, FixSelection)
     run = Run(
         model=model if inplace else copy.deepcopy(model),
         inputs=inputs,
