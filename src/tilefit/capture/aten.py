@@ -72,8 +72,8 @@ _FREE = frozenset(
 
 @cache
 def is_free(func: Any) -> bool:
-    """Whether an operation only makes a view or allocates."""
-    if func._overloadpacket.__name__ in _FREE:
+    """Whether an operation only makes a view or allocates; collectives are told apart."""
+    if func._overloadpacket.__name__ in _FREE or func.namespace == "_c10d_functional":
         return True
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -516,7 +516,8 @@ def _sorted_first(call: Call, recorder: Recording) -> list[Described]:
     op, phase, read, written = _streaming(call, recorder, "indexing")
     assert isinstance(op, Streaming)
     many = _BAG_KERNELS if call.packet.startswith("_embedding") else _ADDING_KERNELS
-    return [(replace(op, kernels=1 if call.named("accumulate") is False else many), phase, read, written)]
+    op = replace(op, kernels=1 if call.named("accumulate") is False else many)
+    return [(op, phase, read, written)]
 
 
 #: For the gradient of a table of bags, and for ``x[indices] += y`` with ``accumulate``.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MEMORY, Estimate
-from tilefit.cost.links import MOST_LINKED, Fabric, Group
+from tilefit.cost.links import Fabric, Group
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
 from tilefit.ops.dtypes import size_bytes
+from tilefit.options import MOST_LINKED
 
 
 def is_priced(op: Collective, gpu: Gpu) -> bool:

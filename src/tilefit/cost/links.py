@@ -21,9 +21,7 @@ from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
-
-#: GPUs that one machine joins by their own links: an HGX board, or a server's PCIe slots, has at most eight.
-MOST_LINKED = 8
+from tilefit.options import MOST_LINKED
 
 
 def constants_of(gpu: Gpu) -> LinkConstants:

@@ -226,6 +226,23 @@ def _bags(device: Device, rows: int, entries: int, dense: torch.Tensor) -> Any:
     return device.launch(aten._embedding_bag_forward_only.default, call, {})[0]
 
 
+# ---- what is Python on CUDA ------------------------------------------------------------------------
+
+
+@_rule("all_gather_copy_in split_with_sizes_copy chunk_cat")
+def _of_fully_shard(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """The copies around the collectives of ``fully_shard``."""
+    if func.namespace != "fsdp":
+        return NotImplemented
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+
+    name = func._overloadpacket.__name__
+    with device:
+        return getattr(own, "all_gather_copy_in_cuda" if name == "all_gather_copy_in" else name)(
+            *args, **kwargs
+        )
+
+
 # ---- no kernel on meta -----------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
-from tilefit.cost.launch import around_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -22,9 +22,6 @@ from tilefit.ops.scaling import scale_batch
 from tilefit.parallel.pipeline import layer_of, layers_of
 from tilefit.parallel.tensor import tensor_parallel
 
-#: What the host needs for a collective, beside what a kernel takes: 35 to 40 us a call in all (torch 2.11,
-#: eager all-reduces of 4 MiB and less, back to back, on 2 and 4 H200).
-COLLECTIVE_HOST_S = 30e-6
 #: Times of kernels in a training of hours over those of benchmarks of milliseconds, on GPUs that reach the
 #: limit of power. Fitted with ``benchmarks/multi_gpu_steps.py`` to llm-foundry's MPT-125m on A100.
 SLOWDOWN = 1.06
@@ -337,7 +334,7 @@ def _times(
         more_s = framework.tensor_host_s if isinstance(entry.op, Gemm | Collective) else 0.0
         if isinstance(entry.op, Collective):
             link_s = _link_s(entry.op, fabric, framework.sequence)
-            made.append((link_s, (COLLECTIVE_HOST_S + more_s) * gpu.launch_scale))
+            made.append((link_s, (COLLECTIVE_S + more_s) * gpu.launch_scale))
             continue
         host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s + more_s
         made.append((known[entry.op], gpu.launch_scale * (host_s + around)))

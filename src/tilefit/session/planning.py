@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from tilefit.capture.child import capture_in_child
-from tilefit.cost.links import MOST_LINKED, Fabric, Network
+from tilefit.cost.links import Fabric, Network
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
-from tilefit.options import TargetOptions
+from tilefit.options import MOST_LINKED, TargetOptions
 from tilefit.parallel.blocks import Model
 from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
 from tilefit.report.split_plans import Choice, SplitPlan
