@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import Estimate, StepEstimate
-from tilefit.cost.streams import Span, Streams
+from tilefit.cost.estimate import Span, Streams
 from tilefit.gpus import Gpu
 from tilefit.ops import (
     BACKWARD_DATA,

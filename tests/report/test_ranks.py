@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.cost.streams import Streams
+from tilefit.cost.estimate import Streams
 from tilefit.ops import Program
 from tilefit.report import Report, render
 from tilefit.report.json_reader import loads

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-from tilefit.cost.streams import Streams
 
 MATH = "math"
 MEMORY = "memory"
@@ -99,6 +97,43 @@ def from_datasheet(
         memory_s=memory_s,
         **facts,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a stream does for a time.
+
+    Attributes:
+        stream: Its number.
+        start_s, end_s: From the beginning of the step.
+        index: Of the operation, or of the exchange.
+        exchange: It is a collective.
+    """
+
+    stream: int
+    start_s: float
+    end_s: float
+    index: int
+    exchange: bool = False
+
+
+@dataclass(slots=True)
+class Streams:
+    """A step as its streams run it.
+
+    Attributes:
+        time_s: Of one step among others.
+        exchange_s: Of each collective.
+        exposed_s: Of it, what the stream that computes waits for, and nothing hides; of each collective.
+        aside: Operations that run on other streams than that, by their index.
+        spans: What each stream does when.
+    """
+
+    time_s: float = 0.0
+    exchange_s: tuple[float, ...] = ()
+    exposed_s: list[float] = field(default_factory=list)
+    aside: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

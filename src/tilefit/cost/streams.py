@@ -9,9 +9,10 @@ begins no earlier. What runs at once does not slow each other down here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
 from tilefit.cost.links import Fabric, Group, network
 from tilefit.cost.waits import copy_s, launches_block
@@ -23,43 +24,6 @@ from tilefit.options import MOST_LINKED
 #: Steps that are gone through before the one that is told: then each is as the one before.
 _BEFORE = 2
 _SUMMED = ("fp16", "bf16", "fp32")
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a stream does for a time.
-
-    Attributes:
-        stream: Its number.
-        start_s, end_s: From the beginning of the step.
-        index: Of the operation, or of the exchange.
-        exchange: It is a collective.
-    """
-
-    stream: int
-    start_s: float
-    end_s: float
-    index: int
-    exchange: bool = False
-
-
-@dataclass(slots=True)
-class Streams:
-    """A step as its streams run it.
-
-    Attributes:
-        time_s: Of one step among others.
-        exchange_s: Of each collective.
-        exposed_s: Of it, what the stream that computes waits for, and nothing hides; of each collective.
-        aside: Operations that run on other streams than that, by their index.
-        spans: What each stream does when.
-    """
-
-    time_s: float = 0.0
-    exchange_s: tuple[float, ...] = ()
-    exposed_s: list[float] = field(default_factory=list)
-    aside: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
 
 
 def fabric_of(program: Program, gpu: Gpu) -> Fabric:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilefit import units
-from tilefit.cost.streams import Streams
+from tilefit.cost.estimate import Streams
 from tilefit.ops import Assumption, HostEvent, Loader, Program
 from tilefit.ops.program import TO_GPU, WAIT
 from tilefit.report import ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tilefit import units
-from tilefit.cost.streams import Streams
+from tilefit.cost.estimate import Streams
 from tilefit.ops import Exchange, Program
 from tilefit.units import counted, seconds
 
