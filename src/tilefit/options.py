@@ -297,7 +297,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class FixSelection(Selection):
-    """Which fixes are wanted. Below zero ``min_gain`` asks for all that can be made, whether they pay or not."""
+    """Which fixes are wanted. Below zero ``min_gain`` asks for all, whether they pay or not."""
 
     min_gain: float | None = option(None, "Smallest gain worth a change.", min=-inf, max=1)
 
