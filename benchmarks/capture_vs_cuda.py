@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "attention": (f"{EXAMPLES}:attention", {}, {}),
 }  # fmt: skip
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 def loaded(name: str, device: str) -> Any:
@@ -104,11 +104,13 @@ class Witness(TorchDispatchMode):
             ] += 1
         elif name == "_cudnn_rnn":
             x, mode, hidden = args[0], args[6], args[7]
-            x = x.transpose(0, 1) if args[10] else x  # batch_first
+            steps = args[14]  # samples at each time step of packed sequences
+            if steps:
+                sizes = (len(steps), steps[0], x.shape[-1], x.shape[0])
+            else:
+                sizes = tuple(x.transpose(0, 1).shape if args[10] else x.shape)  # batch_first
             cell = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")[mode]
-            self.seen[
-                f"recurrent {cell} {_DTYPES[x.dtype]} {tuple(x.shape)} {hidden} {args[9]} {args[13]}"
-            ] += 1
+            self.seen[f"recurrent {cell} {_DTYPES[x.dtype]} {sizes} {hidden} {args[9]} {args[13]}"] += 1
         return out
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -120,9 +122,12 @@ class Witness(TorchDispatchMode):
     def _convolution(
         self, kind: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, transposed: bool
     ) -> None:
+        layout = _nhwc(x, weight)
+        if transposed:  # the data gradient of the convolution from its output to its input
+            x, y = y, x
+            kind = {"forward": "backward-data", "backward-data": "forward"}.get(kind, kind)
         sizes = f"{tuple(x.shape)} {tuple(weight.shape)} {tuple(y.shape)}"
-        key = f"conv {kind} {_DTYPES[x.dtype]} {sizes} {_nhwc(x, weight)}"
-        self.seen[key + (" transposed" if transposed else "")] += 1
+        self.seen[f"conv {kind} {_DTYPES[x.dtype]} {sizes} {layout}"] += 1
 
 
 def _letter(matrix: torch.Tensor) -> str:
@@ -162,9 +167,10 @@ def captured(step: Step) -> Counter[str]:
             seen[f"attention {direction} {op.dtype} {q} {k} {v} {op.is_causal}"] += 1
         elif isinstance(op, Recurrent) and op.direction == "forward":
             # cuDNN is handed the input as it lies in memory; both orders name the same work.
-            sizes = (op.seq_len, op.batch, op.input_size)
+            sizes = (op.seq_len, op.batch, op.input_size, *([op.rows] if op.packed else []))
+            dtype = "fp32" if op.dtype == "tf32" else op.dtype
             seen[
-                f"recurrent {op.mode} {op.dtype} {sizes} {op.hidden_size} {op.num_layers} {op.bidirectional}"
+                f"recurrent {op.mode} {dtype} {sizes} {op.hidden_size} {op.num_layers} {op.bidirectional}"
             ] += 1
     return seen
 

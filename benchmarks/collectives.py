@@ -6,8 +6,8 @@ The tables (ai-dynamo/aiconfigurator, NCCL 2.23 to 2.29 on 2, 4 and 8 GPUs of on
 this project: a CSV with the columns ``system, op_name, num_gpus, bytes, nccl_dtype, t``. ``--fit`` fits the
 constants of NVLink 4 to H100 and of NVLink 3 to A100, to the sizes that are even powers of two; the errors
 are those of the odd ones. H200 sets no constant. ``left out`` prices a system with the constants of another
-generation: A100 with those of H100, H100 and H200 with those of A100. The own measurements (torch 2.11, NCCL
-by ``torch.distributed``, 2 and 4 H200, NVLink's multicast off) set no constant either.
+generation: A100 with those of H100, H100 and H200 with those of A100. The own measurements (2 H200, NVLink's
+multicast off; ``several_gpus.py``) set no constant either.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ import gzip
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
-from math import log
+from collections.abc import Iterable
+from math import expm1
 from pathlib import Path
 
-import numpy as np
-
 from tilefit import gpus
-from tilefit.cost.links import FITTED, Fabric, Group, LinkConstants
-from tilefit.ops.collective import ring_bytes
+from tilefit.cost.constants import FITTED_LINKS, LinkConstants, link_constants
+from tilefit.measure.collectives import SMALLEST, Timed, fit
 
 RESULTS = Path(__file__).parent / "results" / "collectives.json"
 SYSTEMS = {"a100_sxm": "a100-sxm-80gb", "h100_sxm": "h100-sxm", "h200_sxm": "h200"}
@@ -37,85 +34,37 @@ FUNCTIONS = {
     "reduce_scatter": "reduce-scatter",
     "alltoall": "all-to-all",
 }
-SMALLEST = 64 * 1024
-#: Bus bandwidth in GB/s at 16, 64, 256 and 1024 MiB, by function and ranks.
-OWN = {
-    ("all-reduce", 2): (215, 254, 295, 323),
-    ("all-reduce", 4): (246, 301, 332, 353),
-    ("all-gather", 2): (150, 205, 239, 267),
-    ("all-gather", 4): (185, 259, 301, 323),
-}
-#: System, function, ranks, bytes, whether a switch could sum it up, seconds.
-Row = tuple[str, str, int, int, bool, float]
+#: Rows of ``several_gpus.py``.
+OWN = RESULTS.with_name("several_gpus_h200.jsonl")
 
 
-def rows(tables: Path) -> list[Row]:
-    """A row for each system, function, number of GPUs, size and type: the median of the versions."""
+def rows(tables: Path) -> dict[str, list[Timed]]:
+    """By system, a row for each function, number of GPUs, size and type: the median of the versions."""
     found: dict[tuple[str, str, int, int, bool], list[float]] = defaultdict(list)
     opened = gzip.open if tables.suffix == ".gz" else open
     with opened(tables, "rt") as file:
         for row in csv.DictReader(file):
-            function = FUNCTIONS[row["op_name"]]
-            key = (
-                row["system"],
-                function,
-                int(row["num_gpus"]),
-                int(row["bytes"]),
-                row["nccl_dtype"] == "half",
-            )
+            sizes = int(row["num_gpus"]), int(row["bytes"])
+            key = row["system"], FUNCTIONS[row["op_name"]], *sizes, row["nccl_dtype"] == "half"
             found[key].append(float(row["t"]))
-    return [(*key, statistics.median(times)) for key, times in found.items()]
-
-
-def own_rows() -> list[Row]:
-    """The own measurements; without multicast nothing is summed up by the switch."""
-    made: list[Row] = []
-    for (function, ranks), rates in OWN.items():
-        for size, rate in zip((16, 64, 256, 1024), rates, strict=True):
-            time_s = ring_bytes(function, size * 2**20, ranks) / (rate * 1e9)
-            made.append(("h200_sxm", function, ranks, size * 2**20, False, time_s))
+    made: dict[str, list[Timed]] = {system: [] for system in SYSTEMS}
+    for (system, function, ranks, size, sums), times in found.items():
+        made[system].append(Timed(function, ranks, size, statistics.median(times), sums))
     return made
 
 
-def ratio(row: Row, constants: LinkConstants | None = None) -> float:
-    """Predicted over measured."""
-    system, function, ranks, size, sums, measured_s = row
-    fabric = Fabric(gpus.get(SYSTEMS[system]), constants=constants)
-    return fabric.time_s(function, size, Group(ranks, ranks), sums=sums) / measured_s
+def own_rows() -> list[Timed]:
+    """The own measurements; without multicast nothing is summed up by the switch."""
+    lines = map(json.loads, OWN.read_text().splitlines())
+    own = [each for each in lines if each.pop("row") == "collective"]
+    return [Timed(**each | {"sums": False}) for each in own]
 
 
-def fit(chosen: Sequence[Row], start: LinkConstants) -> LinkConstants:
-    """The constants with the least log errors, small messages counting a third: damped Gauss-Newton."""
-    names = [each.name for each in fields(start) if each.name != "spread" and getattr(start, each.name)]
-    weights = np.array([1.0 if row[3] >= SMALLEST else 1 / 3 for row in chosen])
-
-    def made(values: np.ndarray) -> LinkConstants:
-        return replace(start, **dict(zip(names, map(float, np.exp(values)), strict=True)))
-
-    def residuals(values: np.ndarray) -> np.ndarray:
-        errors = np.array([log(ratio(row, made(values))) for row in chosen]) * weights
-        return np.sign(errors) * np.sqrt(np.sqrt(1 + (errors / 0.1) ** 2) - 1)  # outliers count linearly
-
-    at = np.log([getattr(start, name) for name in names])
-    now, damping = residuals(at), 1e-2
-    for _ in range(40):
-        slopes = np.stack([(residuals(at + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(at))], axis=1)
-        square = slopes.T @ slopes
-        moved = at - np.linalg.solve(square + damping * np.eye(len(at)), slopes.T @ now)
-        after = residuals(moved)
-        if after @ after < now @ now:
-            settled = now @ now - after @ after < 1e-6 * (now @ now)
-            at, now, damping = moved, after, damping / 4
-            if settled:
-                break
-        else:
-            damping *= 8
-    return made(at)
-
-
-def errors(chosen: Iterable[Row], constants: LinkConstants | None = None) -> dict[str, float]:
+def errors(system: str, chosen: Iterable[Timed], constants: LinkConstants | None = None) -> dict[str, float]:
     """Errors of the rows of at least 64 KiB."""
-    off = sorted(abs(ratio(row, constants) - 1) for row in chosen if row[3] >= SMALLEST)
+    gpu = gpus.get(SYSTEMS[system])
+    chosen = [row for row in chosen if row.size_bytes >= SMALLEST]
+    off = sorted(abs(expm1(row.off(gpu, constants or link_constants(gpu)))) for row in chosen)
     return {
         "rows": len(off),
         "median": round(statistics.median(off), 4),
@@ -132,24 +81,32 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit the constants and print them")
     parser.add_argument("--record", action="store_true", help="write the errors into results/")
     options = parser.parse_args()
-    found = rows(options.tables)
-    of = {system: [row for row in found if row[0] == system] for system in SYSTEMS}
-    held = {system: [row for row in own if row[3].bit_length() % 2 == 0] for system, own in of.items()}
+    of = rows(options.tables)
+    fitted = {system: [row for row in own if row.size_bytes.bit_length() % 2] for system, own in of.items()}
     if options.fit:
         for link, system in (("NVLink 3", "a100_sxm"), ("NVLink 4", "h100_sxm")):
-            part = [row for row in of[system] if row[3].bit_length() % 2]
-            print(link, fit(part, FITTED[link]))
+            print(link, fit(fitted[system], gpus.get(SYSTEMS[system]), FITTED_LINKS[link]))
+    other = {"a100_sxm": "NVLink 4", "h100_sxm": "NVLink 3", "h200_sxm": "NVLink 3"}
+    h200 = own_rows()
     report = {
-        "sizes that set no constant": {system: errors(own) for system, own in held.items()},
-        "all sizes from 64 KiB": {system: errors(own) for system, own in of.items()},
-        "left out": {
-            system: errors(own, FITTED["NVLink 4" if system == "a100_sxm" else "NVLink 3"])
+        "sizes that set no constant": {
+            system: errors(system, [row for row in own if row not in fitted[system]])
             for system, own in of.items()
         },
+        "all sizes from 64 KiB": {system: errors(system, own) for system, own in of.items()},
+        "left out": {system: errors(system, own, FITTED_LINKS[other[system]]) for system, own in of.items()},
         "by function": {
-            function: errors(row for row in found if row[1] == function) for function in FUNCTIONS.values()
+            function: {
+                system: errors(system, [row for row in own if row.function == function])
+                for system, own in of.items()
+            }
+            for function in FUNCTIONS.values()
         },
-        "own, 2 and 4 H200": errors(own_rows()),
+        "own, 2 H200": errors("h200_sxm", h200),
+        "own, by function": {
+            function: errors("h200_sxm", [row for row in h200 if row.function == function])
+            for function in {row.function: None for row in h200}
+        },
     }
     print(json.dumps(report, indent=1))
     if options.record:

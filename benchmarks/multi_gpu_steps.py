@@ -210,7 +210,7 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
     host_s = NANOTRON_LAYER_HOST_S if split.tensor > 1 else 0.0
     if split.tensor > 1 and split.pipeline > 1 and split.gpus > 8:
         host_s += NANOTRON_RANK_HOST_S * split.tensor
-    framework = Framework(slowdown=NANOTRON_SLOWDOWN, layer_host_s=host_s, overlap=False)
+    framework = Framework(slowdown=NANOTRON_SLOWDOWN, layer_host_s=host_s, overlap=False, tensor_host_s=0.0)
     return planner(
         NANOTRON[row["model"]],
         number(row, "seq"),
@@ -238,7 +238,8 @@ def vtrain(row: Row) -> tuple[Planner, TrainingSplit] | None:
         samples=samples,
         checkpoint="full",
     )
-    framework = Framework(sequence=False, layer_host_s=VTRAIN_LAYER_HOST_S[split.tensor])
+    host_s = VTRAIN_LAYER_HOST_S[split.tensor]
+    framework = Framework(sequence=False, layer_host_s=host_s, buckets=False, tensor_host_s=0.0)
     return planner(shape, number(row, "seq"), "a100-sxm-80gb", "infiniband", batch, framework), split
 
 

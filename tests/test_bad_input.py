@@ -203,7 +203,7 @@ _CALLS: dict[str, Callable[[], Any]] = {
     "an unknown rule": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", select=["ALM"]),
     "rules by an empty name": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", select=[""]),
     "an unknown rule to ignore": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", ignore=["nope"]),
-    "a gain below nothing": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", min_gain=-1.0),
+    "a gain without end": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", min_gain=float("-inf")),
     "a gain above all": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", min_gain=2.0),
     "a gain that is no number": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", min_gain=float("nan")),
     "a gain in words": lambda: tilefit.check(_LINEAR, _ROWS, gpu="h200", min_gain="5%"),

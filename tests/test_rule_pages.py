@@ -19,7 +19,7 @@ import rule_pages
 PAGES = rule_pages.PAGES
 TORCH = torch.__version__.partition("+")[0]
 #: Rules whose findings no change of the step can price.
-_UNPRICED = ("DAT001", "GRD002", "GRD003")
+_UNPRICED = ("DAT001", "GRD002")
 RULES = {rule.code: rule for rule in rule_pages.every_rule()}
 
 

@@ -18,6 +18,8 @@ Amp = Literal["bf16", "fp16", "off"]
 OptimizerName = Literal["adamw", "sgd", "none"]
 #: Sizes of inputs that can be synthesised.
 INPUT_SIZES = ("batch", "seq", "image_size")
+#: GPUs that one machine joins by their own links: an HGX board, or a server's PCIe slots, has at most eight.
+MOST_LINKED = 8
 #: Makes an optimizer of a list of parameters.
 MakeOptimizer = Callable[[list[Any]], Any]
 
@@ -202,6 +204,9 @@ class ProgramOptions:
         steps: Steps of its optimizer that the captured step is made of.
         skip: Steps before them.
         fake_data: Data that it lacks are made up.
+        ranks: Processes, of which the first is captured; 0 for as many as the environment says.
+        nodes: Machines that share them; 0 for as few as there can be.
+        network: What joins machines.
         sources: Texts of files, by real path, to be read instead of what the files say.
     """
 
@@ -211,7 +216,36 @@ class ProgramOptions:
     steps: int = option(1, "Optimizer steps that are looked at, as one.", min=1, metavar="N")
     skip: int = option(2, "Optimizer steps before them: the first does more.", min=1, metavar="N")
     fake_data: bool = option(False, "Make up data and weights that are not there, at random.")
+    ranks: int = option(
+        0,
+        "Processes, one a GPU, as torchrun would start; this is the first.",
+        min=0,
+        metavar="N",
+        show_default=False,
+    )
+    nodes: int = option(
+        0, "Machines that share them; default: of eight GPUs.", min=0, metavar="N", show_default=False
+    )
+    network: str = option("efa", "What joins machines, as of tilefit plan.")
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.nodes and (not self.ranks or self.ranks % self.nodes):
+            raise UsageError(
+                f"{self.nodes} machines do not share {self.ranks} processes evenly",
+                where="--nodes",
+                hint="Take a number of machines that divides --ranks.",
+            )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What torchrun tells the first process; nothing where nobody said how many there are."""
+        if not self.ranks:
+            return {}
+        local = self.ranks // self.nodes if self.nodes else min(self.ranks, MOST_LINKED)
+        first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+        sizes = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(local)}
+        return {**first, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +303,8 @@ class Selection:
     Attributes:
         select, ignore: Codes of rules or their beginnings (``ALN``, ``ALN002``); all rules where ``select``
             is empty. Where fixes are chosen, their names too.
-        min_gain: Smallest gain worth a finding, as a share of the step; None for the default of what is made.
+        min_gain: Smallest gain worth a finding, as a share of the step; None for the default of what is made;
+            below 0, which Python alone takes, even what loses that much.
         per_module_ignores: Codes not to report, by pattern of module path (``{"encoder.*": ["QNT"]}``).
     """
 
@@ -292,12 +327,15 @@ class Selection:
             object.__setattr__(self, name, (codes,) if isinstance(codes, str) else tuple(codes))
         ignores = {pattern: tuple(codes) for pattern, codes in (self.per_module_ignores or {}).items()}
         object.__setattr__(self, "per_module_ignores", ignores)
-        require_in_range(self)
+        least = self.min_gain
+        is_number = isinstance(least, int | float) and not isinstance(least, bool)
+        if least is not None and not (is_number and -inf < least <= 1):
+            raise UsageError(f"--min-gain is {least!r}", hint="Give a share of the step, at most 1.")
 
 
 @dataclass(frozen=True, slots=True)
 class FixSelection(Selection):
-    """Which fixes are wanted. Below zero ``min_gain`` asks for all, whether they pay or not."""
+    """Which fixes are wanted. ``min_gain`` below zero asks for all that can be made, paying or not."""
 
     min_gain: float | None = option(None, "Smallest gain worth a change.", min=-inf, max=1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,9 +16,10 @@ from tilefit import gpus
 from tilefit.cost import estimate
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import read, write
-from tilefit.cost.constants import GENERAL
+from tilefit.cost.constants import GENERAL, link_constants
+from tilefit.cost.links import Fabric, Group
 from tilefit.cost.priced import priced
-from tilefit.measure import calibration, run
+from tilefit.measure import calibration, ranks, run
 from tilefit.measure.environment import Environment
 from tilefit.measure.timer import HostDevice, Timing
 from tilefit.ops import Gemm
@@ -172,3 +175,59 @@ def test_a_newer_form_is_refused(tilefit, tmp_path: Path, monkeypatch: pytest.Mo
     ran = tilefit("gemm", "64", "64", "64", "--gpu", "a100", "--calibration", str(path))
     assert ran.code == 2
     assert "newer version of tilefit" in ran.err
+
+
+def test_collectives_need_a_gpu_and_another(tilefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tilefit("calibrate", "--collectives")
+    assert ran.code == 2
+    assert "no CUDA GPU" in ran.err
+    names = ["NVIDIA A100-SXM4-80GB"]
+    _pretend(monkeypatch, names)
+    ran = tilefit("calibrate", "--collectives")
+    assert ran.code == 2
+    assert "need two GPUs or more, and this machine has one: NVIDIA A100" in " ".join(ran.err.split())
+    names.append("NVIDIA L4")
+    ran = tilefit("calibrate", "--collectives")
+    assert ran.code == 2
+    assert "not alike: NVIDIA A100-SXM4-80GB, NVIDIA L4" in " ".join(ran.err.split())
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    from tilefit.cli import local_gpu
+
+    here = local_gpu.LocalGpu(
+        HostDevice(), torch.device("cpu"), Environment(names[0], "580", "2.11", "13.0", "91900")
+    )
+    monkeypatch.setattr(local_gpu, "local_gpu", lambda: here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+
+
+def test_collectives_are_measured_and_written_beside_what_is_there(
+    tilefit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On links of half the bandwidth."""
+    from tilefit.cli import local_gpu
+    from tilefit.measure import collectives
+
+    slow = Fabric(A100, constants=replace(link_constants(A100), share=0.42))
+
+    def measure(ranks: object, sizes: Sequence[int]) -> Iterator[collectives.Timed]:
+        for size in sizes:
+            time_s = slow.time_s("all-gather", size, Group(2, 2))
+            yield collectives.Timed("all-gather", 2, size, time_s)
+
+    monkeypatch.setattr(local_gpu, "local_gpus", lambda: ("NVIDIA A100-SXM4-80GB", 2, "cpu"))
+    monkeypatch.setattr(collectives, "measure", measure)
+    monkeypatch.setattr(ranks, "Ranks", lambda count, device: nullcontext())
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = tmp_path / "tilefit" / "calibrations" / f"{A100.name}.npz"
+    write(made(A100), path)
+    ran = tilefit("calibrate", "--collectives")
+    assert ran.code == 0, ran.err
+    assert "19 collectives among 2 GPUs" in ran.out
+    found = read(path)
+    assert found.links is not None
+    assert found.links.share < 0.6
+    assert "gemm" in found.networks
+    assert "Calibration written to" in ran.err

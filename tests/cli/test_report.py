@@ -109,7 +109,7 @@ def test_fix_shows_the_findings_in_the_formats_of_a_report(tilefit, tmp_path: Pa
     )
     options = ("--gpu", "h200", "--amp", "bf16", "--select", "ALN", "--no-verify")
     ran = tilefit("fix", "model.py:build", *options, "--output-format", "concise")
-    assert ran.out.startswith("model.py:build: ALN001 ")
+    assert ran.out.startswith("model.py:3: ALN001 ")
 
 
 @pytest.mark.parametrize(("name", "start"), [("github", "::error file="), ("junit", "<?xml"), ("sarif", "{")])

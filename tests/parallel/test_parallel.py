@@ -293,12 +293,17 @@ def test_replicas_share_the_batch_and_sum_up_gradients(gpt2: Step) -> None:
     (part,) = planned.stages
     assert part.batch == 2
     assert planned.tensor_flop * 4 == gpt2.tensor_flop
-    (reduced,) = [e for e in part.ops if isinstance(e.op, Collective)]
-    assert isinstance(reduced.op, Collective)
-    assert (reduced.phase, reduced.op.elements, reduced.op.dtype) == (OPTIMIZER, gpt2.parameter_count, "fp32")
-    place = part.ops.index(reduced)
-    assert all(e.phase == OPTIMIZER for e in part.ops[place:])
-    assert all(e.phase != OPTIMIZER for e in part.ops[:place])
+    assert part.program is not None
+    sums = part.program.exchanges
+    assert sum(each.bytes for each in sums) == 4 * gpt2.parameter_count
+    assert all(each.bytes >= 25 << 20 for each in sums[:-1])
+    phases = [part.ops[each.index - 1].phase for each in sums]
+    assert len(phases) > 2
+    assert all(phase.startswith("backward") for phase in phases)
+    gpu = gpus.get("h100-sxm")
+    hidden = estimate_split(planned, gpu)
+    alone = sum(estimate_step(part, gpu).streams.exchange_s)  # type: ignore[union-attr]
+    assert hidden.communication_s < 0.6 * alone  # the host may hide all of it
 
 
 def test_all_ways_at_once_add_up(llama: Step) -> None:
@@ -315,7 +320,8 @@ def test_more_ranks_than_a_machine_holds_are_not_priced_and_the_plan_says_so() -
     step = hand_made(batch=16)
     planned = split_step(step, Split(data=16))
     priced = estimate_split(planned, gpus.get("h200"))
-    assert (priced.unpriced, priced.communication_s) == (1, 0.0)
+    assert priced.unpriced > 0
+    assert priced.communication_s == 0
     assert any("not priced" in note for note in rank_step(planned, [gpus.get("h200")]).notes)
 
 

@@ -15,7 +15,7 @@ from tilefit.options import TargetOptions
 from tilefit.parallel.blocks import Block, Blocks, Framework, Model
 from tilefit.parallel.launchers import settings
 from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
-from tilefit.parallel.training import Precision, Training, TrainingSplit
+from tilefit.parallel.training import FSDP_HOST_S, Precision, Training, TrainingSplit
 
 H100 = priced("h100-sxm")
 CLUSTER = Fabric(H100, 8, NETWORKS["infiniband"])
@@ -84,16 +84,68 @@ def test_checkpointing_trades_time_for_memory() -> None:
     times = [each.time().recompute_s for each in made]
     assert times == pytest.approx([0, 8 * 4e-4, 8 * 1e-3])
     kept = [each.memory().activations for each in made]
-    assert kept == [8 * 10**8, 8 * (4 * 10**7 + 10**6), 8 * 10**6]
+    # With little kept, the fullest moment is the last one, when all gradients are there.
+    assert kept == [8 * 10**8, 8 * (4 * 10**7 + 10**6), 10**6]
+
+
+def test_gradients_come_as_activations_go() -> None:
+    # 40 MB of gradients for 100 MB of activations of each layer: the beginning of the first backward pass
+    # is fullest, and of two micro-batches that of the second, which has the gradients of the first.
+    once, twice = (training(TrainingSplit(micro_batches=parts)).memory() for parts in (1, 2))
+    assert (once.gradients, once.activations) == (4 * 11 * 10**6, 8 * 10**8)
+    assert (twice.gradients, twice.activations) == (4 * 82 * 10**6, 8 * 10**8)
+
+
+def test_ddp_has_buckets_and_copies_that_its_memory_and_time_show() -> None:
+    one, two = training(TrainingSplit()), training(TrainingSplit(data=2))
+    assert two.memory().gradients == one.memory().gradients + 4 * 82 * 10**6
+    more_s = two.time().time_s - one.time().time_s
+    moved_s = 82e6 * 16 / H100.memory_bandwidth_bytes_per_s
+    assert moved_s < more_s < 3 * moved_s
+    without = training(TrainingSplit(data=2), buckets=False)
+    assert without.memory().gradients == one.memory().gradients
+    assert without.time().time_s < two.time().time_s
+
+
+def test_fsdp_that_keeps_parameters_gathers_once_and_waits_for_its_host() -> None:
+    slow = Fabric(H100, 8, Network("slow", 1, 10e9))
+    freed, kept = (training(TrainingSplit(data=16, zero=zero), slow).time() for zero in (3, 2))
+    assert kept.data_s < 0.8 * freed.data_s
+    # Three messages of each layer, two where it keeps them; the ends have theirs.
+    small = replace(LAYER, forward_s=1e-5, backward_s=2e-5)
+    blocks = Blocks(Block(parameters=1), (small,) * 8, Block(parameters=1))
+    times = [
+        Training(blocks, TrainingSplit(data=2, zero=zero), CLUSTER, Precision(), Framework()).step_s()
+        for zero in (3, 2)
+    ]
+    assert times == pytest.approx([(3 * 10 - 1) * FSDP_HOST_S, 2 * 10 * FSDP_HOST_S], rel=0.05)
+
+
+def test_gpipe_holds_every_micro_batch_and_takes_as_long() -> None:
+    split = TrainingSplit(pipeline=4, micro_batches=8)
+    made = [training(each) for each in (split, replace(split, gpipe=True))]
+    held = [each.memory().activations for each in made]
+    assert held == [4 * 2 * 10**8, 8 * 2 * 10**8]
+    assert made[1].time().time_s == pytest.approx(made[0].time().time_s, rel=0.02)
+
+
+def test_the_optimizer_takes_as_long_as_its_state() -> None:
+    # An fp32 copy and two moments, each read and written, beside a state in the weight's type.
+    plain = replace(training(TrainingSplit()), precision=Precision(2, 2, 2, 4))
+    assert plain.time().optimizer_s == pytest.approx(82e6 * 1e-12)
+    assert training(TrainingSplit()).time().optimizer_s == pytest.approx(82e6 * 1e-12 * 32 / 14)
 
 
 def test_memory_of_a_rank_by_hand_and_adds_up() -> None:
     own = sum(block.parameters for block in (BLOCKS.before, *BLOCKS.layers, BLOCKS.after))
     whole = training(TrainingSplit(data=8)).memory()
-    assert (whole.parameters, whole.gradients, whole.optimizer) == (2 * own, 4 * own, 12 * own)
+    # Buckets of all gradients, and those of the last layer and what follows it.
+    assert (whole.parameters, whole.optimizer) == (2 * own, 12 * own)
+    assert whole.gradients == 4 * own + 4 * 11 * 10**6
     assert training(TrainingSplit(data=8, zero=1)).memory().optimizer == pytest.approx(12 * own / 8)
     sharded = training(TrainingSplit(data=8, zero=3)).memory()
-    assert sharded.parameters == pytest.approx(2 * own / 8 + 2 * 2 * 10**7)
+    # The ends, and two layers.
+    assert sharded.parameters == pytest.approx(2 * own / 8 + 2 * (2 * 10**6 + 2 * 10**7))
     parts = [whole.parameters, whole.gradients, whole.optimizer, whole.activations, whole.temporary]
     assert whole.total == sum(parts) + whole.other
     # 1F1B: the first stage holds as many micro-batches as there are stages.
@@ -174,7 +226,7 @@ def test_every_split_keeps_the_batch_and_the_best_is_the_fastest_that_fits(model
     assert times[0] == pytest.approx(
         min(planner.training(split).step_s() for split in [*splits[::7], best[0].split])
     )
-    assert [count for count, _ in planner.frontier(16)] == [1, 2, 4, 8, 16]
+    assert planner.counts(16) == [1, 2, 4, 8, 16]
 
 
 def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Model]) -> None:

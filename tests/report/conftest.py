@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost import Estimate, StepEstimate
+from tilefit.cost.streams import Span, Streams
 from tilefit.gpus import Gpu
 from tilefit.ops import (
     BACKWARD_DATA,
@@ -14,6 +15,7 @@ from tilefit.ops import (
     FORWARD,
     OPTIMIZER,
     Assumption,
+    Exchange,
     Gemm,
     HostEvent,
     Loader,
@@ -28,6 +30,7 @@ from tilefit.ops import (
 )
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
 from tilefit.report import Comparison, Report, Table, Watched, build
+from tilefit.report.ranks import Ranks
 from tilefit.rules import Finding
 from tilefit.rules.finding import Alarm
 
@@ -239,6 +242,26 @@ def watched() -> Watched:
         checks=(Check("AMP002", "could not be checked", "a compiled graph"),),
         version="1.0",
     )
+
+
+@pytest.fixture
+def of_ranks(of_program: Report) -> Report:
+    """A step of one of sixteen ranks, half of whose communication is hidden."""
+    line = Site("layers.0", "train.py:30")
+    exchanges = tuple(
+        Exchange(0, "all-reduce", "all-reduce", 50 << 20, 16, 8, line, phase="backward-data")
+        for _ in range(2)
+    )
+    program = Program("", "", exchanges=exchanges, ranks=16, per_machine=8)
+    streams = Streams(
+        40e-3,
+        (4e-3, 6e-3),
+        [0.0, 5e-3],
+        spans=[Span(0, 0.0, 35e-3, 0), Span(1, 20e-3, 24e-3, 0, True), Span(1, 34e-3, 40e-3, 1, True)],
+    )
+    assert of_program.program is not None
+    around = replace(of_program.program, ranks=Ranks.of(program, streams))
+    return replace(of_program, program=around)
 
 
 @pytest.fixture

@@ -72,8 +72,8 @@ _FREE = frozenset(
 
 @cache
 def is_free(func: Any) -> bool:
-    """Whether an operation only makes a view or allocates."""
-    if func._overloadpacket.__name__ in _FREE:
+    """Whether an operation only makes a view or allocates; collectives are told apart."""
+    if func._overloadpacket.__name__ in _FREE or func.namespace == "_c10d_functional":
         return True
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -506,6 +506,24 @@ def _scatter(call: Call, recorder: Recording) -> list[Described]:
     )
 
 
+@_describes(
+    """index_put index_put_ _index_put_impl_ _unsafe_index_put _embedding_bag_backward
+    _embedding_bag_dense_backward"""
+)
+def _sorted_first(call: Call, recorder: Recording) -> list[Described]:
+    """What is added to rows that may be the same is sorted first, by many small kernels (their numbers as
+    seen on an H200, ``benchmarks/program_ops.py``)."""
+    op, phase, read, written = _streaming(call, recorder, "indexing")
+    assert isinstance(op, Streaming)
+    many = _BAG_KERNELS if call.packet.startswith("_embedding") else _ADDING_KERNELS
+    op = replace(op, kernels=1 if call.named("accumulate") is False else many)
+    return [(op, phase, read, written)]
+
+
+#: For the gradient of a table of bags, and for ``x[indices] += y`` with ``accumulate``.
+_BAG_KERNELS, _ADDING_KERNELS = 22, 16
+
+
 @_describes("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward")
 def _picked_loss(call: Call, recorder: Recording) -> list[Described]:
     """The negative log-likelihood reads one element a row; its gradient is zero but for that element."""
@@ -593,7 +611,7 @@ _BY_ROLE = {
     "sort": """sort topk argsort multinomial unique_dim _unique2 histc bincount searchsorted bucketize
         kthvalue""",
     "indexing": """
-        index_put_ index_put _unsafe_index_put _index_put_impl_ index_fill index_fill_ take put
+        index_fill index_fill_ take put
         masked_select masked_scatter masked_scatter_ masked_scatter_backward roll flip repeat
         repeat_interleave tril triu tril_ triu_ constant_pad_nd reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward
@@ -605,7 +623,6 @@ _BY_ROLE = {
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
         grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward
         pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero diagonal_backward _embedding_bag
-        _embedding_bag_dense_backward
     """,
     "pooling": """
         max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices

@@ -22,7 +22,7 @@ from tilefit.capture.optimizer import OptimizerSteps, intercepted, scaled
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
-from tilefit.capture.trees import tensors
+from tilefit.capture.trees import own_part, tensors
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Memory, Parameter, Settings, Step
 from tilefit.ops.scaling import tensors_that_stay
@@ -177,8 +177,8 @@ class Modes:
             )
             for tensor, (first, *aliases) in names.items()
         }
-        parameter_bytes = sum(p.numel() * p.element_size() for p in names)
-        gradient_bytes = sum(p.numel() * p.element_size() for p in names if p.requires_grad)
+        parameter_bytes = sum(own_part(p).nbytes for p in names)
+        gradient_bytes = sum(own_part(p).nbytes for p in names if p.requires_grad)
         buffer_bytes = sum(b.numel() * b.element_size() for b in buffers)
         stay = tensors_that_stay(self.recorder.ops, parameters)
         memory = Memory(

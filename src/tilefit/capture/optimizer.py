@@ -18,6 +18,7 @@ from tilefit.capture.aten import multi_tensor_launches
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
+from tilefit.capture.trees import own_part
 from tilefit.ops import OPTIMIZER, Streaming
 
 #: Makes an optimizer of parameters.
@@ -42,7 +43,7 @@ def state_of(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state on the device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state_of(optimizer))
+    return sum(own_part(tensor).nbytes for tensor in state_of(optimizer))
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -24,6 +24,7 @@ from tilefit.ops import (
     OPTIMIZER,
     Gemm,
     Op,
+    Site,
     StepOp,
     Streaming,
     TensorRef,
@@ -90,6 +91,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: set[int] = set()
         self._ids: dict[int, int] = {}
         self._next_id = 0
+        self._finalizers: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
+        #: Names of parameters whose memory has been given back, by its key.
+        self._emptied: dict[int, str] = {}
         self._parameter_of: dict[int, str] = {}
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
@@ -103,7 +107,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory; new memory is counted until it is freed."""
-        storage = tensor.untyped_storage()
+        return self._identify(tensor.untyped_storage())
+
+    def _identify(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
         number = self._ids.get(key)
         if number is None:
@@ -116,7 +122,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._phase == OPTIMIZER:
                 self._kept.add(number)  # as large as the parameters, whatever the batch
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            weakref.finalize(storage, self._freed, key, number, size).atexit = False
+            self._finalizers[number] = weakref.finalize(storage, self._freed, key, number, size)
+            self._finalizers[number].atexit = False
+            if key in self._emptied:
+                self._parameter_of[number] = self._emptied.pop(key)
+                self._owners[number] = PARAMETERS
+                self._kept.add(number)
         return number
 
     def _freed(self, key: int, number: int, size: int) -> None:
@@ -124,6 +135,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allocations.append((number, -size, len(self.ops)))
         if self._ids.get(key) == number:
             del self._ids[key]
+        self._finalizers.pop(number, None)
+        self._emptied.pop(key, None)
         self._parameter_of.pop(number, None)
         self._on_host.discard(number)
 
@@ -268,6 +281,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             self._input_of.setdefault(number, left if right else "" if left else None)
         self.ops.append(entry)
+
+    def place(self) -> tuple[Site, str]:
+        """Where the program is, and in which phase."""
+        node, _ = self._autograd_state()
+        site = self.sites.here() if node is None else self.sites.backward_site(node)
+        return site, self._phase or (FORWARD if node is None else BACKWARD_DATA)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Memory is about to have another size, such as none: it is freed, and what it will be is new."""
+        number = self._ids.get(storage._cdata)
+        if number is None:
+            return
+        name = self._parameter_of.get(number, "")
+        self._finalizers[number]()
+        if name:
+            self._emptied[storage._cdata] = name
 
     def _autograd_state(self) -> tuple[Any, bool]:
         """The autograd node that runs backward, None in a forward pass; and whether it is a repeated one.

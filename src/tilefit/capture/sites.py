@@ -195,9 +195,13 @@ class SiteTracker:
 
     def forward_site(self) -> Site:
         """The site of a forward operation that is being dispatched; remembered for its backward."""
-        site = Site(self._stack[-1] if self._stack else "", self.source_line(), self._fallback)
+        site = self.here()
         self._remember(site)
         return site
+
+    def here(self) -> Site:
+        """Which module and line are running."""
+        return Site(self._stack[-1] if self._stack else "", self.source_line(), self._fallback)
 
     def backward_site(self, node: Any) -> Site:
         """The site of the forward operation whose gradient ``node`` computes."""

@@ -18,3 +18,9 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from tensors(value)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that is spread over several; all of any other."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part

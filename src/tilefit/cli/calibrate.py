@@ -36,6 +36,13 @@ def calibrate(
             help="Within a minute: how fast memory, multiprocessors and host are; the rest is what ships.",
         ),
     ] = False,
+    collectives: Annotated[
+        bool,
+        typer.Option(
+            "--collectives",
+            help="What joins this machine's GPUs, by collectives among them; the rest stays as it is.",
+        ),
+    ] = False,
     merge: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: of two calibrations of a GPU, the better for each kind."),
@@ -57,13 +64,16 @@ def calibrate(
     if compare or merge:
         _of_files(compare, merge, output_file)
         return
+    if collectives:
+        _of_links(output_file)
+        return
     began_s = time.monotonic()
 
     def used_s() -> float:
         return time.monotonic() - began_s
 
     from tilefit.cli.local_gpu import local_gpu
-    from tilefit.cost.calibration import write
+    from tilefit.cost.calibration import with_links_of, write
     from tilefit.cost.priced import as_shipped, keep, resolve, user_path
     from tilefit.measure.calibration import ChangeSet, Design
     from tilefit.measure.calibration import calibrate as run
@@ -97,12 +107,48 @@ def calibrate(
         before, place = as_shipped(gpu), str(local.place)
         found = run(gpu, measure, Design(budget_s=budget_s), before=before, device=place, **about)
         output.stdout().print(_table(gpu, found))
-    write(found, path)
+    write(with_links_of(found, path), path)
     print(f"Calibration written to {path}, after {used_s():.0f} s", file=sys.stderr)
     if aside:
         print(f"The damaged calibration that was there is now {aside}", file=sys.stderr)
     if output_file:
         print(f"Use it: tilefit check TARGET --calibration {output_file}", file=sys.stderr)
+
+
+def _of_links(output_file: Path | None) -> None:
+    """Measure collectives, and write what they say into the calibration that is there."""
+    from tilefit.cli.local_gpu import local_gpus
+    from tilefit.cost.calibration import Calibration, load, write
+    from tilefit.cost.priced import keep, resolve, user_path
+    from tilefit.measure.calibration import origin
+    from tilefit.measure.collectives import Timed, measure, sizes_within, with_links
+    from tilefit.measure.ranks import Ranks
+    from tilefit.units import capacity, seconds, share
+
+    name, count, device = local_gpus()
+    (gpu,) = resolve(name)
+    path = output_file or user_path(gpu.name)
+    aside = keep(path)
+    rows: list[Timed] = []
+    with (
+        output.progress(f"Measuring collectives among {count} {gpu.title}") as tell,
+        Ranks(count, device) as ranks,
+    ):
+        for row in measure(ranks, sizes_within(gpu.memory_bytes)):
+            rows.append(row)
+            tell(f"{row.function} among {row.ranks}, {capacity(row.size_bytes)} in {seconds(row.time_s)}")
+    before = load(path) if path.exists() else Calibration({}, origin(gpu, 1.0, None) | {"networks": {}})
+    found = with_links(before, gpu, rows)
+    write(found, path)
+    errors = found.about["links"]["errors"]
+    output.stdout().print(
+        f"{gpu.title}: {len(rows)} collectives among {count} GPUs\n"
+        f"Error on sizes that were not fitted to: {share(errors['before'])} before, "
+        f"{share(errors['after'])} after (median)"
+    )
+    print(f"Calibration written to {path}", file=sys.stderr)
+    if aside:
+        print(f"The damaged calibration that was there is now {aside}", file=sys.stderr)
 
 
 def _teller(used_s: Callable[[], float]) -> Callable[[Progress], None]:

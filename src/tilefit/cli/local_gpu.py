@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilefit import gpus
-from tilefit.errors import UsageError
+from tilefit.errors import TilefitError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,29 @@ def local_gpu() -> LocalGpu:
 
     device, place = timer.CudaDevice(), torch.device("cuda", 0)
     return LocalGpu(device, place, current(place))
+
+
+def local_gpus() -> tuple[str, int, str]:
+    """The name of this machine's CUDA GPUs, how many there are, and PyTorch's kind of device.
+
+    Raises:
+        TilefitError: there is none, or one, or they are not alike.
+    """
+    import torch
+
+    first = local_gpu().environment.gpu
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if len(names) < 2:
+        raise TilefitError(
+            f"collectives need two GPUs or more, and this machine has one: {first}",
+            hint="Run it where several GPUs of one machine are visible.",
+        )
+    if len(set(names)) > 1:
+        raise TilefitError(
+            f"this machine's GPUs are not alike: {', '.join(dict.fromkeys(names))}",
+            hint="Choose those to measure: CUDA_VISIBLE_DEVICES=0,1.",
+        )
+    return first, len(names), "cuda"
 
 
 def devices(name: str | None, measure: bool, calibration: Path | None) -> tuple[PricedGpu, LocalGpu | None]:

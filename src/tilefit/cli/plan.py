@@ -13,6 +13,7 @@ from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.completion import gpu_option
 from tilefit.cli.destination import Destination
+from tilefit.cli.fleet import RAY, fleet_at
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
 from tilefit.options import TargetOptions, option
@@ -34,6 +35,7 @@ class Rented:
     price: tuple[str, ...] = option(
         (), "Of a GPU for an hour; NAME=PRICE where GPUs are compared; repeat.", metavar="PRICE"
     )
+    ray: str | None = option(None, RAY, metavar="ADDRESS")
     epoch: int = option(0, "Samples of an epoch, for its cost.", min=0, metavar="N", show_default=False)
 
 
@@ -96,7 +98,7 @@ def plan(
             raise UsageError(
                 f"a price of {name}, which is not compared", where="--price", hint=f"Add --gpu {name}."
             )
-    with output.progress(f"Planning {target}") as tell:
+    with output.progress(f"Planning {target}") as tell, fleet_at(rented.ray) as fleet:
         made = PlanSession(
             target,
             replace(options, arguments=arguments),
@@ -108,6 +110,7 @@ def plan(
             capture.timeout,
             capture.fresh,
             tell,
+            fleet,
         ).plan()
     where.write(replace(made, explain=view.explain, launch=view.launch), show_all=view.show_all)
 

@@ -16,6 +16,7 @@ from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.completion import gpu_option
 from tilefit.cli.destination import Where
+from tilefit.cli.fleet import RAY, fleet_at
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
 from tilefit.cli.option_groups import Group, given, grouped
 from tilefit.errors import UsageError
@@ -69,6 +70,7 @@ class Results:
 
     store: Path | None = option(None, "Store of results; default TILEFIT_STORE.", metavar="FILE")
     fresh: bool = option(False, "Compute points again that are in the store.")
+    ray: str | None = option(None, RAY, metavar="ADDRESS")
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,13 @@ def sweep(
     from tilefit.sweep.run import Grid
     from tilefit.sweep.session import SweepSession
 
+    if varied.measure and results.ray:
+        raise UsageError("--measure measures this machine's GPU", hint="Leave out --ray.")
     local = local_gpu() if varied.measure else None
     devices = _gpus(axes, gpu, local, calibration)
     axes = [axis for axis in axes if axis.name != "gpu"]
     points(axes)
-    with open_store(results.store) as opened:
+    with open_store(results.store) as opened, fleet_at(results.ray) as fleet:
         session = SweepSession(
             Grid(target, options, tuple(axes), devices),
             opened,
@@ -123,6 +127,7 @@ def sweep(
             best_batch=varied.best_batch,
             local=local and (local.place, astuple(local.environment)),
             watch=output.watched,
+            fleet=fleet,
         )
         predicted = session.predicted
         if session.known:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources.abc import Traversable
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from struct import error as StructError
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from zlib import error as ZlibError
 
 from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
-from tilefit.cost.constants import Constants
+from tilefit.cost.constants import Constants, LinkConstants
 from tilefit.cost.estimate import ESTIMATED, Estimate, bound
 from tilefit.cost.features import domain, example, features
 from tilefit.cost.memory import floor_s
@@ -118,9 +118,10 @@ class Calibration:
         constants: Of the first stage, fitted to this GPU; None for those of its kind.
         kind_constants: Of the first stage that a kind's networks correct, where these are others.
         quick: What a quick calibration found; the networks are then those that ship.
-        donor: The GPU that the networks are of, where a quick calibration took them from it.
+        donor: The GPU that the networks are of, where a calibration without any took them from it.
         launch_scale: Host time of a step, over what :mod:`tilefit.cost.launch` states.
         title: Where the measurements are from, for reports.
+        links: Of what joins this machine's GPUs, where that was measured.
     """
 
     networks: dict[str, Network]
@@ -131,6 +132,7 @@ class Calibration:
     kind_constants: dict[str, Constants] = field(default_factory=dict)
     quick: Quick | None = None
     donor: str = ""
+    links: LinkConstants | None = None
 
     @property
     def on_shipped(self) -> bool:
@@ -290,16 +292,38 @@ def load(path: Traversable) -> Calibration:
     for kind, facts in about["networks"].items():
         if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
             raise ValueError("it was made with another version of tilefit")
+    links = _links(about["links"]["constants"]) if "links" in about else None
     if "quick" in about:
         title = f"quickly calibrated on {about['date'][:10]}"
-        return Calibration({}, about, None, about["launch_scale"], title, quick=Quick(**about["quick"]))
+        quick = Quick(**about["quick"])
+        return Calibration({}, about, None, about["launch_scale"], title, quick=quick, links=links)
+    if links and not networks:
+        return Calibration({}, about, links=links)
     if "constants" not in about:
         return Calibration(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")
     constants = Constants(**about["constants"])
     facts = about["networks"].items()
     others = {kind: Constants(**each["constants"]) for kind, each in facts if "constants" in each}
     title = f"calibrated on {about['date'][:10]}"
-    return Calibration(networks, about, constants, about["launch_scale"], title, others)
+    return Calibration(networks, about, constants, about["launch_scale"], title, others, links=links)
+
+
+def _links(facts: dict[str, Any]) -> LinkConstants:
+    found = LinkConstants(**facts)
+    numbers = [value for name, value in facts.items() if name != "provenance"]
+    if not all(isfinite(number) and number >= 0 for number in numbers) or not found.share:
+        raise ValueError("the constants of its links are no finite numbers")
+    return found
+
+
+def with_links_of(found: Calibration, path: Path) -> Calibration:
+    """A new calibration with what the one in a file, which it is to replace, knows of the GPU's links."""
+    if not path.exists():
+        return found
+    before = load(path)
+    if before.links is None or before.about["gpu"] != found.about["gpu"]:
+        return found
+    return replace(found, links=before.links, about=found.about | {"links": before.about["links"]})
 
 
 def merged(first: Calibration, second: Calibration) -> Calibration:

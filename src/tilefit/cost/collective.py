@@ -5,10 +5,11 @@ from __future__ import annotations
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MEMORY, Estimate
-from tilefit.cost.links import MOST_LINKED, Fabric, Group
+from tilefit.cost.links import Fabric, Group
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
 from tilefit.ops.dtypes import size_bytes
+from tilefit.options import MOST_LINKED
 
 
 def is_priced(op: Collective, gpu: Gpu) -> bool:
@@ -33,6 +34,7 @@ def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estim
         bound=MEMORY,
         memory_s=time_s,
         kernel_family="collective",
+        provenance=fabric.link.provenance,
         reason=f"{gpu.link} at {op.link_bytes / time_s / 1e9:.0f} GB/s each way, "
         f"of {gpu.link_bandwidth_bytes_per_s / 2e9:.0f}",
     )

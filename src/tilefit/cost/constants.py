@@ -1,11 +1,12 @@
 """The constants of the model, per GPU: fitted where the GPU was measured, else those of its kind.
 
-Every constant of :class:`Constants` lives here. ``benchmarks/public_tables.py`` fits them and prints their
-errors; its recorded result stands beside it.
+Every constant of :class:`Constants` and :class:`LinkConstants` lives here. ``benchmarks/public_tables.py``
+fits the former and prints their errors; its recorded result stands beside it.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -154,3 +155,67 @@ def constants(gpu: Gpu) -> Constants:
         if _is_geforce(gpu):
             found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
     return found
+
+
+# --- links ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConstants:
+    """What the datasheet does not say about a link; :mod:`tilefit.cost.links` has the model.
+
+    Latencies are in clocks of the GPU, shares are of the published bandwidth of one direction: both carry
+    over to another generation. ``benchmarks/collectives.py`` fits them and records their errors.
+
+    Attributes:
+        start_clocks: Fixed time of a message of the low-latency protocol, in clocks of the GPU.
+        hop_clocks: Time of one step of a ring.
+        low_latency_share: Share of the bandwidth that the low-latency protocol reaches.
+        bulk_clocks: Fixed time of a message of the other protocol.
+        chunk_clocks: What filling its pipeline costs: ``c`` above.
+        share: Share of the bandwidth that it reaches between many ranks.
+        pair_loss: Of it ``pair_loss / ranks`` is lost where each rank copies its own part, too: gathering
+            and scattering. Sending loses none.
+        sum_loss: The same of all-reduces and all-to-alls.
+        switch_share, switch_clocks: Bandwidth and fixed time where the switch sums up; 0: it does not.
+        spread: Half-width of the 80 % interval as a share.
+        provenance: ``datasheet`` for the constants of a kind of link, ``estimated`` for those fitted to this
+            machine's.
+    """
+
+    start_clocks: float
+    hop_clocks: float
+    low_latency_share: float
+    bulk_clocks: float
+    chunk_clocks: float
+    share: float
+    pair_loss: float
+    sum_loss: float = 0.0
+    switch_share: float = 0.0
+    switch_clocks: float = 0.0
+    spread: float = 0.3
+    provenance: str = DATASHEET
+
+
+#: Fitted by ``benchmarks/collectives.py --fit`` to public tables of NCCL 2.23 to 2.29 on eight A100 SXM
+#: (NVLink 3) and eight H100 SXM (NVLink 4; those of H200 were left out).
+FITTED_LINKS = {
+    "NVLink 3": LinkConstants(17800, 1040, 0.228, 14700, 13000, 0.848, 0.461, 0.305, spread=0.15),
+    "NVLink 4": LinkConstants(
+        12100, 1210, 0.255, 13900, 4900, 0.898, 0.636, 0.394, 1.019, 124000, spread=0.15
+    ),
+}
+#: NVLink of another generation: the nearest that was measured. NVLink 5 keeps the switch that sums up.
+_NEAREST_LINK = {"NVLink 1": "NVLink 3", "NVLink 2": "NVLink 3", "NVLink 5": "NVLink 4"}
+#: PCIe slots, with and without peer access (GeForce cards of the 30 series and later have none: copies go
+#: through the host's memory). A choice: nothing was measured here. Servers share a host bridge among slots.
+_PEERS = LinkConstants(17500, 2000, 0.2, 17500, 20000, 0.75, 0.3, 0.3, spread=1.0)
+_NO_PEERS = LinkConstants(25000, 4000, 0.15, 25000, 40000, 0.4, 0.3, 0.3, spread=2.0)
+_NO_PEER_ACCESS = re.compile(r"GeForce RTX [345]0")
+
+
+def link_constants(gpu: Gpu) -> LinkConstants:
+    """The constants of the kind of link that a GPU has."""
+    if not gpu.link.startswith("NVLink"):
+        return _NO_PEERS if _NO_PEER_ACCESS.search(gpu.title) else _PEERS
+    return FITTED_LINKS[_NEAREST_LINK.get(gpu.link, gpu.link)]

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilefit.cost.streams import Streams
+
 MATH = "math"
 MEMORY = "memory"
 LATENCY = "latency"
@@ -57,6 +59,8 @@ class Estimate:
 LAUNCH = "launch"
 #: The queue runs empty where the program waits, and copies between host and GPU: a bound of a program's step.
 WAITS = "waits"
+#: Ranks exchange what the step waits for: a bound of a program's step.
+EXPOSED = "communication"
 
 
 def bound(math_s: float, memory_s: float, time_s: float) -> str:
@@ -111,7 +115,9 @@ class StepEstimate:
         flop: Floating-point operations.
         bound_time_s: Wall time by what limits it: ``math``, ``memory``, ``latency`` (GPU times of the
             operations with that bound), ``launch`` (the GPU waits for the host) and, of a program, ``waits``
-            (its queue is empty because the host waited, or a copy runs). Sums to ``time_s``.
+            (its queue is empty because the host waited, or a copy runs) and ``communication`` (of several
+            ranks, what nothing hides). Sums to ``time_s``.
+        streams: Of a program of several streams or ranks, how they run it.
     """
 
     ops: tuple[Estimate, ...]
@@ -122,6 +128,7 @@ class StepEstimate:
     host_time_s: float
     flop: int
     bound_time_s: Mapping[str, float]
+    streams: Streams | None = None
 
     @property
     def launch_share(self) -> float:

@@ -60,6 +60,9 @@ GRAPH_PARAMETER_S = 15e-6
 #: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
 #: alone is not priced: BART's forward pass reads 24 values, and its step takes no longer than its launches.
 RECOMPILED_S = 1.4e-3
+#: A collective: 35 to 40 us a call in all (torch 2.11, eager all-reduces of 4 MiB and less, back to back, on
+#: 2 and 4 H200).
+COLLECTIVE_S = 30e-6
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6

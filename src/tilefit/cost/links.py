@@ -6,8 +6,8 @@ of ``w`` bytes takes ``(sqrt(w / B) + sqrt(c))**2``, so that its bandwidth rises
 and others, "Collective communication: theory, practice, and experience", 2007). All-reduces of a whole
 switched machine may be summed up in the switch (NVLink SHARP).
 
-Latencies are in clocks of the GPU, shares are of the published bandwidth of one direction: both carry over to
-another generation. ``benchmarks/collectives.py`` fits the constants and records their errors.
+``tilefit calibrate --collectives`` fits the constants to a machine's GPUs; those of others are in
+:mod:`tilefit.cost.constants`.
 """
 
 from __future__ import annotations
@@ -16,62 +16,19 @@ import re
 from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
+from tilefit.cost.constants import LinkConstants, link_constants
+from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
-
-#: GPUs that one machine joins by their own links: an HGX board, or a server's PCIe slots, has at most eight.
-MOST_LINKED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class LinkConstants:
-    """What the datasheet does not say about a link.
-
-    Attributes:
-        start_clocks: Fixed time of a message of the low-latency protocol, in clocks of the GPU.
-        hop_clocks: Time of one step of a ring.
-        low_latency_share: Share of the bandwidth that the low-latency protocol reaches.
-        bulk_clocks: Fixed time of a message of the other protocol.
-        chunk_clocks: What filling its pipeline costs: ``c`` above.
-        share: Share of the bandwidth that it reaches between many ranks.
-        pair_loss: Of it ``pair_loss / ranks`` is lost.
-        switch_share, switch_clocks: Bandwidth and fixed time where the switch sums up; 0: it does not.
-        spread: Half-width of the 80 % interval as a share.
-    """
-
-    start_clocks: float
-    hop_clocks: float
-    low_latency_share: float
-    bulk_clocks: float
-    chunk_clocks: float
-    share: float
-    pair_loss: float
-    switch_share: float = 0.0
-    switch_clocks: float = 0.0
-    spread: float = 0.3
-
-
-#: Fitted by ``benchmarks/collectives.py --fit`` to public tables of NCCL 2.23 to 2.29 on eight A100 SXM
-#: (NVLink 3) and eight H100 SXM (NVLink 4; those of H200 were left out).
-FITTED = {
-    "NVLink 3": LinkConstants(18000, 1040, 0.232, 14500, 13500, 0.853, 0.378, spread=0.15),
-    "NVLink 4": LinkConstants(13200, 1230, 0.270, 11400, 6580, 0.915, 0.500, 1.019, 124000, spread=0.15),
-}
-#: NVLink of another generation: the nearest that was measured. NVLink 5 keeps the switch that sums up.
-_NEAREST = {"NVLink 1": "NVLink 3", "NVLink 2": "NVLink 3", "NVLink 5": "NVLink 4"}
-#: PCIe slots, with and without peer access (GeForce cards of the 30 series and later have none: copies go
-#: through the host's memory). A choice: nothing was measured here. Servers share a host bridge among slots.
-_PEERS = LinkConstants(17500, 2000, 0.2, 17500, 20000, 0.75, 0.3, spread=1.0)
-_NO_PEERS = LinkConstants(25000, 4000, 0.15, 25000, 40000, 0.4, 0.3, spread=2.0)
-_NO_PEER_ACCESS = re.compile(r"GeForce RTX [345]0")
+from tilefit.options import MOST_LINKED
 
 
 def constants_of(gpu: Gpu) -> LinkConstants:
-    """The constants of a GPU's link."""
-    if not gpu.link.startswith("NVLink"):
-        return _NO_PEERS if _NO_PEER_ACCESS.search(gpu.title) else _PEERS
-    return FITTED[_NEAREST.get(gpu.link, gpu.link)]
+    """The constants of a GPU's link: measured on the user's machine, else those of its kind."""
+    if isinstance(gpu, PricedGpu) and gpu.calibration is not None and gpu.calibration.links:
+        return gpu.calibration.links
+    return link_constants(gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +169,7 @@ class Fabric:
         hops_s = _hops(function, ranks) * link.hop_clocks * clock_s
         low_s = link.start_clocks * clock_s + hops_s + wire / (bandwidth * link.low_latency_share)
         bulk_s = link.bulk_clocks * clock_s + hops_s
-        moved_s = wire / (bandwidth * link.share * (1 - link.pair_loss / ranks))
+        moved_s = wire / (bandwidth * link.share * (1 - _loss(link, function) / ranks))
         bulk_s += moved_s + 2 * sqrt(moved_s * link.chunk_clocks * clock_s)
         # Around the size where one protocol gives way to the other, the library chooses well.
         time_s: float = (low_s**-8 + bulk_s**-8) ** (-1 / 8)
@@ -246,6 +203,13 @@ class Fabric:
             tree_s = 2 * (ceil(log2(group.machines)) * net.hop_s + (group.per_machine - 1) * hop_s)
             start_s = min(start_s, tree_s)
         return net.start_s + start_s + moved_s + 2 * sqrt(moved_s * net.chunk_s)
+
+
+def _loss(link: LinkConstants, function: str) -> float:
+    """What is lost between two ranks, over that between many."""
+    if function == SEND:
+        return 0.0
+    return link.sum_loss if function in (ALL_REDUCE, ALL_TO_ALL) else link.pair_loss
 
 
 def _hops(function: str, ranks: int) -> int:

@@ -348,6 +348,13 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
     """
     if own.quick:
         return corrected(own)
+    if not own.networks:  # nothing but links was measured
+        gpu = gpus.get(own.about["gpu"])
+        if (ships := _ships(gpu)) is None:
+            return own
+        of = ships.about["gpu"]
+        about = ships.about | {"gpu": gpu.name}
+        return replace(ships, about=about, donor=of if of != gpu.name else "", links=own.links)
     mine = {kind: own.networks[kind] for kind in kinds}
     if own.on_shipped:
         if own.about["on"] != basis(gpus.get(own.about["gpu"])):

@@ -35,20 +35,24 @@ RECURRENT_S = 300e-6
 #: What the persistent kernels of ``tilefit.nn`` launch in each pass of a layer: two products or a product and
 #: a sum, the filling of the exchange buffer and the recurrence.
 PERSISTENT_KERNELS = 4
+#: The weights' gradient of a layer and direction: 11 kernels for three, two of an LSTM and one of a GRU
+#: (``benchmarks/results/program_ops.json``).
+WEIGHT_KERNELS = 4
 RECURRENT_STEP_S = 14e-6
 RECURRENT_BACKWARD_STEP_S = 20e-6
 
 
 @launches(Recurrent)
 def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float]:
-    """cuDNN's standard algorithm launches two kernels each time step; all others are a few kernels."""
+    """cuDNN's standard algorithm launches two kernels each time step, but for the weights' gradient, which is
+    a few products over all steps, as are all others."""
     if persistent_steps(op, gpu) is not None:
         return PERSISTENT_KERNELS * op.num_layers, RECURRENT_S * op.num_layers
     if cudnn_algorithm(op, gpu)[0] != STANDARD:
         return 1, RECURRENT_S
     steps = op.seq_len * op.num_layers * op.directions
     if op.direction == BACKWARD_WEIGHT:
-        return 2 * steps, RECURRENT_S
+        return WEIGHT_KERNELS * op.num_layers * op.directions, RECURRENT_S
     each_s = RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S
     return 2 * steps, RECURRENT_S + steps * each_s
 

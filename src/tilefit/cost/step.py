@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import hypot
 
-from tilefit.cost.estimate import BOUNDS, LAUNCH, WAITS, Estimate, StepEstimate
-from tilefit.cost.launch import GRAPHED_S, around_s, begin_s, launch
+from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate
+from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
+from tilefit.cost.streams import fabric_of, run
 from tilefit.cost.waits import call_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
@@ -71,17 +72,31 @@ def estimate_step(
         path = (predicted.kernel_family, predicted.bound)
         widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
     host_s += call_s(step.program, scale)
-    time_s = max(gpu_s, host_s)
-    bound_s[LAUNCH] = time_s - gpu_s
+    streams = None
     if step.program is not None:
         launches_s[:1] = [scale * python_s + first for first in launches_s[:1]]
         times_s = [predicted.time_s for predicted in estimates]
-        paced = max(time_s, paced_s(step.program, launches_s, times_s, device, scale))
-        bound_s[WAITS] = paced - time_s
+        if step.program.order:
+            streams = run(step.program, launches_s, times_s, device, scale)
+            for index in streams.aside:  # operations beside the stream that computes
+                gpu_s -= times_s[index]
+                bound_s[estimates[index].bound] -= times_s[index]
+            host_s += scale * COLLECTIVE_S * len(step.program.exchanges)
+            spread = fabric_of(step.program, device).link.spread
+            widths["collective", EXPOSED] = spread * sum(streams.exposed_s)
+    time_s = max(gpu_s, host_s)
+    bound_s[LAUNCH] = time_s - gpu_s
+    if step.program is not None:
+        paced = streams.time_s if streams else paced_s(step.program, launches_s, times_s, device, scale)
+        paced = max(time_s, paced)
+        if streams:
+            bound_s[EXPOSED] = min(sum(streams.exposed_s), paced - time_s)
+        bound_s[WAITS] = paced - time_s - bound_s.get(EXPOSED, 0.0)
         time_s = paced
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
     common_s = device.common_spread * gpu_s
-    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * (time_s - gpu_s))
+    waited_s = time_s - gpu_s - bound_s.get(EXPOSED, 0.0)
+    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * waited_s)
     return StepEstimate(
         ops=estimates,
         time_s=time_s,
@@ -91,4 +106,5 @@ def estimate_step(
         host_time_s=host_s,
         flop=step.flop,
         bound_time_s=bound_s,
+        streams=streams,
     )

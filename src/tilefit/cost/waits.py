@@ -52,6 +52,11 @@ def host_bytes_per_s(gpu: Gpu) -> float:
     return link * _PINNED
 
 
+def launches_block(program: Program) -> bool:
+    """Whether the host waits for each operation."""
+    return any(habit.name == "launch_blocking" for habit in program.habits)
+
+
 def call_s(program: Program | None, scale: float) -> float:
     """Host time of all calls that wait or copy: each takes what a launch takes."""
     return scale * FORWARD_S * len(program.events) if program else 0.0
@@ -87,7 +92,7 @@ def paced_s(
 def _actions(
     program: Program, launches_s: Sequence[float], times_s: Sequence[float], gpu: Gpu, scale: float
 ) -> Iterator[_Action]:
-    blocking = any(habit.name == "launch_blocking" for habit in program.habits)
+    blocking = launches_block(program)
     count = len(launches_s)
     events = sorted(program.events, key=lambda event: event.index)
     at = {index: list(same) for index, same in groupby(events, lambda event: min(event.index, count))}

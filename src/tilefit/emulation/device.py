@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilefit.emulation.tensor import META, CudaTensor, replace_memory
+from tilefit.emulation.tensor import META, CudaTensor, replace_memory, takes_itself_apart
 from tilefit.emulation.value import Value
 from tilefit.emulation.values import (
     MOST_NUMBERS,
@@ -24,7 +24,7 @@ from tilefit.emulation.values import (
     of_host,
 )
 from tilefit.errors import CaptureError
-from tilefit.ops.program import TO_GPU
+from tilefit.ops.program import TO_GPU, Exchange
 
 aten = torch.ops.aten
 
@@ -47,8 +47,11 @@ class Watch(Protocol):
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was asked for that is not known, and answered."""
 
-    def exchanged(self, name: str, size: int, ranks: int, overlaps: bool) -> None:
-        """A collective of so many bytes and processes."""
+    def ordered(self, kind: str, stream: int, number: int) -> None:
+        """A stream is asked for something; as of :class:`tilefit.ops.program.Ordered`."""
+
+    def exchanged(self, exchange: Exchange, stream: int, written: list[CudaTensor]) -> None:
+        """A collective on a stream writes; where and when is the watch's to know."""
 
     def captured(self) -> AbstractContextManager[object]:
         """Within the block a CUDA graph is captured, instead of anything running."""
@@ -60,7 +63,8 @@ class Watch(Protocol):
 _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
 #: What initial values of parameters are made with.
 _INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
-_TAKE_THEMSELVES_APART = frozenset(("DTensor", "NestedTensor"))
+#: What CUDA has kernels for, though it could be run by its parts.
+WHOLE = frozenset(("silu_backward", "mish_backward"))
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
 
@@ -107,7 +111,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind.__name__ in _TAKE_THEMSELVES_APART for kind in types):
+        if takes_itself_apart(types):
             return NotImplemented
         if _names_cuda(kwargs.get("device")) or _has_cuda(leaves(args)) or _has_cuda(leaves(kwargs)):
             return self.run(func, args, kwargs)
@@ -271,7 +275,8 @@ def _names_cuda(device: Any) -> bool:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return has_parts and func._overloadpacket.__name__ not in WHOLE
 
 
 def _follow(tensor: torch.Tensor) -> None:

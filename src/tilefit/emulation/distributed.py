@@ -1,42 +1,253 @@
-"""One process of a distributed program, alone: collectives move nothing."""
+"""One process of a distributed program, alone: collectives move nothing, and are told."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 import torch.multiprocessing
+from torch._C._distributed_c10d import _resolve_process_group
 
-from tilefit.emulation.device import Watch
+from tilefit.emulation.device import Device
+from tilefit.emulation.streams import Event, Stream, Streams
 from tilefit.emulation.tensor import CudaTensor
+from tilefit.emulation.value import Value
+from tilefit.emulation.values import is_small, leaves
+from tilefit.errors import CaptureError
+from tilefit.ops import Site
+from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from tilefit.ops.program import Exchange
+from tilefit.options import MOST_LINKED
 
 #: What torchrun tells a process; answered to whoever asks by name, and not there for whoever looks first.
 _VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 _VARIABLES |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-_NOTHING_TO_DO = "all_reduce broadcast reduce barrier monitored_barrier broadcast_object_list".split()
+#: Operations of ``c10d`` and ``_c10d_functional`` by what they are. What goes from one to all, or from all to
+#: one, sends each byte on once, as an all-gather does.
+_NAMES = {
+    ALL_REDUCE: "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
+    "all_reduce_coalesced_",
+    ALL_GATHER: "_allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
+    "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    REDUCE_SCATTER: "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ "
+    "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
+    ALL_TO_ALL: "alltoall_ alltoall_base_ all_to_all_single",
+    SEND: "send isend",
+    "receive": "recv_ recv_any_source_ irecv",
+    "broadcast": "broadcast_ broadcast",
+    "reduce": "reduce_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+}
+_FUNCTIONS = {
+    "receive": SEND,
+    "broadcast": ALL_GATHER,
+    "reduce": ALL_GATHER,
+    "gather": ALL_GATHER,
+    "scatter": ALL_GATHER,
+}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
-class _Done:
-    """A collective that has ended."""
+class _Future(torch.futures.Future):  # type: ignore[type-arg]
+    """What a collective gives, for whoever's stream waits for it."""
+
+    def __init__(self, value: Any, event: Event, side: Stream) -> None:
+        super().__init__()
+        self.set_result(value)
+        self._event, self._side = event, side
+
+    def then(self, callback: Callable[[Any], Any]) -> _Future:
+        """Callbacks run on a stream of their own."""
+        with self._side as stream:
+            stream.wait_event(self._event)
+            out = callback(self)
+            return _Future(out, stream.record_event(), self._side)
+
+    def wait(self) -> Any:
+        """The stream waits, not the host."""
+        self._event.wait()
+        return super().value()
+
+
+class _Work(dist.Work):
+    """A collective that was called."""
+
+    def __init__(self, tensors: Any, event: Event | None, side: Stream) -> None:
+        super().__init__()
+        # It may be kept for longer than what it was called with.
+        self._tensors = [weakref.ref(each) for each in leaves([tensors])]
+        self._event, self._side = event, side
 
     def wait(self, *args: Any) -> bool:
+        """The stream waits, not the host; what ran on the program's own stream is not waited for."""
+        if self._event is not None:
+            self._event.wait()
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return True
 
+    is_success = is_completed
 
-def install(watch: Watch) -> None:
+    def result(self) -> Any:
+        return [each() for each in self._tensors]
+
+    def get_future(self) -> _Future:
+        event = self._event
+        if event is None:
+            with self._side as stream:
+                event = stream.record_event()
+        return _Future(self.result(), event, self._side)
+
+
+class _Collectives:
+    """Answers what is asked of other processes as if they had the same.
+
+    Args:
+        device: The device, whose watch is told.
+        streams: Its streams.
+    """
+
+    def __init__(self, device: Device, streams: Streams) -> None:
+        self.device, self.streams = device, streams
+        self._of_groups: dict[str, Stream] = {}
+        self._side = Stream(streams)
+        self._kept: list[_Work] = []
+        #: Events behind what functional collectives made, by its memory.
+        self._running: dict[int, Event] = {}
+
+    def rules(self) -> dict[str, Any]:
+        """Of the device, by the operation's name."""
+        made: dict[str, Any] = {"wait_tensor": self._waited, "_wrap_tensor_autograd": _awaited_later}
+        for name, operations in _NAMES.items():
+            for operation in operations.split():
+                made[operation] = lambda _, *call, name=name: self._called(name, *call)
+        return made
+
+    def _called(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "_c10d_functional":
+            return self._functional(name, func, args, kwargs)
+        if func.namespace != "c10d":
+            return NotImplemented
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        event = self._told(name, args, group, overlaps=given.get("async_op", True))
+        self._answer(name, args)
+        work = _Work(args[0], event, self._side)
+        self._kept[:] = [*self._kept[-64:], work]  # C++ holds its own half alone
+        return (args[0], work.boxed()) if len(func._schema.returns) == 2 else work.boxed()
+
+    def _functional(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        group = given["group_name"]
+        if isinstance(group, str):
+            group = _resolve_process_group(group)  # type: ignore[arg-type]
+        out = self.device.launch(func, args, kwargs)
+        event = self._told(name, (out, *args), group, grows=True)
+        for each in leaves(out):
+            self._running[each.untyped_storage()._cdata] = event
+        if name != ALL_REDUCE:
+            self._answer(name, (out, args[0]))
+        return out
+
+    def _waited(self, _: Device, func: Any, args: Any, kwargs: Any) -> Any:
+        event = self._running.pop(args[0].untyped_storage()._cdata, None)
+        if event is not None:
+            event.wait()
+        return args[0]
+
+    def _told(
+        self, name: str, tensors: Any, group: Any, *, overlaps: bool = True, grows: bool = False
+    ) -> Any:
+        """Tell of a collective, which writes the first of ``tensors``; returns the event behind it where it
+        has a stream of its own."""
+        sizes = [
+            [t.numel() * t.element_size() for t in leaves([each]) if isinstance(t, CudaTensor)]
+            for each in tensors
+            if not isinstance(each, torch.Tensor) or isinstance(each, CudaTensor)
+        ]
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) < 2 or not any(sizes):
+            return Event(self.streams)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", min(dist.get_world_size(), MOST_LINKED)))
+        function = _FUNCTIONS.get(name, name)
+        pair = function == SEND
+        first = next(t for t in leaves(tensors) if isinstance(t, CudaTensor))
+        exchange = Exchange(
+            index=0,
+            function=function,
+            name=name,
+            bytes=max(map(sum, sizes)),
+            ranks=2 if pair else len(ranks),
+            per_machine=min(2 if pair else local, max(Counter(r // local for r in ranks).values())),
+            site=Site(),
+            dtype=_DTYPES.get(first.dtype, str(first.dtype).removeprefix("torch.")),
+            group=f"{group.group_name}{' ' + name if pair else ''}",
+            grows=grows,
+        )
+        written = [t for t in leaves([tensors[0]]) if isinstance(t, CudaTensor)]
+        watch, current = self.device.watch, self.streams.current
+        if not overlaps:
+            watch.exchanged(exchange, current.stream_id, written)
+            return None
+        if exchange.group not in self._of_groups:
+            self._of_groups[exchange.group] = Stream(self.streams)
+        stream = self._of_groups[exchange.group]
+        stream.wait_stream(current)
+        watch.exchanged(exchange, stream.stream_id, written)
+        return stream.record_event()
+
+    def _answer(self, name: str, tensors: Any) -> None:
+        """Give what all would give who have the same; sums stay what they were."""
+        written = [each for each in leaves([tensors[0]]) if isinstance(each, CudaTensor)]
+        read = leaves([tensors[1]]) if len(tensors) > 1 else []
+        read = [each for each in read if isinstance(each, CudaTensor) and each.numel()]
+        if name == "receive" or (read and written):
+            for out, source in zip(written, cycle(read or [None]), strict=False):
+                _take(out, source)
+
+
+def _take(out: CudaTensor, source: CudaTensor | None) -> None:
+    """``out`` holds what ``source`` does, again and again, or a part of it; without one nobody knows what."""
+    if out.value is not None:
+        out.value.state.lost = True
+    known = source.value.tensor() if source is not None and source.value is not None else None
+    if known is None or not is_small(out):
+        out.value = None
+        return
+    times = -(-out.numel() // known.numel())
+    out.value = Value(known.flatten().repeat(times)[: out.numel()].view(out.shape))
+    out.value.state.assumed = source is not None and source.value is not None and source.value.state.assumed
+
+
+def _awaited_later(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a functional collective returns: its first reader waits."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(args[0])
+
+
+def install(device: Device, streams: Streams) -> None:
     """Make distributed programs run as one process, of as many as the environment says; not taken back.
 
     Args:
-        watch: Told of collectives.
+        device: Whose watch is told of collectives.
+        streams: The device's, on which they run.
     """
-    distributed: Any = torch.distributed
-    begin = distributed.init_process_group
+    begin = dist.init_process_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -55,58 +266,23 @@ def install(watch: Watch) -> None:
     def spawn(function: Callable[..., Any], args: Any = (), *rest: Any, **kwargs: Any) -> None:
         function(0, *args)
 
-    distributed.init_process_group = init_process_group
-    distributed.all_gather_object = gather_object
-    _collectives(watch)
+    def recv_object_list(*args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            "the program waits for an object of another process, and there is none",
+            hint="Stages of a pipeline tell each other shapes so: tilefit plan prices pipelines.",
+        )
+
+    module: Any = dist
+    module.recv_object_list = recv_object_list
+    for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
+        if getattr(sys.modules[name], "init_process_group", None) is begin:
+            sys.modules[name].init_process_group = init_process_group  # type: ignore[attr-defined]
+    module.all_gather_object = gather_object
+    module.broadcast_object_list = module.monitored_barrier = lambda *args, **kwargs: None
+    device.rules = {**device.rules, **_Collectives(device, streams).rules()}
     multiprocessing: Any = torch.multiprocessing
     multiprocessing.spawn = spawn
     _answer_variables()
-
-
-def _collectives(watch: Watch) -> None:
-    """Collectives give what they would where all processes have the same."""
-    distributed: Any = torch.distributed
-
-    def told(name: str, tensors: Iterable[Any], group: Any, async_op: bool) -> _Done | None:
-        sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, CudaTensor)]
-        if sizes:
-            ranks = distributed.get_world_size(group) if distributed.is_initialized() else 1
-            watch.exchanged(name, sum(sizes), ranks, async_op)
-        return _Done() if async_op else None
-
-    def nothing(name: str) -> Callable[..., _Done | None]:
-        def call(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> _Done | None:
-            return told(name, (*args, *kwargs.values()), group, async_op)
-
-        return call
-
-    def all_gather(
-        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        for output in outputs:
-            output.copy_(tensor)
-        return told("all_gather", outputs, group, async_op)
-
-    def into(name: str) -> Callable[..., _Done | None]:
-        def call(
-            output: torch.Tensor,
-            given: torch.Tensor,
-            *args: Any,
-            group: Any = None,
-            async_op: bool = False,
-            **_: Any,
-        ) -> _Done | None:
-            ranks = max(1, output.numel() // max(1, given.numel()))
-            output.copy_(given.flatten().repeat(ranks)[: output.numel()].view_as(output))
-            return told(name, [max(output, given, key=torch.Tensor.numel)], group, async_op)
-
-        return call
-
-    for name in _NOTHING_TO_DO:
-        setattr(distributed, name, nothing(name))
-    distributed.all_gather = all_gather
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        setattr(distributed, name, into(name))
 
 
 def _answer_variables() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilefit.emulation.device import Device, Rule
+from tilefit.emulation.device import WHOLE, Device, Rule
 from tilefit.emulation.tensor import META, CudaTensor
 from tilefit.emulation.value import Value
 from tilefit.emulation.values import is_tensor, mapped
@@ -121,13 +121,30 @@ def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return wide_x[wide_mask]
 
 
-@_rule("_unique2 unique_dim unique_consecutive bincount")
+@_rule("_unique2 unique_dim unique_consecutive")
 def _counted(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     name = func._overloadpacket.__name__
     on_host = mapped((args, kwargs), lambda x: device.read(x, name) if isinstance(x, CudaTensor) else x)
     out = func(*on_host[0], **on_host[1])
     device.watch.launch(aten.sort.default, (args[0].on_meta.flatten(),), {})
     return mapped(out, lambda x: _of_host(x, args[0]) if is_tensor(x) else x)
+
+
+@_rule("bincount")
+def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """CUDA reads the least, which must not be negative, and the most, for which it makes room; then it counts
+    (PyTorch, ATen/native/cuda/SummaryOps.cu)."""
+    numbers = args[0].on_meta
+    if numbers.numel():
+        for look in (aten.min.default, aten.max.default):
+            device.watch.launch(look, (numbers,), {})
+            device.watch.waited("bincount")
+    on_host = mapped((args, kwargs), lambda x: device.told(x, "bincount") if is_tensor(x) else x)
+    out = func(*on_host[0], **on_host[1])
+    zeros = device.watch.launch(aten.zeros.default, (out.shape,), {"dtype": out.dtype, "device": META})
+    counted = torch.ones((), dtype=out.dtype, device=META).expand(numbers.shape)
+    device.watch.launch(aten.scatter_add_.default, (zeros, 0, numbers.long(), counted), {})
+    return _of_host(out, args[0])
 
 
 @_rule("repeat_interleave")
@@ -209,6 +226,23 @@ def _bags(device: Device, rows: int, entries: int, dense: torch.Tensor) -> Any:
     return device.launch(aten._embedding_bag_forward_only.default, call, {})[0]
 
 
+# ---- what is Python on CUDA ------------------------------------------------------------------------
+
+
+@_rule("all_gather_copy_in split_with_sizes_copy chunk_cat")
+def _of_fully_shard(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """The copies around the collectives of ``fully_shard``."""
+    if func.namespace != "fsdp":
+        return NotImplemented
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+
+    name = func._overloadpacket.__name__
+    with device:
+        return getattr(own, "all_gather_copy_in_cuda" if name == "all_gather_copy_in" else name)(
+            *args, **kwargs
+        )
+
+
 # ---- no kernel on meta -----------------------------------------------------------------------------
 
 
@@ -246,12 +280,16 @@ def _ctc_backward_shapes(grad: torch.Tensor, scores: torch.Tensor, *_: Any, **__
 
 
 def register_shapes() -> None:
-    """Give operations a kernel on ``meta`` that have none in PyTorch."""
+    """Give operations a kernel on ``meta`` that have none in PyTorch; what CUDA runs whole stays whole."""
     library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     for overload in ("", ".Tensor"):
         library.impl(f"_ctc_loss{overload}", _ctc_shapes)
         library.impl(f"_ctc_loss_backward{overload}", _ctc_backward_shapes)
-    _kept.append(library)
+    # Without kernels of CUDA's, PyTorch would take these apart before anyone is asked.
+    own: Any = torch.library.Library("aten", "IMPL", "AutogradCUDA")  # type: ignore[no-untyped-call]
+    for name in WHOLE:
+        own.impl(name, torch.library.fallthrough_kernel)
+    _kept.extend((library, own))
 
 
 _kept: list[torch.library.Library] = []

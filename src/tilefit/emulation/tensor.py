@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,14 @@ from tilefit.emulation.value import Value
 
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
+
+
+_TAKE_THEMSELVES_APART = frozenset(("DTensor", "AsyncCollectiveTensor", "NestedTensor"))
+
+
+def takes_itself_apart(types: Iterable[type]) -> bool:
+    """Whether there is a tensor among these that runs what is asked of it on its parts."""
+    return any(kind.__name__ in _TAKE_THEMSELVES_APART for kind in types)
 
 
 class CudaTensor(torch.Tensor):
@@ -53,8 +61,8 @@ class CudaTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(kind.__name__ == "NestedTensor" for kind in types):
-            return NotImplemented  # of which this one is a part
+        if takes_itself_apart(types):
+            return NotImplemented  # of which this one may be a part
         return CudaTensor.launched(func, args, kwargs or {})
 
     # ---- what reads memory past the dispatcher ---------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch._dynamo  # keeps the functions of torch.cuda that it finds: not our
 import torch.amp.grad_scaler
 import torch.utils.data
 
-from tilefit.emulation import distributed, guard
+from tilefit.emulation import guard, streams
 from tilefit.emulation.device import Device
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
@@ -29,36 +29,6 @@ set_rng_state set_rng_state_all seed seed_all set_per_process_memory_fraction re
 reset_accumulated_memory_stats set_sync_debug_mode _lazy_init _check_capability _lazy_call""".split()
 _ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device
 initial_seed utilization temperature power_draw memory_cached max_memory_cached device_memory_used""".split()
-
-
-class _Stream:
-    """A stream, or an event: everything is in order, and done."""
-
-    cuda_stream = stream_id = device_index = 0
-    device = CUDA
-    priority = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.recorded = True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def elapsed_time(self, other: Any) -> float:
-        """Milliseconds, which nobody knows."""
-        return 1.0
-
-    def query(self) -> bool:
-        """Everything is done."""
-        return True
-
-    def wait_stream(self, *args: Any) -> None:
-        """Streams are one."""
-
-    record = wait_event = record_event = wait = wait_stream
 
 
 class _Generator(torch.Generator):
@@ -88,14 +58,17 @@ def install(device: Device, gpu: Gpu) -> None:
     _types()
     _functions(device)
     _graphs(device)
-    _streams(device)
+    at_work = streams.install(device.watch)
+    _torch.Generator = _Generator
     _modules_move_in_place()
     _threads_see(device)
     _files()
     _loaders()
     _optimizers()
     if torch.distributed.is_available():
-        distributed.install(device.watch)
+        from tilefit.emulation import distributed
+
+        distributed.install(device, at_work)
 
 
 def _answer(gpu: Gpu, device: Device) -> None:
@@ -155,31 +128,10 @@ def _answer(gpu: Gpu, device: Device) -> None:
     for name, answer in {
         "current_device_index": 0,
         "set_device_index": None,
+        "device_count": cuda.device_count(),
         "max_memory_allocated": 0,
     }.items():
         setattr(accelerator, name, lambda *a, _answer=answer, **k: _answer)
-
-
-def _streams(device: Device) -> None:
-    """Streams are one; whoever synchronises waits."""
-
-    def synchronize(*args: Any, **kwargs: Any) -> None:
-        device.watch.waited("synchronize")
-
-    class Event(_Stream):
-        def synchronize(self) -> None:
-            device.watch.waited("synchronize")
-
-    cuda = _torch.cuda
-    cuda.synchronize = _torch.accelerator.synchronize = synchronize
-    for name in ("Event", "Stream", "ExternalStream"):
-        setattr(cuda, name, Event)
-    cuda.current_stream = cuda.default_stream = lambda *a, **k: Event()
-    cuda.stream = cuda.StreamContext = cuda.device = cuda.device_of = lambda *a, **k: nullcontext()
-    cuda.set_stream = lambda *a, **k: None
-    _torch.Stream = _torch.Event = Event
-    _torch.Tensor.record_stream = lambda *a, **k: None
-    _torch.Generator = _Generator
 
 
 def _types() -> None:
@@ -220,7 +172,17 @@ def _functions(device: Device) -> None:
         """Not compiled, it reads which as any ``if`` does."""
         return if_true(*operands) if which else if_false(*operands)
 
+    truncated = _torch.nn.init._no_grad_trunc_normal_
+
+    def trunc_normal(tensor: torch.Tensor, mean: float, std: float, *rest: Any, **kwargs: Any) -> Any:
+        """Drawn until all are within the bounds, which of values that nobody knows is never said."""
+        if tensor.device.type == "cuda":
+            with torch.no_grad():
+                return tensor.normal_(mean, std)
+        return truncated(tensor, mean, std, *rest, **kwargs)
+
     _torch.ctc_loss, _torch.cond = ctc_loss, cond
+    _torch.nn.init._no_grad_trunc_normal_ = trunc_normal
 
 
 def _graphs(device: Device) -> None:
@@ -290,6 +252,19 @@ def _modules_move_in_place() -> None:
             _torch.utils.swap_tensors(self, torch.nn.Parameter(there) if kind else there)
 
     module._apply, lazy.materialize = moved, made
+
+    data = _torch._C.TensorBase.data
+
+    def take(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """``parameter.data = parameter.data.to("cuda")``: it is a tensor of the GPU's from then on."""
+        if isinstance(tensor, CudaTensor) or not isinstance(other, CudaTensor):
+            data.__set__(tensor, other)
+            return
+        kind = isinstance(tensor, torch.nn.Parameter)
+        there = torch.nn.Parameter(other.detach(), tensor.requires_grad) if kind else other.detach()
+        _torch.utils.swap_tensors(tensor, there)
+
+    _torch.Tensor.data = property(data.__get__, take)
 
 
 def _threads_see(device: Device) -> None:

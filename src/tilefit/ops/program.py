@@ -92,7 +92,7 @@ class Habit:
     Attributes:
         name: Which: ``detect_anomaly``, ``launch_blocking``, ``deterministic``, ``keeps_gradients``
             (``zero_grad(set_to_none=False)``), ``parameter_loop``, ``evaluates_with_gradients``,
-            ``synchronizes_micro_batches``.
+            ``synchronizes_micro_batches``, ``finds_nothing_unused``.
         site: Its line.
         first, last: The operations it made, as indices into the step's (``last`` excluded); equal where none.
         detail: What a reader needs to know, such as ``161 parameters``.
@@ -107,24 +107,55 @@ class Habit:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective that the program calls, which nobody answers here. It has no price.
+    """A collective that the program calls, which nobody answers here.
 
     Attributes:
         index: How many of the step's operations were launched before it.
-        name: What was called, such as ``all_reduce``, ``all_gather_into_tensor``; ``gradients`` for the sum
-            that ``DistributedDataParallel`` makes of them.
-        bytes: Of the tensor that all have afterwards, or had before.
+        function: What it is priced as: one of :data:`tilefit.ops.collective.FUNCTIONS`.
+        name: What it is, such as ``all-reduce`` or ``broadcast``.
+        bytes: Of the tensor; where each rank has a part of it, of all parts.
         ranks: Processes that take part.
+        per_machine: Of them in one machine.
         site: The line of the program.
-        overlaps: The host goes on, and other work may run meanwhile.
+        dtype: Element type.
+        group: The group of processes, by its name: what it is asked for runs one after the other.
+        grows: Its bytes grow with the batch.
+        phase: As of an operation.
     """
 
     index: int
+    function: str
     name: str
     bytes: int
     ranks: int
+    per_machine: int
     site: Site
-    overlaps: bool = False
+    dtype: str = "fp32"
+    group: str = ""
+    grows: bool = False
+    phase: str = ""
+
+
+#: What happens to a stream: the operations that follow run on it; an event is recorded on it; it waits for
+#: one; an exchange runs on it.
+TO_STREAM, RECORD, AWAIT, EXCHANGE = "to", "record", "await", "exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What the program asks of a stream, beside operations.
+
+    Attributes:
+        index: How many of the step's operations were launched before it.
+        kind: :data:`TO_STREAM`, :data:`RECORD`, :data:`AWAIT` or :data:`EXCHANGE`.
+        stream: Its number; 0 is the one that everything runs on by default.
+        number: Of the event, or of the exchange in :attr:`Program.exchanges`.
+    """
+
+    index: int
+    kind: str
+    stream: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +174,10 @@ class Program:
         optimizers: Lines that made those that stepped.
         model: The line that called the model first.
         exchanges: Collectives of the step, in order.
+        order: What the streams are told, in order.
+        ranks: Processes of the program, of which this is one.
+        per_machine: Of them in one machine.
+        network: What joins their machines, as it is asked for; empty for one machine.
     """
 
     command: str
@@ -156,6 +191,10 @@ class Program:
     optimizers: tuple[str, ...] = ()
     model: str = ""
     exchanges: tuple[Exchange, ...] = ()
+    order: tuple[Ordered, ...] = ()
+    ranks: int = 1
+    per_machine: int = 1
+    network: str = ""
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""
@@ -163,17 +202,22 @@ class Program:
             self,
             events=tuple(replace(event, index=place(event.index)) for event in self.events),
             exchanges=tuple(replace(each, index=place(each.index)) for each in self.exchanges),
+            order=tuple(replace(each, index=place(each.index)) for each in self.order),
             habits=tuple(
                 replace(habit, first=place(habit.first), last=place(habit.last)) for habit in self.habits
             ),
         )
 
     def on_batch(self, factor: float) -> Program:
-        """With ``factor`` times the samples: what is copied to the GPU grows, but for single numbers."""
+        """With ``factor`` times the samples: what is copied to the GPU grows, but for single numbers, and
+        what ranks exchange of it."""
         events = (
             replace(event, bytes=round(factor * event.bytes))
             if event.kind == TO_GPU and event.bytes > _NUMBER_BYTES
             else event
             for event in self.events
         )
-        return replace(self, events=tuple(events))
+        exchanges = (
+            replace(each, bytes=round(factor * each.bytes)) if each.grows else each for each in self.exchanges
+        )
+        return replace(self, events=tuple(events), exchanges=tuple(exchanges))

@@ -12,7 +12,7 @@ from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
-from tilefit.ops.program import Assumption, Exchange, Habit, HostEvent, Loader, Program
+from tilefit.ops.program import Assumption, Exchange, Habit, HostEvent, Loader, Ordered, Program
 from tilefit.ops.timeline import Block, Timeline
 
 #: Version of the form.
@@ -146,7 +146,15 @@ def _memory(
 
 
 def _program(
-    command: str, step: str, steps: int, fake: list[str], model: str = "", **parts: list[Any]
+    command: str,
+    step: str,
+    steps: int,
+    fake: list[str],
+    model: str = "",
+    ranks: int = 1,
+    per_machine: int = 1,
+    network: str = "",
+    **parts: list[Any],
 ) -> Program:
     def at(values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "site": Site(**values["site"])}
@@ -162,5 +170,9 @@ def _program(
         fake=tuple(fake),
         optimizers=tuple(parts.get("optimizers", ())),
         exchanges=tuple(Exchange(**at(each)) for each in parts.get("exchanges", ())),
+        order=tuple(Ordered(**each) for each in parts.get("order", ())),
         model=model,
+        ranks=ranks,
+        per_machine=per_machine,
+        network=network,
     )

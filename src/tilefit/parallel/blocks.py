@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
-from tilefit.cost.launch import around_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -22,9 +22,6 @@ from tilefit.ops.scaling import scale_batch
 from tilefit.parallel.pipeline import layer_of, layers_of
 from tilefit.parallel.tensor import tensor_parallel
 
-#: What the host needs for a collective, beside what a kernel takes: 35 to 40 us a call in all (torch 2.11,
-#: eager all-reduces of 4 MiB and less, back to back, on 2 and 4 H200).
-COLLECTIVE_HOST_S = 30e-6
 #: Times of kernels in a training of hours over those of benchmarks of milliseconds, on GPUs that reach the
 #: limit of power. Fitted with ``benchmarks/multi_gpu_steps.py`` to llm-foundry's MPT-125m on A100.
 SLOWDOWN = 1.06
@@ -40,6 +37,7 @@ class Block:
         forward_link_s, backward_link_s: Communication that its computation waits for.
         flop: Of its products, forward and backward.
         parameters: Elements that the rank holds.
+        tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
         products_bytes: Of it results of products and attention.
         products_s: Forward time of those.
@@ -55,6 +53,7 @@ class Block:
     backward_link_s: float = 0.0
     flop: int = 0
     parameters: int = 0
+    tensors: int = 0
     saved_bytes: int = 0
     products_bytes: int = 0
     products_s: float = 0.0
@@ -74,6 +73,9 @@ class Framework:
         bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
             the default is that of DistributedDataParallel.
         overlap: Gradients are summed up while the backward pass runs.
+        buckets: They are copied into buckets and back, as DistributedDataParallel does.
+        tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
+            the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
     """
 
     sequence: bool = True
@@ -81,6 +83,8 @@ class Framework:
     layer_host_s: float = 0.0
     bucket_bytes: float = 25 * 2**20
     overlap: bool = True
+    buckets: bool = True
+    tensor_host_s: float = 0.3e-3
 
     def paced(self, block: Block, layer_host_s: float) -> Block:
         """A block at the clocks of a training, and no faster than the host launches it."""
@@ -188,7 +192,9 @@ class Model:
             replace(entry, op=entry.op.shared(1 / tensor)) if index in alone else entry
             for index, entry in enumerate(step.ops)
         ]
-        times = _times(step, entries, fabric, sequence)
+        times = _times(
+            step, entries, fabric, framework if tensor > 1 else replace(framework, tensor_host_s=0.0)
+        )
         where = places(step, self.prefix, self.captured)
         saved = _saved(step)
         made = []
@@ -198,10 +204,12 @@ class Model:
             host_s = framework.layer_host_s if is_layer else 0.0
             block = self._block(step, entries, members, times, saved, alone, tensor)
             made.append(framework.paced(block, host_s))
-        own = [0] * (self.captured + 2)
+        own: list[list[int]] = [[] for _ in made]
         for name, parameter in step.parameters.items():
-            own[self._place_of(name)] += prod(parameter.shape)
-        made = [replace(block, parameters=own[place]) for place, block in enumerate(made)]
+            own[self._place_of(name)].append(prod(parameter.shape))
+        made = [
+            replace(block, parameters=sum(of), tensors=len(of)) for block, of in zip(made, own, strict=True)
+        ]
         first, *layers, last = made
         width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
         layers = [replace(layer, input_bytes=width // (tensor if sequence else 1)) for layer in layers]
@@ -238,6 +246,7 @@ class Model:
         link = {True: 0.0, False: 0.0}
         products_s = 0.0
         kept = products = widest = 0
+        gradients = {parameter.shape for parameter in step.parameters.values()}
         for index in members:
             entry = entries[index]
             forward = entry.phase == FORWARD
@@ -251,7 +260,8 @@ class Model:
             multiplies = isinstance(entry.op, (Gemm, Attention))
             products_s += gpu_s if forward and multiplies else 0.0
             for ref in entry.outputs:
-                widest = max(widest, _bytes(ref) // part)
+                if forward or ref.shape not in gradients:  # parameters' gradients are counted by themselves
+                    widest = max(widest, _bytes(ref) // part)
                 if forward and saved.get(ref.id, (-1, 0))[0] == index:
                     size = saved[ref.id][1] // part
                     kept += size
@@ -313,7 +323,7 @@ def _inserted(entry: StepOp, tensor: int) -> bool:
 
 
 def _times(
-    step: Step, entries: Sequence[StepOp], fabric: Fabric, sequence: bool
+    step: Step, entries: Sequence[StepOp], fabric: Fabric, framework: Framework
 ) -> list[tuple[float, float]]:
     """GPU and host time of every operation."""
     gpu = priced(fabric.gpu)
@@ -321,10 +331,12 @@ def _times(
     known = dict(zip(unique, (each.time_s for each in estimate_all(unique, gpu)), strict=True))
     made = []
     for entry, around in zip(entries, around_s(step), strict=True):
+        more_s = framework.tensor_host_s if isinstance(entry.op, Gemm | Collective) else 0.0
         if isinstance(entry.op, Collective):
-            made.append((_link_s(entry.op, fabric, sequence), COLLECTIVE_HOST_S * gpu.launch_scale))
+            link_s = _link_s(entry.op, fabric, framework.sequence)
+            made.append((link_s, (COLLECTIVE_S + more_s) * gpu.launch_scale))
             continue
-        host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s
+        host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s + more_s
         made.append((known[entry.op], gpu.launch_scale * (host_s + around)))
     return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -174,26 +174,16 @@ class Planner:
         """Tokens of a sample; 0 where the inputs are none."""
         return tokens_of(self.model.step)
 
-    def frontier(
-        self, gpus: int, watch: Callable[[int], None] = lambda count: None
-    ) -> list[tuple[int, Priced]]:
-        """The best split over every power of two of GPUs up to ``gpus``, and over ``gpus``."""
-        counts = sorted({*_powers(gpus), gpus})
-        found = []
+    def counts(self, gpus: int) -> list[int]:
+        """Powers of two of GPUs up to ``gpus``, and ``gpus``, that machines have and parameters fit on."""
         precision = self.job.precision
         held = self.model.parameters * (precision.weight + precision.gradient + precision.optimizer)
-        for count in counts:
-            if held > count * self.usable_bytes:
-                continue  # the parameters alone need more
-            if count > self.fabric.per_machine and count % self.fabric.per_machine:
-                continue
-            watch(count)
-            try:
-                best = self.best(count, 1)
-            except UsageError:
-                continue
-            found += [(count, best[0])] if best else []
-        return found
+        machine = self.fabric.per_machine
+        return [
+            count
+            for count in sorted({*_powers(gpus), gpus})
+            if held <= count * self.usable_bytes and (count <= machine or not count % machine)
+        ]
 
 
 def tokens_of(step: Step) -> int:

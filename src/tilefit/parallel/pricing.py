@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.collective import is_priced
+from tilefit.cost.estimate import EXPOSED
+from tilefit.cost.streams import exchange_s, fabric_of
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Collective, Step
 from tilefit.parallel.split import SplitStep
@@ -19,7 +21,8 @@ class SplitEstimate:
 
     Attributes:
         time_s, low_s, high_s: Wall time of the whole step, and the 80 % interval.
-        communication_s: Of it, communication on the stage that takes longest, where it is priced.
+        communication_s: Of it, communication on the stage that takes longest that nothing hides, where it is
+            priced.
         bubble: Share of the time in which a stage waits for the pipeline to fill and to drain.
         memory_bytes: The most that one GPU holds.
         slowest: Which stage the others wait for.
@@ -43,8 +46,8 @@ def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
 
     With p stages and m micro-batches the slowest stage works ``m`` times and waits ``p - 1`` times as long:
     ``(m + p - 1)`` times its time for one micro-batch, then the optimizer (Huang and others, "GPipe:
-    Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019). Collectives do not
-    overlap with anything (:mod:`tilefit.parallel.training` has what does).
+    Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019). Sums of gradients overlap
+    with the last backward pass (:mod:`tilefit.cost.streams`), other collectives with nothing.
     """
     parts, count = divided.split.parts, len(divided.stages)
     repeats = parts + count - 1
@@ -58,9 +61,10 @@ def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
         rest = [estimate_step(_part(stage, optimizer=True), gpu) for stage in divided.stages]
         slowest = max(range(count), key=lambda index: work[index].time_s)
         once, last = work[slowest], max(rest, key=lambda each: each.time_s)
-        time_s = repeats * once.time_s + last.time_s
-        low_s = repeats * once.low_s + last.low_s
-        high_s = repeats * once.high_s + last.high_s
+        sums_s = max(_exposed_s(each) for each in whole)
+        time_s = repeats * once.time_s + last.time_s + sums_s
+        low_s = repeats * once.low_s + last.low_s + sums_s
+        high_s = repeats * once.high_s + last.high_s + sums_s
     return SplitEstimate(
         time_s,
         low_s,
@@ -69,11 +73,7 @@ def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
         bubble=(count - 1) / repeats,
         memory_bytes=max(stage.memory.peak_bytes for stage in divided.stages),
         slowest=slowest,
-        unpriced=sum(
-            isinstance(entry.op, Collective) and not is_priced(entry.op, gpu)
-            for stage in divided.stages
-            for entry in stage.ops
-        ),
+        unpriced=sum(_unpriced(stage, gpu) for stage in divided.stages),
         provenance=whole[slowest].provenance,
     )
 
@@ -107,12 +107,27 @@ def rank_step(divided: SplitStep, gpus: Sequence[Gpu]) -> Step:
 def _part(step: Step, *, optimizer: bool) -> Step:
     """What is done once for a step, or for each micro-batch, which has the program's copies and waits."""
     ops = tuple(entry for entry in step.ops if (entry.phase == OPTIMIZER) == optimizer)
-    return replace(step, ops=ops, program=None if optimizer else step.program)
+    program = replace(step.program, exchanges=(), order=()) if step.program else None
+    return replace(step, ops=ops, program=None if optimizer else program)
+
+
+def _exposed_s(estimate: StepEstimate) -> float:
+    return estimate.bound_time_s.get(EXPOSED, 0.0)
+
+
+def _unpriced(step: Step, gpu: Gpu) -> int:
+    """Collectives whose link is unknown."""
+    found = sum(isinstance(entry.op, Collective) and not is_priced(entry.op, gpu) for entry in step.ops)
+    program = step.program
+    if program is None:
+        return found
+    fabric = fabric_of(program, gpu)
+    return found + sum(exchange_s(each, fabric) is None for each in program.exchanges)
 
 
 def _communication_s(step: Step, estimate: StepEstimate, parts: int) -> float:
-    return sum(
-        priced.time_s * (1 if entry.phase == OPTIMIZER else parts)
+    return _exposed_s(estimate) + parts * sum(
+        priced.time_s
         for entry, priced in zip(step.ops, estimate.ops, strict=True)
         if isinstance(entry.op, Collective)
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from tilefit.cost.links import MOST_LINKED
 from tilefit.errors import UsageError
-from tilefit.ops import OPTIMIZER, Collective, Shard, Site, Step, StepOp
+from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Exchange, Program, Shard, Site, Step
 from tilefit.ops.collective import ALL_REDUCE
+from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import scale_batch
-from tilefit.options import Split
+from tilefit.options import MOST_LINKED, Split
 from tilefit.parallel.pipeline import stages
 from tilefit.parallel.roles import Roles
 from tilefit.parallel.tensor import tensor_parallel
+from tilefit.rules.exchanges import BUCKET_BYTES, beside
 from tilefit.rules.sites import pattern
 
 #: Megatron-LM fills the vocabulary up to a multiple of the ranks times this
@@ -80,10 +81,7 @@ def split_step(step: Step, split: Split) -> SplitStep:
     if split.pipeline > 1:
         problems += _unbalanced(parts)
     if split.data > 1:
-        parts = tuple(_reduced(part, split.data) for part in parts)
-        notes.append(
-            "The gradients are summed up after the backward pass, not while it runs: an upper bound."
-        )
+        parts = tuple(_reduced(part, split) for part in parts)
     if split.gpus > MOST_LINKED and split.pipeline > 1:
         notes.append(
             f"Stages are taken to be linked like the GPUs of one machine, which are {MOST_LINKED} at most."
@@ -148,13 +146,27 @@ def _unbalanced(parts: tuple[Step, ...]) -> list[str]:
     ]
 
 
-def _reduced(step: Step, replicas: int) -> Step:
-    """With the sum of the gradients over the replicas, before the optimizer: once a step, like its work."""
-    trainable = [p for p in step.parameters.values() if p.trainable]
-    if not step.settings.training or not trainable:
+def _reduced(step: Step, split: Split) -> Step:
+    """With the sums of the gradients over the replicas: in buckets, each when the last of it is there."""
+    trainable = {name: p for name, p in step.parameters.items() if p.trainable}
+    backward = [i for i, entry in enumerate(step.ops) if entry.phase not in (FORWARD, OPTIMIZER)]
+    if not step.settings.training or not trainable or not backward:
         return step
-    elements = sum(prod(parameter.shape) for parameter in trainable)
-    op = Collective(ALL_REDUCE, elements, replicas, trainable[0].dtype)
-    entry = StepOp(op, OPTIMIZER, Site(), ALL_REDUCE)
-    place = next((i for i, each in enumerate(step.ops) if each.phase == OPTIMIZER), len(step.ops))
-    return replace(step, ops=(*step.ops[:place], entry, *step.ops[place:]))
+    last = {step.ops[i].site.module: i for i in backward}
+    end = backward[-1]
+    made = sorted((last.get(name.rpartition(".")[0], end), name) for name in trainable)
+    near = max(1, min(split.data, MOST_LINKED // split.tensor))
+    buckets: list[tuple[int, int, Exchange]] = []
+    bytes_ = 0
+    for place, name in made:
+        parameter = trainable[name]
+        bytes_ += prod(parameter.shape) * size_bytes(parameter.dtype)
+        if bytes_ >= BUCKET_BYTES or name == made[-1][1]:
+            exchange = Exchange(
+                place, ALL_REDUCE, ALL_REDUCE, bytes_, split.data, near, Site(), parameter.dtype, "data"
+            )
+            buckets.append((place + 1, end + 1, replace(exchange, phase=BACKWARD_DATA)))
+            bytes_ = 0
+    program = step.program or Program("", "")
+    program = replace(program, ranks=split.gpus, per_machine=min(split.gpus, MOST_LINKED))
+    return replace(step, program=beside(program, buckets))

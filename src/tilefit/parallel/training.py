@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tilefit.cost.links import Fabric, Group
+from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
 from tilefit.options import Split
@@ -27,6 +28,13 @@ CHECKPOINTS = ("none", "selective", "full")
 CONTEXT_BYTES = 1.5 * 2**30
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
+#: Share of the multiprocessors that NCCL's kernels take from what runs beside them: computation was 5 to 8 ms
+#: longer for 29 to 34 ms of hidden messages (Llama-1B under DDP and FSDP2 on 2 H200).
+_TAKEN = 0.2
+#: What the host needs for each message of FSDP2, beside the layer's launches (Llama-1B, 2 H200).
+FSDP_HOST_S = 1.2e-3
+#: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
+DDP_HOST_S = 45e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class TrainingSplit(Split):
         samples: Of a micro-batch.
         chunks: Parts of the layers that each stage has (interleaved 1F1B); 1: one (1F1B).
         checkpoint: One of :data:`CHECKPOINTS`.
+        gpipe: A pipeline runs all forward passes first (GPipe).
     """
 
     context: int = 1
@@ -47,6 +56,7 @@ class TrainingSplit(Split):
     samples: int = 1
     chunks: int = 1
     checkpoint: str = "none"
+    gpipe: bool = False
 
     @property
     def gpus(self) -> int:
@@ -69,6 +79,7 @@ class TrainingSplit(Split):
         said += [("", "ZeRO-1", "ZeRO-2", "FSDP")[self.zero]] if self.zero else []
         said.append(f"{self.parts} x {self.samples}")
         said += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        said += ["GPipe"] if self.gpipe else []
         said += [f"{self.checkpoint} recompute"] if self.checkpoint != "none" else []
         return ", ".join(said)
 
@@ -241,7 +252,7 @@ class Training:
             forward_link_s += self.fabric.time_s(ALL_GATHER, size, group)
             backward_link_s += self.fabric.time_s(REDUCE_SCATTER, size, group)
         again_s = 0.0
-        if block is not self.blocks.before and block is not self.blocks.after:
+        if not self._is_end(block):
             again_s = {
                 "none": 0.0,
                 "selective": max(0.0, block.forward_s - block.products_s),
@@ -277,15 +288,26 @@ class Training:
     def tasks(self, parts: int) -> Iterator[Task]:
         """A step of so many micro-batches."""
         for stage in range(self.split.pipeline):
-            if self.split.zero == 3:
+            if self._is_fsdp:
                 yield from self._sharded(parts)
             else:
                 yield from self._staged(stage, parts)
 
+    @property
+    def _is_fsdp(self) -> bool:
+        """Parameters are gathered ahead of each block; with ZeRO-2 they are kept until the backward pass."""
+        return self.split.zero == 3 or (self.split.zero == 2 and self.split.pipeline == 1)
+
+    def _copied_s(self, elements: int, bytes_each: float) -> float:
+        return elements * bytes_each / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
+
+    def _beside(self, compute_s: float, link_s: float) -> float:
+        """Computation that hides messages, which take part of the GPU."""
+        return compute_s + _TAKEN * min(compute_s, link_s)
+
     def _sharded(self, parts: int) -> Iterator[Task]:
         """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
-        blocks = self.stages[0]
-        times = [self._times(block) for block in blocks]
+        blocks, times = self.stages[0], [self._times(block) for block in self.stages[0]]
         gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
         scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
         last = len(blocks) - 1
@@ -295,17 +317,35 @@ class Training:
             order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
             for kind, i in order:
                 # The last block is still there when the backward pass begins.
-                kept = kind == "B" and i == last
+                kept = kind == "B" and (i == last or self.split.zero == 2)
                 before = (done[-2],) if len(done) > 1 else ()
                 yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
                 if kind == "B" and i < last:
                     yield Task(("R", part, i + 1), (0, "link"), scatter[i + 1], ((kind, part, i + 1),))
-                time_s = times[i].forward if kind == "F" else times[i].backward
-                yield Task((kind, part, i), (0, "compute"), time_s, (("G", kind, part, i),))
-                done.append((kind, part, i))
+                time_s = self._sharded_s(blocks[i], times[i], kind, kept)
+                hidden_s = (scatter[min(i + 1, last)] if kind == "B" else 0.0) + (0.0 if kept else gather[i])
+                name = (kind, part, i)
+                yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
+                done.append(name)
             yield Task(("R", part, 0), (0, "link"), scatter[0], (("B", part, 0),))
         ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
         yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
+
+    def _sharded_s(self, block: Block, times: _Times, kind: str, kept: bool) -> float:
+        """A pass over a block with its copies from and into messages, or the host's work for it."""
+        precision = self.precision
+        messages = (kind == "B") + (not kept)
+        copied = 2 * precision.work * (not kept)
+        if kind == "B":
+            copied += precision.work + precision.gradient
+        host_s = block.forward_host_s if kind == "F" else block.backward_host_s
+        host_s += messages * FSDP_HOST_S * self._host_scale * bool(block.parameters)
+        time_s = times.forward if kind == "F" else times.backward
+        return max(time_s + self._copied_s(block.parameters, copied), host_s)
+
+    @property
+    def _host_scale(self) -> float:
+        return priced(self.fabric.gpu).launch_scale
 
     def _staged(self, stage: int, parts: int) -> Iterator[Task]:
         """A stage of 1F1B; the gradients are summed up behind the last backward pass of each block."""
@@ -316,7 +356,8 @@ class Training:
         after: tuple[object, ...]
         places = split.pipeline * split.chunks
         scattered: list[object] = []
-        for kind, part, chunk in order(stage, split.pipeline, split.chunks, parts):
+        ahead = parts if split.gpipe else None
+        for kind, part, chunk in order(stage, split.pipeline, split.chunks, parts, ahead):
             place = chunk * split.pipeline + stage
             name = (kind, part, place)
             if kind == "F":
@@ -349,13 +390,27 @@ class Training:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
         blocks = self.chunk(stage, chunk)
         function = REDUCE_SCATTER if self.split.zero else ALL_REDUCE
-        for i in range(len(blocks) - 1, -1, -1):
+        last, overlap = len(blocks) - 1, self.framework.overlap
+        messages = [self._bucketed_s(function, block) for block in blocks]
+        for i in range(last, -1, -1):
             own = name if i == 0 else (*name, i)
-            yield Task(own, (stage, "compute"), times[i].backward, after if i == len(blocks) - 1 else ())
-        for i in range(len(blocks) - 1, -1, -1):
-            waits = name if i == 0 or not self.framework.overlap else (*name, i)
-            time_s = self._bucketed_s(function, blocks[i])
-            yield Task(("R", *name, i), (stage, "link"), time_s, (waits,))
+            hidden_s = messages[i + 1] if overlap and i < last else 0.0
+            time_s = self._beside(self._reduced_s(blocks[i], times[i]), hidden_s)
+            yield Task(own, (stage, "compute"), time_s, after if i == last else ())
+        for i in range(last, -1, -1):
+            waits = name if i == 0 or not overlap else (*name, i)
+            yield Task(("R", *name, i), (stage, "link"), messages[i], (waits,))
+
+    @property
+    def _is_ddp(self) -> bool:
+        return self.framework.buckets and self.split.zero == 0 and self.split.replicas > 1
+
+    def _reduced_s(self, block: Block, times: _Times) -> float:
+        """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""
+        if not self._is_ddp:
+            return times.backward
+        host_s = block.backward_host_s + block.tensors * DDP_HOST_S * self._host_scale
+        return max(times.backward + self._copied_s(block.parameters, 4 * self.precision.gradient), host_s)
 
     def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
         optimizer = ("optimizer", stage)
@@ -367,8 +422,12 @@ class Training:
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
-        own = sum(block.parameters for block in self.stages[stage])
-        return own * self.blocks.optimizer_s / (self.split.replicas if self.split.zero else 1)
+        own, precision = sum(block.parameters for block in self.stages[stage]), self.precision
+        # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
+        captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
+        moved = 2 * precision.optimizer + precision.gradient + 2 * precision.weight
+        share = self.split.replicas if self.split.zero else 1
+        return own * self.blocks.optimizer_s * moved / captured / share
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -433,32 +492,48 @@ class Training:
         return max((self._memory(stage) for stage in range(self.split.pipeline)), key=lambda each: each.total)
 
     def _memory(self, stage: int) -> RankMemory:
+        """At the fullest moment of the backward pass: activations go, and gradients come, block by block."""
         split, precision = self.split, self.precision
         blocks = self.stages[stage]
         own = sum(block.parameters for block in blocks)
         share = [1 / split.replicas if split.zero >= level else 1.0 for level in (1, 2, 3)]
-        largest = max(block.parameters for block in blocks)
-        gathered = 2 * largest * precision.work if split.zero == 3 else 0.0
-        # A copy in the type of the products, where the weight is in another.
-        copies = own * precision.work * (precision.work != precision.weight) * (split.zero < 3)
-        kept = sum(self._kept(block) for block in blocks)
-        whole = max((block.saved_bytes for block in blocks), default=0)
-        flight = in_flight(stage, split.pipeline, split.chunks, split.parts)
-        again = whole if split.checkpoint != "none" else 0.0
-        widest = max(block.widest_bytes for block in blocks)
-        return RankMemory(
-            parameters=own * precision.weight * share[2] + copies + gathered,
-            gradients=own * (precision.gradient * share[1] + precision.copies)
-            + (2 * largest * precision.gradient if split.zero >= 2 else 0.0),
-            optimizer=own * precision.optimizer * share[0],
-            activations=kept * flight,
-            temporary=max(2.0 * widest, again),
-            other=self.blocks.buffer_bytes + CONTEXT_BYTES,
-        )
+        # A copy in the type of the products, where the weight is in another, is kept for the backward pass.
+        copied = precision.work * (precision.work != precision.weight) * (split.zero < 3)
+        gradients = [block.parameters * precision.gradient * share[1] for block in blocks]
+        buckets = own * (precision.copies or precision.gradient * self._is_ddp)
+        kept = [self._kept(block) for block in blocks]
+        parts = split.parts
+        flight = parts if split.gpipe else in_flight(stage, split.pipeline, split.chunks, parts)
+        ends = sum(block.parameters for block in blocks if self._is_end(block))
+
+        def moment(i: int, first: bool) -> RankMemory:
+            block = blocks[i]
+            held = flight if first else min(flight, parts - 1)
+            nearby = sum(each.parameters for each in blocks[max(0, i - 1) : i + 1] if not self._is_end(each))
+            gathered = (nearby + ends) * precision.work if split.zero == 3 else 0.0
+            message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
+            again = block.saved_bytes if split.checkpoint != "none" and not self._is_end(block) else 0.0
+            return RankMemory(
+                parameters=own * precision.weight * share[2]
+                + copied * sum(each.parameters for each in blocks[: i + 1])
+                + gathered,
+                gradients=sum(gradients[i if first else 0 :]) + buckets + message,
+                optimizer=own * precision.optimizer * share[0],
+                activations=sum(kept) * (held - 1) + sum(kept[: i + 1]),
+                temporary=max(2.0 * block.widest_bytes, again),
+                other=self.blocks.buffer_bytes + CONTEXT_BYTES,
+            )
+
+        # Of the first micro-batch there are no gradients yet; of the second there are.
+        moments = [moment(i, first) for i in range(len(blocks)) for first in (True, parts == 1)]
+        return max(moments, key=lambda each: each.total)
+
+    def _is_end(self, block: Block) -> bool:
+        return block is self.blocks.before or block is self.blocks.after
 
     def _kept(self, block: Block) -> float:
         """What a micro-batch keeps of a block for the backward pass."""
-        if block is self.blocks.before or block is self.blocks.after:
+        if self._is_end(block):
             return block.saved_bytes
         kept = {"selective": block.products_bytes + block.input_bytes, "full": block.input_bytes}
         return kept.get(self.split.checkpoint, block.saved_bytes)
@@ -482,16 +557,18 @@ def _cut(
     return None if bounds[-1] else tuple(reversed(bounds))
 
 
-def order(stage: int, stages: int, chunks: int, parts: int) -> Iterator[tuple[str, int, int]]:
+def order(
+    stage: int, stages: int, chunks: int, parts: int, most_ahead: int | None = None
+) -> Iterator[tuple[str, int, int]]:
     """What a stage computes one after the other: forward or backward (``F``, ``B``), micro-batch, chunk.
 
     1F1B: as many forward passes as there are stages behind, then one of each in turn. With several chunks
-    (``parts`` a multiple of ``stages``) the micro-batches go through them in groups of ``stages``.
+    (``parts`` a multiple of ``stages``) the micro-batches go through them in groups of ``stages``. GPipe: as
+    many as ``most_ahead``, all of them, go ahead.
     """
     total = parts * chunks
-    ahead = min(
-        total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    )
+    ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    ahead = min(total, ahead if most_ahead is None else most_ahead)
 
     def place(number: int, *, backward: bool) -> tuple[str, int, int]:
         if chunks == 1:

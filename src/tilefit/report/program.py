@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilefit import units
+from tilefit.cost.streams import Streams
 from tilefit.ops import Assumption, HostEvent, Loader, Program
 from tilefit.ops.program import TO_GPU, WAIT
+from tilefit.report import ranks
+from tilefit.report.ranks import Ranks
 from tilefit.units import counted
 
 
@@ -44,6 +47,7 @@ class Around:
         assumptions: Values that were asked of the GPU, which nobody has computed, and the answers.
         loaders: The data loaders, as timed on the machine that ran it.
         fake: Data that were made up.
+        ranks: What several processes exchange; None of one.
     """
 
     command: str
@@ -53,9 +57,10 @@ class Around:
     assumptions: tuple[Assumption, ...] = ()
     loaders: tuple[Loader, ...] = ()
     fake: tuple[str, ...] = ()
+    ranks: Ranks | None = None
 
     @classmethod
-    def of(cls, program: Program) -> Around:
+    def of(cls, program: Program, streams: Streams | None = None) -> Around:
         """What is told of a program."""
         return cls(
             program.command,
@@ -65,6 +70,7 @@ class Around:
             program.assumptions,
             program.loaders,
             program.fake,
+            Ranks.of(program, streams),
         )
 
     @property
@@ -88,6 +94,9 @@ def _meetings(program: Program) -> Iterator[Meeting]:
 
 def headline(around: Around) -> list[tuple[str, str]]:
     """The program and its step in a few lines: (label, words)."""
+    said = [ranks.headline(around.ranks)] if around.ranks else []
+    if not around.command:  # a model's step that several GPUs share
+        return said
     ran = f"{around.command}, stopped after {counted(around.steps, 'step')}"
     lines = [("Program", ran), ("Step", around.step)]
     copies = [each for each in around.meetings if each.kind != WAIT]
@@ -95,7 +104,7 @@ def headline(around: Around) -> list[tuple[str, str]]:
     if copies:
         count, moved = (sum(getattr(each, name) for each in copies) for name in ("count", "bytes"))
         met += f"; {count:,} {'copy' if count == 1 else 'copies'} of {units.size(moved)}"
-    return [*lines, ("Waits", met)]
+    return [*lines, *said, ("Waits", met)]
 
 
 def footer(around: Around) -> Iterator[tuple[str, str]]:
@@ -110,6 +119,8 @@ def footer(around: Around) -> Iterator[tuple[str, str]]:
 
 def everything(around: Around) -> Iterator[tuple[str, list[str]]]:
     """What the lines above sum up, in full: (title, lines)."""
+    if around.ranks:
+        yield from ranks.everything(around.ranks)
     if around.meetings:
         yield "Where host and GPU meet", [meeting(each) for each in around.meetings]
     if around.assumptions:

@@ -197,7 +197,8 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
     if len(choice.frontier) > 1:
         yield Text("Strong scaling: the best split over fewer GPUs", "bold")
         yield _table(plan, choice, [(str(count), each) for count, each in choice.frontier])
-        yield from (Text(scaling(choice)), Text())
+        yield from (Text(said) for said in (scaling(choice), cheapest(plan, choice)) if said)
+        yield Text()
     if plan.launch:
         every = _settings(plan, choice)
         chosen = [
@@ -285,6 +286,21 @@ def scaling(choice: Choice) -> str:
         f"Each doubling up to {choice.frontier[-1][0]} GPUs gains {100 * doubled[-1][1]:.0f} % or more."
         if (doubled[-1][1] == min(gain for _, gain in doubled))
         else f"Each doubling gains at least {100 * min(gain for _, gain in doubled):.0f} %."
+    )
+
+
+def cheapest(plan: SplitPlan, choice: Choice) -> str:
+    """Over how many GPUs the training costs least, and what all of them cost; empty without a price."""
+    costs = [(cost, n, each) for n, each in choice.frontier if (cost := plan.cost(choice, each)) is not None]
+    if len(costs) < 2:
+        return ""
+    (least, count, best), (most, last, all_of_them) = min(costs, key=lambda each: each[:2]), costs[-1]
+    if count == last:
+        return f"All {last} GPUs are cheapest, too: {units.number(least)} per {plan.cost_unit}."
+    return (
+        f"Cheapest over {units.counted(count, 'GPU')}: {units.number(least)} per {plan.cost_unit}; "
+        f"{last} cost {units.share(most / least - 1)} more and are done "
+        f"{best.time.time_s / all_of_them.time.time_s:.2g} times sooner."
     )
 
 

@@ -38,6 +38,7 @@ _BOUND_BAR = {
     "latency": ("░", "magenta"),
     "launch": ("·", "red"),
     "waits": ("╌", "blue"),
+    "communication": ("≈", "cyan"),
 }
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from tilefit.capture.child import capture_in_child
-from tilefit.cost.links import MOST_LINKED, Fabric, Network
+from tilefit.cost.links import Fabric, Network
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
-from tilefit.options import TargetOptions
+from tilefit.options import MOST_LINKED, TargetOptions
 from tilefit.parallel.blocks import Model
-from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
+from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
 from tilefit.report.split_plans import Choice, SplitPlan
+from tilefit.session.fleet import Fleet
 
 #: Layers that a model of many equal ones is captured with.
 FEW_LAYERS = 2
@@ -91,6 +93,7 @@ class PlanSession:
         timeout_s: How long a capture may take.
         fresh: Capture again, although the target is unchanged.
         tell: Is told what goes on.
+        fleet: The cluster that searches; None for this machine.
     """
 
     target: str
@@ -103,6 +106,7 @@ class PlanSession:
     timeout_s: float = 300.0
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
+    fleet: Fleet | None = None
 
     def model(self) -> tuple[Model, tuple[str, ...]]:
         """The captured step, and what is to be said of it.
@@ -142,7 +146,7 @@ class PlanSession:
             )
         self.cluster.check()
         model, notes = self.model()
-        made = [self._choice(model, gpu) for gpu in self.gpus]
+        made = self._choices(model)
         return SplitPlan(
             self.target,
             self.cluster.gpus,
@@ -150,25 +154,55 @@ class PlanSession:
             tokens_of(model.step),
             model.parameters,
             model.flop,
-            tuple(made),
+            made,
             self.epoch,
             (*notes, "Predicted, not measured; docs/plan.md tells how far off such predictions were."),
         )
 
-    def _choice(self, model: Model, gpu: PricedGpu) -> Choice:
-        fabric = self.cluster.fabric(gpu)
-        job = Job(self.batch, precision_of(model.step))
-        planner = Planner(model, fabric, job)
-        self.tell(gpu.title)
+    def _choices(self, model: Model) -> tuple[Choice, ...]:
+        precision, most = precision_of(model.step), self.cluster.gpus
+        planners = [Planner(model, self.cluster.fabric(gpu), Job(self.batch, precision)) for gpu in self.gpus]
+        work = [
+            (place, count)
+            for place, planner in enumerate(planners)
+            for count in sorted({*planner.counts(most), most}, reverse=True)
+        ]
+        found: dict[tuple[int, int], list[Priced] | UsageError] = {}
+        done = (
+            self.fleet.map(_best, (planners, most), work)
+            if self.fleet
+            else ((place, _best((planners, most), item)) for place, item in enumerate(work))
+        )
+        with closing(done):
+            for place, best in done:
+                gpu, count = work[place]
+                self.tell(f"{self.gpus[gpu].title}, {count} GPUs")
+                found[work[place]] = best
+                if isinstance(best, UsageError) and count == most and len(self.gpus) == 1:
+                    raise best
+        return tuple(
+            self._choice(planner, {count: best for (gpu, count), best in found.items() if gpu == place})
+            for place, planner in enumerate(planners)
+        )
+
+    def _choice(self, planner: Planner, found: dict[int, list[Priced] | UsageError]) -> Choice:
+        """Of the best splits over each number of GPUs, or why there are none."""
+        gpu, precision = planner.fabric.gpu, planner.job.precision
         price = self.cluster.prices.get(gpu.name, self.cluster.prices.get(""))
-        peak = gpu.peak_flop_per_s("bf16" if job.precision.work == 2 else "tf32")
-        try:
-            ranked = tuple(planner.best(self.cluster.gpus))
-        except UsageError as error:
-            if len(self.gpus) == 1:
-                raise
-            return Choice(fabric, (), (), price, peak, error.what)
+        peak = gpu.peak_flop_per_s("bf16" if precision.work == 2 else "tf32")
+        ranked = found[self.cluster.gpus]
+        if isinstance(ranked, UsageError):
+            return Choice(planner.fabric, (), (), price, peak, ranked.what)
         if not ranked:
-            return Choice(fabric, (), (), price, peak, "No split fits into the memory.")
-        frontier = planner.frontier(self.cluster.gpus, lambda count: self.tell(f"{gpu.title}, {count} GPUs"))
-        return Choice(fabric, ranked, tuple(frontier), price, peak)
+            return Choice(planner.fabric, (), (), price, peak, "No split fits into the memory.")
+        frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
+        return Choice(planner.fabric, tuple(ranked), frontier, price, peak)
+
+
+def _best(common: tuple[Sequence[Planner], int], item: tuple[int, int]) -> list[Priced] | UsageError:
+    """The best splits of one planner over so many GPUs, or why there are none."""
+    (planners, most), (place, count) = common, item
+    try:
+        return planners[place].best(count, KEPT if count == most else 1)
+    except UsageError as error:
+        return error

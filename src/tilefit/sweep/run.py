@@ -18,6 +18,7 @@ from tilefit.ops import Step
 from tilefit.options import INPUT_SIZES, Split, TargetOptions
 from tilefit.parallel import SplitStep, estimate_split, split_step
 from tilefit.rules.batch.memory import USABLE_SHARE
+from tilefit.session.fleet import Fleet
 from tilefit.sweep.axes import SETTINGS, SPLITS, Axis, Value
 from tilefit.sweep.feed import Feed
 from tilefit.sweep.kept import Kept
@@ -93,6 +94,7 @@ class Predictions:
         timeout_s: How long one capture may take.
         kept: Points of earlier sweeps; None keeps nothing.
         capture: Runs captures.
+        fleet: The cluster that does it; None for this machine.
         failure: Why the first point that has no step has none.
     """
 
@@ -100,6 +102,7 @@ class Predictions:
     timeout_s: float
     kept: Kept | None = None
     capture: Capture = captures_in_child
+    fleet: Fleet | None = None
     failure: TilefitError | None = None
 
     def __iter__(self) -> Iterator[Point]:
@@ -116,10 +119,37 @@ class Predictions:
             yield from known
             if missing:
                 open_groups.append((group, missing))
-        planned = [options for group, _ in open_groups for options in group.captures]
-        with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:
-            for group, missing in open_groups:
-                yield from self._predicted(group, missing, feed)
+        for group, (size, case), point in self._made(open_groups):
+            if self.kept:
+                self.kept.put(group.options_at(size), case.gpu, case.key, point)
+            yield point
+
+    def _made(self, work: Sequence[_Work]) -> Iterator[tuple[_Group, tuple[int, _Case], Point]]:
+        """The missing points of groups; on a cluster, some groups after the other as they are done."""
+        if self.fleet is None:
+            planned = [options for group, _ in work for options in group.captures]
+            with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:
+                for group, missing in work:
+                    for index, point in self._predicted(group, missing, feed):
+                        yield group, missing[index], point
+            return
+        if len(work) < self.fleet.cores:
+            work = [
+                (group, own)
+                for group, missing in work
+                for gpu in self.grid.gpus
+                if (own := [each for each in missing if each[1].gpu == gpu])
+            ]
+        # Groups of a task share the processes that capture them.
+        many = -(-len(work) // (_TASKS_PER_CORE * self.fleet.cores))
+        tasks = [work[first : first + many] for first in range(0, len(work), many or 1)]
+        common = replace(self, kept=None, fleet=None)
+        with closing(self.fleet.map(_predicted_there, common, tasks)) as done:
+            for place, (points, failure) in done:
+                self.failure = self.failure or failure
+                for number, index, point in points:
+                    group, missing = tasks[place][number]
+                    yield group, missing[index], point
 
     def _known(self, group: _Group, cases: Sequence[_Case]) -> tuple[list[Point], list[tuple[int, _Case]]]:
         """The points of a group that are in the store, and those that are not, by size and case."""
@@ -133,13 +163,16 @@ class Predictions:
                     missing.append((size, case))
         return known, missing
 
-    def _predicted(self, group: _Group, missing: Sequence[tuple[int, _Case]], feed: Feed) -> Iterator[Point]:
+    def _predicted(
+        self, group: _Group, missing: Sequence[tuple[int, _Case]], feed: Feed
+    ) -> Iterator[tuple[int, Point]]:
+        """The missing points, each with its place among them."""
         steps, notes, interrupted = self._captured(group, sorted({size for size, _ in missing}), feed)
         # Priced together, operations of a kind go through the fitted networks at once.
         every = {entry.op: None for step in steps.values() if isinstance(step, Step) for entry in step.ops}
         for gpu in self.grid.gpus:
             estimate_all(every, gpu)
-        for size, case in missing:
+        for index, (size, case) in enumerate(missing):
             if size not in steps:
                 continue
             at = {**group.values_at(size), **case.values}
@@ -149,9 +182,7 @@ class Predictions:
             except TilefitError as error:
                 self.failure = self.failure or error
                 point = Point(at, case.gpu.name, error=error.what)
-            if self.kept:
-                self.kept.put(group.options_at(size), case.gpu, case.key, point)
-            yield point
+            yield index, point
         if interrupted:
             raise KeyboardInterrupt
 
@@ -175,6 +206,26 @@ class Predictions:
         if not found.interrupted:
             steps |= {size: found.failed.get(size, _THINNED) for size in wanted if size not in known}
         return steps, found.notes, found.interrupted
+
+
+#: Tasks for each core of a cluster: a machine that dies takes little with it, and all are at work to the end.
+_TASKS_PER_CORE = 3
+
+
+def _predicted_there(
+    predictions: Predictions, work: list[_Work]
+) -> tuple[list[tuple[int, int, Point]], TilefitError | None]:
+    """On a machine of a cluster: the missing points of some groups, and why the first without a step has
+    none."""
+    planned = [options for group, _ in work for options in group.captures]
+    feed = Feed(predictions.grid.target, planned, predictions.timeout_s, predictions.capture)
+    with closing(feed):
+        points = [
+            (number, index, point)
+            for number, (group, missing) in enumerate(work)
+            for index, point in predictions._predicted(group, missing, feed)
+        ]
+    return points, predictions.failure
 
 
 _UNPRICED = "communication over a link that is unknown is not priced"
@@ -220,6 +271,10 @@ class _Case:
             provenance=time.provenance,
             notes=(*parts.problems, *((_UNPRICED,) if time.unpriced else ())),
         )
+
+
+#: Points of a group that are wanted, by size and case.
+_Work = tuple[_Group, list[tuple[int, _Case]]]
 
 
 def _fused(parts: SplitStep) -> SplitStep:

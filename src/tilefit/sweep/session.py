@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilefit.capture.child import captures_in_child
 from tilefit.measure.store import Store
 from tilefit.options import INPUT_SIZES
+from tilefit.session.fleet import Fleet
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.point import Point
 from tilefit.sweep.results import Results
@@ -32,6 +33,7 @@ class SweepSession:
         best_batch: The batches are looked through for the best that fits.
         local: Where steps are measured, and what describes it; None predicts alone.
         watch: Shows progress.
+        fleet: The cluster that predicts; None for this machine.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class SweepSession:
         best_batch: bool = False,
         local: tuple[torch.device, Sequence[str]] | None = None,
         watch: Watch = lambda what, items, total: items,
+        fleet: Fleet | None = None,
     ) -> None:
         self.grid = grid
         self.best_batch = best_batch
@@ -54,7 +57,8 @@ class SweepSession:
         self._kept = Kept(store, grid.target, fresh=fresh)
         self._kept_measured = Kept(store, grid.target, fresh=fresh, measured=local[1] if local else ())
         capture = partial(captures_in_child, fresh=fresh)
-        self._predictions = Predictions(grid, timeout_s, self._kept, capture)
+        self._predictions = Predictions(grid, timeout_s, self._kept, capture, fleet)
+        self._where = f" on {fleet.size}" if fleet else ""
         self._notes: list[str] = []
 
     @property
@@ -65,7 +69,7 @@ class SweepSession:
     @cached_property
     def predicted(self) -> list[Point]:
         """Every point, or those until Ctrl-C."""
-        return self._collected("Predicting", self._predictions, self.grid.size)
+        return self._collected(f"Predicting{self._where}", self._predictions, self.grid.size)
 
     @cached_property
     def points(self) -> list[Point]:

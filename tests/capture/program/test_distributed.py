@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tilefit.capture.child import capture_program_in_child
+from tilefit.errors import TilefitError
 from tilefit.options import ProgramOptions
 
 _PROGRAM = """
@@ -23,10 +24,16 @@ def main(rank, expected):
     total = torch.ones(2, device="cuda")
     distributed.all_reduce(total)
     distributed.barrier()
+    parts = [torch.zeros(2, device="cuda") for _ in range(expected[1])]
+    whole = torch.empty(2 * expected[1], device="cuda")
+    distributed.all_gather(parts, total)
+    distributed.all_gather_into_tensor(whole, total)
+    assert parts[-1].tolist() == [1, 1]
+    assert whole.sum().item() == 2 * expected[1]
     net = nn.parallel.DistributedDataParallel(nn.Linear(64, 32).cuda(), device_ids=[0])
     assert [name for name, _ in net.named_parameters()] == ["module.weight", "module.bias"]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(9):
+    for step in range(5):
         with net.no_sync():
             assert not net.require_backward_grad_sync
             net(torch.randn(16, 64, device="cuda")).mean().backward()
@@ -57,7 +64,195 @@ def test_one_process_of_a_program_runs_alone(
 
     assert step.program is not None
     assert step.program.step.startswith("2 micro-batches of 16, SGD")
-    assert any("one of 8 processes" in note for note in step.notes) == (ranks > 1)
-    found = [(each.name, each.bytes, each.ranks, each.overlaps) for each in step.program.exchanges]
+    assert step.program.ranks == ranks
+    found = [(each.name, each.bytes, each.ranks, each.phase) for each in step.program.exchanges]
     gradients = 4 * (64 * 32 + 32)  # of the second micro-batch alone
-    assert found == [("all_reduce", 8, 8, True), ("gradients", gradients, 8, True)] * (ranks > 1)
+    called = [("all-reduce", 8, 8, "forward"), ("all-reduce", gradients, 8, "backward-data")]
+    assert found == called * (ranks > 1)
+
+
+_REPLICAS = """
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+distributed.init_process_group("nccl")
+
+def replica(norm=False, **options):
+    layers = [each for _ in range(3) for each in (nn.Linear(1024, 1024), nn.BatchNorm1d(1024))[: 1 + norm]]
+    return nn.parallel.DistributedDataParallel(nn.Sequential(*layers).cuda(), **options)
+
+usual, normed, small = replica(), replica(norm=True), replica(bucket_cap_mb=4)
+searched, short = replica(find_unused_parameters=True), replica(gradient_as_bucket_view=True)
+short.register_comm_hook(None, bf16_compress_hook)
+nets = [usual, normed, small, searched, short]
+optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+x = torch.randn(64, 1024, device="cuda")
+for step in range(4):
+    for net in nets:
+        net(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_LAYER = 4 * (1024 * 1024 + 1024)
+
+
+def test_replicas_sum_gradients_in_buckets(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_REPLICAS)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=16), "h100-sxm", 100)
+    assert step.program is not None
+    assert (step.program.ranks, step.program.per_machine) == (16, 8)
+    found = [(each.name, each.bytes, each.dtype) for each in step.program.exchanges]
+    sums = [each for each in found if each[0] == "all-reduce"]
+    # The first bucket is full with 1 MiB, the second with 25; or both with what is asked for.
+    usual = [_LAYER, 2 * _LAYER]
+    norms = 4 * 2 * 1024
+    assert [size for _, size, _ in sums[:2]] == usual
+    assert sum(size for _, size, _ in sums[2:4]) == 3 * (_LAYER + norms)
+    assert [size for _, size, _ in sums[4:7]] == [_LAYER] * 3
+    used = 4 * 6  # which of six parameters were used
+    assert sums[7:10] == [
+        ("all-reduce", _LAYER, "fp32"),
+        ("all-reduce", 2 * _LAYER, "fp32"),
+        ("all-reduce", used, "int32"),
+    ]
+    assert sums[10:] == [("all-reduce", size // 2, "bf16") for size in usual]
+    assert ("broadcast", 4 * 2 * 3 * 1024, "fp32") in found  # the statistics of the norms
+    # A gradient is copied into its bucket, and out of it where the bucket is not its memory.
+    copies = [each for each in step.ops if each.name == "aten.copy_" and "backward" in each.phase]
+    assert len(copies) >= 6 * 4
+
+
+_SHARDED = """
+import sys
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))
+with torch.device("meta"):
+    net = nn.Sequential(*(Mlp() for _ in range(3)))
+for block in net:
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=sys.argv[1] == "reshard")
+fully_shard(net, mesh=mesh["dp"])
+net.to_empty(device="cuda")
+for block in net:
+    nn.init.trunc_normal_(block.up.weight, std=0.02)
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(4):
+    net(torch.randn(32, 512, device="cuda", dtype=torch.bfloat16)).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_fully_shard_and_tensor_parallel_layers_exchange(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_SHARDED)
+    kept, freed = (
+        capture_program_in_child(ProgramOptions(str(path), (how,), ranks=8), "h100-sxm", 100)
+        for how in ("keep", "reshard")
+    )
+    shard = 2 * 512 * 2048 // 2 * 2  # a block's weights in bf16, of one tensor-parallel rank
+    for step in (kept, freed):
+        assert step.program is not None
+        over = {each.name: each.ranks for each in step.program.exchanges}
+        assert over == {"all-gather": 4, "all-reduce": 2, "reduce-scatter": 4}
+        sums = [each for each in step.program.exchanges if each.name == "all-reduce"]
+        assert [each.bytes for each in sums] == [32 * 512 * 2] * len(sums)
+        assert all(each.grows for each in sums)
+        gathered = [each for each in step.program.exchanges if each.name == "all-gather"]
+        assert {each.bytes for each in gathered} == {shard}
+        assert step.memory.parameter_bytes == 3 * 2 * 512 * 2048 * 4 // 8
+        weights = {ref.parameter for each in step.ops if each.name == "aten.mm" for ref in each.inputs}
+        assert {"0.up.weight", "2.down.weight"} <= weights
+    count = [
+        sum(each.name == "all-gather" for each in step.program.exchanges)  # type: ignore[union-attr]
+        for step in (kept, freed)
+    ]
+    assert count == [3, 6]
+    assert kept.memory.peak_bytes > freed.memory.peak_bytes
+    streams = {each.stream for each in freed.program.order if each.kind == "exchange"}  # type: ignore[union-attr]
+    assert len(streams) > 2  # of gathering, of scattering, of tensor-parallel sums
+
+
+_FLAT = """
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+distributed.init_process_group("nccl")
+layers = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(2)]
+net = FullyShardedDataParallel(
+    nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.ReLU, nn.Linear}), device_id=0,
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(32, 1024, device="cuda")).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_flat_parameters_gather_and_scatter(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_FLAT)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=8), "h100-sxm", 100)
+    assert step.program is not None
+    found = {(each.name, each.bytes, each.dtype) for each in step.program.exchanges}
+    size = 2 * 1024 * 1024
+    assert {("all-gather", size, "bf16"), ("reduce-scatter", size, "bf16")} <= found
+    assert step.memory.parameter_bytes == 2 * 4 * 1024 * 1024 // 8
+
+
+_UNUSED = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+net = nn.parallel.DistributedDataParallel(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]).cuda())
+net.module.forward = lambda x: net.module[0](x)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_parameters_without_gradients_fail_as_in_pytorch(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_UNUSED)
+    with pytest.raises(TilefitError, match="Expected to have finished reduction"):
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+
+
+def test_objects_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    lines = ["from torch import distributed", 'distributed.init_process_group("nccl")']
+    path.write_text("\n".join([*lines, "distributed.recv_object_list([None], src=1)"]))
+    with pytest.raises(TilefitError, match="object of another process"):
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+
+
+def test_ranks_are_told_to_the_program_as_torchrun_does() -> None:
+    assert ProgramOptions("train.py").environment == {}
+    told = ProgramOptions("train.py", ranks=32, nodes=8).environment
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("0", "32", "4")
+    assert ProgramOptions("train.py", ranks=32).environment["LOCAL_WORLD_SIZE"] == "8"
+    with pytest.raises(TilefitError, match="3 machines do not share 32 processes"):
+        ProgramOptions("train.py", ranks=32, nodes=3)

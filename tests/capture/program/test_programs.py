@@ -208,3 +208,31 @@ def test_a_part_of_a_step_on_the_cpu_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TilefitError, match="another device") as error:
         capture_target(f"{tmp_path / 'steps.py'}:partial", TargetOptions())
     assert "steps.py:16" in error.value.where
+
+
+def test_what_cuda_runs_as_one_kernel_or_many_is_recorded_so(tmp_path: Path) -> None:
+    """As seen on a GPU: the gradient of SiLU is one kernel, that of a table of bags is sorted first, and
+    counting reads the least and the most."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+bags, rest = nn.EmbeddingBag(1000, 32).cuda(), nn.Sequential(nn.SiLU(), nn.Mish(), nn.Linear(32, 4)).cuda()
+optimizer = torch.optim.SGD([*bags.parameters(), *rest.parameters()], lr=0.1)
+for _ in range(5):
+    x = torch.randint(1000, (8, 16)).cuda()
+    x.flatten().bincount(minlength=1000)
+    optimizer.zero_grad()
+    rest(bags(x)).sum().backward()
+    optimizer.step()
+""",
+    )
+    names = [entry.name for entry in step.ops]
+    assert names.count("aten.silu_backward") == names.count("aten.mish_backward") == 1
+    assert "aten.sigmoid" not in names
+    (gradient,) = (entry.op for entry in step.ops if entry.name == "aten._embedding_bag_backward")
+    assert gradient.kernels == 22
+    assert step.program is not None
+    assert [event.name for event in step.program.events if event.kind == WAIT] == ["bincount"] * 2
+    assert {"aten.min", "aten.max", "aten.scatter_add_"} <= set(names)

@@ -15,7 +15,7 @@ from tilefit.ops import (
     BACKWARD_DATA,
     FORWARD,
     OPTIMIZER,
-    Collective,
+    Exchange,
     Habit,
     HostEvent,
     Loader,
@@ -28,7 +28,7 @@ from tilefit.ops import (
     TensorRef,
 )
 from tilefit.ops.collective import ALL_REDUCE
-from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
+from tilefit.ops.program import EXCHANGE, TO_GPU, TO_HOST, WAIT, Ordered
 from tilefit.rules import Change, Finding, run
 from tilefit.rules.engine import changed
 from tilefit.rules.program.events import with_events
@@ -206,15 +206,26 @@ class TestHabits:
         return Habit(name, Site("", "train.py:40"), first, last, detail)
 
     def test_reductions_of_micro_batches_go(self, h200: Gpu) -> None:
-        reduction = StepOp(Collective(ALL_REDUCE, 100 << 20, 8, "fp32"), BACKWARD_DATA, Site(), "all_reduce")
-        step = made(train(), reduction, at=40)
-        habit = self.habit("synchronizes_micro_batches", 40, 41, "4 micro-batches")
-        step = replace(step, program=Program("train.py", "a step", habits=(habit,)))
-        (found,) = findings(step, h200, "GRD003")
-        assert "4 micro-batches" in found.message
-        assert found.gain_s == pytest.approx(
-            estimate_step(step, h200).time_s - estimate_step(train(), h200).time_s
+        one = train()
+        step = replace(one, ops=one.ops + one.ops)
+        habit = self.habit("synchronizes_micro_batches", detail="2 micro-batches")
+        places = (len(one.ops), len(step.ops))
+        sums = tuple(
+            Exchange(place, ALL_REDUCE, ALL_REDUCE, 400 << 20, 8, 8, Site("", "train.py:40"))
+            for place in places
         )
+
+        def shared(count: int) -> Step:
+            kept = sums[-count:]
+            order = tuple(Ordered(each.index, EXCHANGE, 0, number) for number, each in enumerate(kept))
+            program = Program("train.py", "a step", habits=(habit,), exchanges=kept, order=order)
+            return replace(step, program=replace(program, ranks=8, per_machine=8))
+
+        (found,) = findings(shared(2), h200, "GRD003")
+        assert "2 micro-batches" in found.message
+        both, last = (estimate_step(shared(count), h200).time_s for count in (2, 1))
+        assert found.gain_s == pytest.approx(both - last)
+        assert both - last > 1e-3
 
     @pytest.mark.parametrize(
         ("name", "code", "severity"),

@@ -2,66 +2,87 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import distributed, nn
+from torch.autograd import Variable
 
-from tilefit.ops.program import Exchange
-from tilefit.units import counted, size
+from tilefit.capture.recorder import Recorder
+from tilefit.ops import BACKWARD_DATA
+from tilefit.options import MOST_LINKED
 
 
-class OneReplica(nn.Module):
-    """``DistributedDataParallel`` without the sum over the others: its module, and the names it has.
+class _Engine:
+    """Autograd's engine, whose callbacks are the backward pass's, and which tells of memory."""
 
-    Attributes:
-        require_backward_grad_sync: The next backward pass would sum the gradients.
-    """
+    def __init__(self, engine: Any, recorder: Recorder) -> None:
+        self._engine, self._recorder = engine, recorder
 
-    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.require_backward_grad_sync = True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's."""
-        return self.module(*args, **kwargs)
+    def queue_callback(self, callback: Any) -> None:
+        """Call it when the backward pass ends, of which it is a part."""
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within the block gradients are accumulated alone."""
-        kept, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = kept
+        def called() -> None:
+            with self._recorder.phase(BACKWARD_DATA):
+                callback()
+
+        self._engine.queue_callback(called)
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
-    """Within the block a model has one replica; the emulated device does the rest."""
+def one_rank(recorder: Recorder) -> Iterator[None]:
+    """Within the block a process of several runs alone; the emulated device does the rest."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        recorder.resized(storage)
+        return resize(storage, size)
+
     with (
-        patch.object(nn.parallel, "DistributedDataParallel", OneReplica),
-        patch.object(nn.parallel.distributed, "DistributedDataParallel", OneReplica),
+        patch.object(Variable, "_execution_engine", _Engine(Variable._execution_engine, recorder)),
+        patch.object(torch.UntypedStorage, "resize_", resized),
     ):
-        yield
+        if not distributed.is_available():
+            yield
+            return
+        from tilefit.capture.program.replica import Replica
+
+        with (
+            patch.object(Replica, "recorded", staticmethod(lambda: len(recorder.ops))),
+            patch.object(nn.parallel, "DistributedDataParallel", Replica),
+            patch.object(nn.parallel.distributed, "DistributedDataParallel", Replica),
+        ):
+            yield
 
 
-def rank_notes(exchanges: Iterable[Exchange]) -> list[str]:
-    """What a reader must know of a step that others take part in, which calls these collectives."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return []
-    ranks = distributed.get_world_size()
-    if ranks == 1:
-        return []
-    told = f"The step is that of one of {ranks} processes; what they send each other takes no time here"
-    kinds: dict[tuple[str, int, bool], list[int]] = {}
-    for each in exchanges:
-        kinds.setdefault((each.name, each.ranks, each.overlaps), []).append(each.bytes)
-    calls = [
-        f"{name} {counted(len(sizes), 'time')}, {size(sum(sizes))} over {over} GPUs{', overlapped' * later}"
-        for (name, over, later), sizes in kinds.items()
-    ]
-    return [f"{told}: {'; '.join(calls)}." if calls else f"{told}."]
+def ranks() -> int:
+    """Processes of the program."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def per_machine() -> int:
+    """Of them in one machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
+
+
+def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors into which ``fully_shard`` gathers parameters, by their names."""
+    for prefix, root in roots:
+        paths = {id(module): path for path, module in root.named_modules()}
+        for module in root.modules():
+            state: Any = getattr(module, "_get_fsdp_state", None)
+            if state is None:
+                continue
+            for group in state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    of = held._module_info
+                    path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
+                    if hasattr(held, "_unsharded_param"):
+                        yield prefix + path, held._unsharded_param

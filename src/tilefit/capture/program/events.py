@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.recorder import PRODUCTS
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import is_tensor, leaves
 from tilefit.ops import StepOp
-from tilefit.ops.program import WAIT, Assumption, Exchange, HostEvent
+from tilefit.ops.program import EXCHANGE, TO_STREAM, WAIT, Assumption, Exchange, HostEvent, Ordered
 
 
 class Meetings:
@@ -27,6 +29,10 @@ class Meetings:
         self.calls = calls
         self.events: list[HostEvent] = []
         self.exchanges: list[Exchange] = []
+        self.order: list[Ordered] = []
+        #: Numbers of the memory that collectives wrote.
+        self.received: set[int] = set()
+        self._stream = 0
         #: A CUDA graph was replayed.
         self.graphs = False
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
@@ -43,6 +49,8 @@ class Meetings:
         """The step begins here."""
         self.events.clear()
         self.exchanges.clear()
+        self.received.clear()
+        self.order[:] = [Ordered(0, TO_STREAM, self._stream)] if self._stream else []
         self.recorder.host_products.clear()
 
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -78,11 +86,20 @@ class Meetings:
         key = name, what, self.recorder.sites.source_line()
         self._assumptions.setdefault(key, [value, 0])[1] += 1
 
-    def exchanged(self, name: str, size: int, ranks: int, overlaps: bool) -> None:
-        """A collective, which alone is none."""
-        if ranks > 1 and not self.recorder.muted:
-            site = self.recorder.sites.forward_site()
-            self.exchanges.append(Exchange(len(self.recorder.ops), name, size, ranks, site, overlaps))
+    def ordered(self, kind: str, stream: int, number: int) -> None:
+        """A stream is asked for something."""
+        if kind == TO_STREAM:
+            self._stream = stream
+        if not self.recorder.muted:
+            self.order.append(Ordered(len(self.recorder.ops), kind, stream, number))
+
+    def exchanged(self, exchange: Exchange, stream: int, written: list[CudaTensor]) -> None:
+        """A collective is called."""
+        self.received.update(map(self.recorder.identify, written))
+        if not self.recorder.muted:
+            site, phase = self.recorder.place()
+            self.ordered(EXCHANGE, stream, len(self.exchanges))
+            self.exchanges.append(replace(exchange, index=len(self.recorder.ops), site=site, phase=phase))
 
     def captured(self) -> Captured:
         """A CUDA graph is captured."""

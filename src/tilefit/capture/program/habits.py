@@ -31,19 +31,15 @@ class Habits:
     Args:
         line: The line of the program that is running, such as ``train.py:41``.
         recorded: The operations and events of the step so far.
-        summed: Told of a replica whose gradients a backward pass has summed over all processes.
     """
 
     def __init__(
         self,
         line: Callable[[], str],
         recorded: Callable[[], tuple[list[StepOp], list[HostEvent]]] = lambda: ([], []),
-        summed: Callable[[nn.Module], None] = lambda replica: None,
     ) -> None:
         self._line = line
         self._recorded = recorded
-        self._tell_summed = summed
-        self._replica: nn.Module | None = None
         #: Where a switch was thrown last; empty where that was not seen.
         self._switched: Counter[str] = Counter()
         self._lines: dict[str, str] = {}
@@ -52,13 +48,17 @@ class Habits:
         self.backwards = 0
         #: Calls whose reads are named for them, with the number of events before.
         self._calls: list[tuple[str, int]] = []
+        self._replica: nn.Module | None = None
+        #: Lines of replicas that search for unused parameters, and whether there were any.
+        self._searched: dict[str, bool] = {}
         #: Calls in eval mode whose graph may yet be used, by model, and those whose graph never was, by line.
         self._pending: dict[int, list[str]] = {}
         self._evaluations: Counter[str] = Counter()
         #: Whether the next backward pass sums the gradients over all ranks, and how many did since a step.
         self._sums = ""
-        self._summed: list[str] = []
-        self._micro_batches: dict[str, int] = {}
+        self._summed: list[tuple[str, list[tuple[int, int]]]] = []
+        #: By line: the backward passes of a step that sum, and the operations with which all but the last do.
+        self._micro_batches: dict[str, tuple[int, list[tuple[int, int]]]] = {}
 
     def found(self) -> tuple[Habit, ...]:
         """What there is to say so far: with the operations of anomaly mode, of the others first and last
@@ -69,6 +69,7 @@ class Habits:
         for pending in self._pending.values():
             self._evaluations.update(pending)
         self._pending.clear()
+        self._stepped()
         return tuple(
             [
                 Habit(name, Site("", line), *span, detail=detail)
@@ -80,8 +81,14 @@ class Habits:
                 for line, count in self._evaluations.items()
             ]
             + [
-                Habit("synchronizes_micro_batches", Site("", line), detail=f"{count} micro-batches")
-                for line, count in self._micro_batches.items()
+                Habit("synchronizes_micro_batches", Site("", line), *span, detail=f"{count} micro-batches")
+                for line, (count, spans) in self._micro_batches.items()
+                for span in spans or [(0, 0)]
+            ]
+            + [
+                Habit("finds_nothing_unused", Site("", line))
+                for line, unused in self._searched.items()
+                if not unused
             ]
         )
 
@@ -178,12 +185,15 @@ class Habits:
     def _passed_backward(self) -> None:
         self._pending.clear()
         if self._sums:
-            self._summed.append(self._sums)
-            if self._replica is not None:
-                self._tell_summed(self._replica)
+            replica = self._replica
+            self._summed.append((self._sums, getattr(replica, "spans", [])))
+            if replica is not None and getattr(replica, "find_unused_parameters", False):
+                unused = any(p.requires_grad and p.grad is None for p in replica.parameters())
+                self._searched[self._sums] = self._searched.get(self._sums, False) or unused
             self._sums = ""
 
     def _stepped(self) -> None:
         if len(self._summed) > 1:
-            self._micro_batches[self._summed[0]] = len(self._summed)
+            spans = [span for _, made in self._summed[:-1] for span in made]
+            self._micro_batches[self._summed[0][0]] = len(self._summed), spans
         self._summed.clear()

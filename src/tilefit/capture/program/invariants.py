@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilefit.capture.program.modes import ProgramModes
+from tilefit.capture.trees import own_part
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import CaptureError
 
@@ -36,7 +37,7 @@ def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> Non
             where=where,
             hint=_ON_CPU,
         )
-    written = {ref.id for entry in ops for ref in entry.outputs}
+    written = {ref.id for entry in ops for ref in entry.outputs} | modes.meetings.received
     names = {
         id(p): prefix + name for prefix, root in modes.sites.roots for name, p in root.named_parameters()
     }
@@ -46,19 +47,13 @@ def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> Non
                 if parameter.grad is None:
                     continue
                 name = names.get(id(parameter), f"parameter {number} of {type(optimizer).__name__}")
-                if not isinstance(_own_part(parameter), CudaTensor):
+                if not isinstance(own_part(parameter), CudaTensor):
                     raise CaptureError(
                         f"{name} {tuple(parameter.shape)} is trained on the CPU", where=where, hint=_ON_CPU
                     )
-                memory = modes.recorder.identify(_own_part(parameter.grad))
+                memory = modes.recorder.identify(own_part(parameter.grad))
                 if memory not in written and memory not in modes.alive_before:
                     raise CaptureError(
                         f"{name} was stepped with a gradient that no recorded operation made",
                         hint="This is a part of the step that tilefit does not see; please report it.",
                     )
-
-
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that is spread over several."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part

@@ -14,9 +14,11 @@ from torch.amp import autocast_mode
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
+from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.sites import SiteTracker
+from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
 from tilefit.emulation.rules import RULES
 from tilefit.emulation.tensor import CudaTensor
@@ -108,7 +110,9 @@ class ProgramModes(Modes):
         self.saved_bytes = 0
         for name, parameter in self.without_size.items():
             self.recorder.name_parameter(parameter, name)
-            self._held_bytes += parameter.numel() * parameter.element_size()
+            self._held_bytes += own_part(parameter).nbytes
+        for name, whole in gathered_parameters(self.sites.roots):
+            self.recorder.name_parameter(whole, name)
         self.recorder.restart()
         self.alive_before = self.recorder.alive
         self.meetings.restart()
@@ -120,7 +124,7 @@ class ProgramModes(Modes):
             return
         self.recorder.keep_saved()
         parameters = {id(p): p for _, root in self.sites.roots for p in root.parameters()}.values()
-        gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+        gradients = sum(own_part(p.grad).nbytes for p in parameters if p.grad is not None)
         held = self._held_bytes + self.count_optimizer_state() + gradients
         self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - held)
 
@@ -172,4 +176,4 @@ def _followed(state: AutocastState) -> Iterator[None]:
 
 def _is_on_gpu(module: nn.Module) -> bool:
     """Whether a module has something on the GPU: others are the host's work, such as transforms of data."""
-    return any(isinstance(p, CudaTensor) for p in module.parameters())
+    return any(isinstance(own_part(p), CudaTensor) for p in module.parameters())

@@ -10,6 +10,7 @@ import torch
 from tilefit.capture.fused import REPLACEMENTS
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
+from tilefit.capture.trees import own_part
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import leaves
 from tilefit.errors import CaptureError
@@ -23,11 +24,11 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
-        return super().identify(tensor.on_meta if isinstance(tensor, CudaTensor) else tensor)
+        return super().identify(_inner(tensor))
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory; -1 where it was not seen."""
-        return super().number_of(tensor.on_meta if isinstance(tensor, CudaTensor) else tensor)
+        return super().number_of(_inner(tensor))
 
     @property
     def alive(self) -> set[int]:
@@ -37,6 +38,13 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on ``meta`` tensors, recorded unless muted."""
         return self._dispatched(func, args, kwargs)
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on ``meta``, of a tensor that is spread over several processes this one's part."""
+    if not isinstance(tensor, CudaTensor):
+        tensor = own_part(tensor)
+    return tensor.on_meta if isinstance(tensor, CudaTensor) else tensor
 
 
 class ProgramCalls(SemanticMode):
@@ -55,6 +63,8 @@ class ProgramCalls(SemanticMode):
             return func(*args, **kwargs)
         if isinstance(func, FunctionType):
             return self._call_entered(func, args, kwargs)
+        if name == "scaled_dot_product_attention" and hasattr(args[0], "placements"):
+            return self._on_own_heads(func, args, kwargs)
         replacement = REPLACEMENTS.get(name)
         if replacement is not None and any(isinstance(leaf, CudaTensor) for leaf in leaves(args)):
             if self.autocast.enabled:
@@ -70,3 +80,20 @@ class ProgramCalls(SemanticMode):
             )
         self.asking = name
         return func(*args, **kwargs)
+
+    def _on_own_heads(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Attention of tensors that are spread over processes by samples or heads: of this one's.
+
+        Raises:
+            CaptureError: they are spread otherwise.
+        """
+        query = args[0]
+        if any(each.is_partial() or getattr(each, "dim", 0) > 1 for each in query.placements):
+            raise CaptureError(
+                f"attention over tensors placed as {query.placements} is not known of the emulated GPU",
+                hint="Run the program on a GPU: tilefit profile.",
+            )
+        own = [each.to_local() if hasattr(each, "placements") else each for each in args]
+        with self:
+            out = func(*own, **kwargs)
+        return type(query).from_local(out, query.device_mesh, query.placements, run_check=False)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tilefit.capture.overlay import overlaid
 from tilefit.capture.program.contained import Surroundings, contained
-from tilefit.capture.program.distributed import one_rank, rank_notes
+from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
@@ -43,12 +43,13 @@ def capture_program(
         done: Takes what came of it.
         told: Gets what it is at.
     """
+    os.environ |= options.environment
     try:
         with contained(folder, fake=options.fake_data) as around:
             modes = ProgramModes(gpu)
             capture = _Capture(modes, options, around, done, told)
             with (
-                one_rank(),
+                one_rank(modes.recorder),
                 noting_makers(),
                 modes.running(),
                 capture.finder.watching(),
@@ -148,5 +149,6 @@ class _Capture:
             loaders=loaders,
             fake=tuple(self.around.found),
             optimizers=self.finder.lines,
+            network=self.options.network,
         )
-        return replace(step, program=program, notes=(*step.notes, *rank_notes(program.exchanges)))
+        return replace(step, program=program)

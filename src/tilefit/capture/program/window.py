@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from tilefit.capture.inputs import batch_of
+from tilefit.capture.program.distributed import per_machine, ranks
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -34,15 +35,7 @@ class Window:
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search.
         self._passes: dict[int, dict[int, int]] = {}
-        self._habits = Habits(
-            modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events), self._summed
-        )
-
-    def _summed(self, replica: nn.Module) -> None:
-        """``DistributedDataParallel`` has summed the gradients over all processes."""
-        sizes = [p.numel() * p.element_size() for p in replica.parameters() if p.requires_grad]
-        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-        self._modes.meetings.exchanged("gradients", sum(sizes), ranks, True)
+        self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
 
     def watching(self) -> AbstractContextManager[None]:
         """Within the block, which is to be around the whole run, habits of the program are noticed."""
@@ -104,6 +97,9 @@ class Window:
             habits=habits,
             model=self._called_at,
             exchanges=tuple(modes.meetings.exchanges),
+            order=tuple(modes.meetings.order),
+            ranks=ranks(),
+            per_machine=per_machine(),
         )
         return replace(step, program=program, batch=batch * passes)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tilefit.ops import Habit, Step
 from tilefit.rules.base import Change
+from tilefit.rules.exchanges import without_ops
 
 
 def habits(step: Step, name: str) -> list[list[Habit]]:
@@ -27,14 +28,9 @@ def without(step: Step, same: Iterable[Habit], event: str = "") -> Change:
     """The step without some habits, the operations that they made, and events of a name."""
     assert step.program is not None
     same = tuple(same)
-    gone = set(made(same))
-    kept = [index for index in range(len(step.ops)) if index not in gone]
-    before = [0]
-    for index in range(len(step.ops)):
-        before.append(before[-1] + (index not in gone))
     program = replace(
         step.program,
         events=tuple(each for each in step.program.events if not event or each.name != event),
         habits=tuple(each for each in step.program.habits if each not in same),
-    ).moved(lambda index: before[min(index, len(step.ops))])
-    return Change(step=replace(step, ops=tuple(step.ops[index] for index in kept), program=program))
+    )
+    return Change(step=without_ops(step, set(made(same)), program))

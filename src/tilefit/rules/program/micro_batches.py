@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.exchanges import gradient_sums, last_backward, without, without_ops
 from tilefit.rules.finding import SAFE, WARNING
-from tilefit.rules.program.habits import habits, made, without
+from tilefit.rules.program.habits import habits, made
 from tilefit.units import size
 
 
@@ -32,13 +33,11 @@ class SynchronizedMicroBatches(Rule):
     wrong = Case(
         program="""
         import contextlib
-        import os
 
         import torch
         from torch import distributed, nn
         from torch.nn import functional as F
 
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}
         distributed.init_process_group("nccl")
         net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to("cuda")
         net = nn.parallel.DistributedDataParallel(net)
@@ -52,22 +51,26 @@ class SynchronizedMicroBatches(Rule):
                     loss = F.mse_loss(net(x), x) / 4
                     loss.backward()
             optimizer.step()
-        """
+        """,
+        options="--ranks 8",
     )
     right = wrong.but("contextlib.nullcontext()", "net.no_sync() if micro < 3 else contextlib.nullcontext()")
 
     def check(self, context: Context) -> Iterator[Proposal]:
         step = context.step
         for same in habits(step, "synchronizes_micro_batches"):
-            indices = made(same)
-            moved = sum(step.ops[index].op.moved_bytes for index in indices)
+            assert step.program is not None
+            first, _ = last_backward(step)
+            sums = [i for i in gradient_sums(step) if step.program.exchanges[i].index < first]
+            moved = sum(step.program.exchanges[i].bytes for i in sums)
+            program = without(step.program, sums)
             yield Proposal(
                 place=Place(source=same[0].site.source),
                 message="gradients are summed over the GPUs in every micro-batch"
                 + (f": {same[0].detail}" if same[0].detail else ""),
                 fix="Accumulate under no_sync() in all micro-batches but the last.",
                 safety=SAFE,
-                change=without(step, same) if indices else None,
-                severity="" if indices else WARNING,
-                arithmetic=(f"{size(moved)} moved for nothing",) if indices else (),
+                change=Change(step=without_ops(step, set(made(same)), program)) if sums else None,
+                severity="" if sums else WARNING,
+                arithmetic=(f"{size(moved)} are summed up for nothing",) if sums else (),
             )

@@ -1,0 +1,323 @@
+"""Whole programs: does what is recorded without a GPU equal what really runs on one?
+
+On a GPU each program runs for a few steps; of its third step the products, convolutions, attentions and
+recurrent layers are listed by shape, type, layout and count, with all kernels, copies and waits of the host,
+and the next steps are timed. Without a GPU, ``--compare`` captures the same step of the same programs and
+says where they differ.
+
+    python benchmarks/program_ops.py --rows rows.jsonl --seconds 240      # on a GPU; appends a row a program
+    python benchmarks/program_ops.py --rows rows.jsonl --compare --out benchmarks/results/program_ops.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES, OWN = ROOT / "examples" / "programs", ROOT / "benchmarks" / "programs"
+#: Program, its arguments, and whether its data are made up.
+PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
+    "language_model": (EXAMPLES / "language_model.py", (), True),
+    "image_transformer": (OWN / "image_transformer.py", (), False),
+    "words": (OWN / "words.py", (), False),
+    "speech": (EXAMPLES / "speech.py", (), False),
+    "graph": (EXAMPLES / "graph.py", (), False),
+    "recommender": (EXAMPLES / "recommender.py", (), False),
+    "reinforcement": (EXAMPLES / "reinforcement.py", (), False),
+    "gan": (EXAMPLES / "gan.py", (), True),
+    "diffusion": (EXAMPLES / "diffusion.py", (), True),
+    "trainer": (EXAMPLES / "trainer.py", (), True),
+    "accelerated": (EXAMPLES / "accelerated.py", (), True),
+    "lightning": (EXAMPLES / "lightning.py", (), True),
+}
+#: Steps before the one that is listed, and before those that are timed; how many are timed.
+SKIP, BEFORE, TIMED = 2, 4, 8
+#: A program that takes longer than so many seconds is ended.
+LIMIT_S = 75.0
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------
+
+
+class Observed:
+    """What one program does; written when its timed steps are done, and the process ends."""
+
+    def __init__(self, name: str, rows: Path, timed: int) -> None:
+        import torch
+        from capture_vs_cuda import Witness
+        from torch.profiler import ProfilerActivity, profile
+
+        class Watching(Witness):
+            """Also counts all operations by name."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.names: Counter[str] = Counter()
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.names[str(func)] += 1
+                return super().__torch_dispatch__(func, types, args, kwargs)
+
+        self.torch, self.name, self.timed = torch, name, timed
+        self.file = rows.open("a")  # before programs are kept from writing
+        self.gpu = torch.cuda.is_available()
+        self.witness = Watching()
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.gpu
+        self.profile = profile(activities=kinds)
+        self.row: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """The step that is listed begins."""
+        self.wait()
+        self.profile.start()
+        self.witness.__enter__()
+
+    def end(self) -> None:
+        """It ends."""
+        self.witness.__exit__(None, None, None)
+        self.wait()
+        self.profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            self.profile.export_chrome_trace(str(trace))
+            self.row = summary(json.loads(trace.read_text())["traceEvents"])
+        self.row |= {"seen": dict(self.witness.seen), "aten": dict(self.witness.names)}
+
+    def begin_timed(self) -> None:
+        """The steps that are timed begin."""
+        self.wait()
+        self.began = time.perf_counter()
+
+    def end_timed(self) -> None:
+        """They end, and the program with them."""
+        self.wait()
+        step_s = (time.perf_counter() - self.began) / self.timed
+        torch = self.torch
+        self.write(
+            gpu=torch.cuda.get_device_name() if self.gpu else "none",
+            torch=torch.__version__,
+            step_s=step_s,
+            peak_bytes=torch.cuda.max_memory_allocated() if self.gpu else 0,
+        )
+
+    def write(self, **values: Any) -> None:
+        """Append the row and leave."""
+        self.file.write(json.dumps({"program": self.name, **values, **self.row}) + "\n")
+        self.file.flush()
+        os._exit(0)
+
+    def wait(self) -> None:
+        """Until the GPU is done."""
+        if self.gpu:
+            self.torch.cuda.synchronize()
+
+
+def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Kernels, copies, and calls that wait, of a trace in Chrome's format, by name.
+
+    The calls are given with the innermost operation of PyTorch's that made them; the two of the benchmark's
+    own, before and after, are in no operation.
+    """
+    spans = [each for each in events if each.get("ph") == "X"]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for each in spans:
+        kinds.setdefault(each.get("cat", ""), []).append(each)
+    calls = kinds.get("cpu_op", [])
+    waits: Counter[str] = Counter()
+    for each in kinds.get("cuda_runtime", []):
+        if each["name"] in _WAITS:
+            around = [
+                call
+                for call in calls
+                if call["tid"] == each["tid"] and call["ts"] <= each["ts"] <= call["ts"] + call["dur"]
+            ]
+            inner = min(around, key=lambda call: call["dur"])["name"] if around else ""
+            waits[f"{each['name']} {inner}".strip()] += 1
+    kernels = kinds.get("kernel", [])
+    return {
+        "kernels": dict(Counter(each["name"][:120] for each in kernels)),
+        "kernels_s": sum(each["dur"] for each in kernels) * 1e-6,
+        "copies": dict(Counter(each["name"] for each in kinds.get("gpu_memcpy", []))),
+        "sets": len(kinds.get("gpu_memset", [])),
+        "waits": dict(waits),
+    }
+
+
+def run_program(name: str, rows: Path, timed: int) -> None:
+    """Run a program in this process until all is known of it."""
+    import runpy
+
+    from tilefit.capture.program.contained import contained
+    from tilefit.capture.program.finding import StepFinder
+
+    path, arguments, fake = PROGRAMS[name]
+    observed = Observed(name, rows, timed)
+    listed = StepFinder(SKIP, 1, observed.begin, observed.end, lambda: "")
+    following = StepFinder(BEFORE, timed, observed.begin_timed, observed.end_timed, lambda: "")
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    random.seed(0)
+    if name == "lightning":
+        try:
+            import pytorch_lightning  # noqa: F401
+        except ImportError:
+            import lightning.pytorch
+
+            sys.modules["pytorch_lightning"] = lightning.pytorch
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if fake:
+            stack.enter_context(contained(folder, fake=True))
+        stack.enter_context(listed.watching())
+        stack.enter_context(following.watching())
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+            observed.write(error="it ended")
+        except BaseException as error:  # noqa: BLE001 - a row of the result
+            import traceback
+
+            traceback.print_exc()
+            observed.write(error=f"{type(error).__name__}: {error}"[:500])
+
+
+def observe(names: list[str], rows: Path, seconds: float, timed: int) -> None:
+    """A row for each program, each in a process of its own."""
+    began = time.perf_counter()
+    for name in names:
+        left = seconds - (time.perf_counter() - began)
+        if left < 10:
+            print(f"{name}: no time left", flush=True)
+            continue
+        command = [sys.executable, __file__, "--child", name, "--rows", str(rows), "--timed", str(timed)]
+        before = rows.stat().st_size if rows.exists() else 0
+        with tempfile.TemporaryFile("w+") as log:
+            try:
+                subprocess.run(command, stdout=log, stderr=log, timeout=min(LIMIT_S, left), check=False)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: ended after {min(LIMIT_S, left):.0f} s", flush=True)
+            log.seek(0)
+            tail = log.read()[-3000:]
+        with rows.open("r" if rows.exists() else "w+") as file:
+            file.seek(before)
+            row = json.loads(file.readline() or '{"error": "no row"}')
+        told = row.get("error") or (
+            f"{sum(row['kernels'].values())} kernels, {sum(row['waits'].values())} waits, "
+            f"{1e3 * row['step_s']:.2f} ms a step ({time.perf_counter() - began:.0f} s so far)"
+        )
+        print(f"{name}: {told}", flush=True)
+        if "error" in row:
+            print(tail, flush=True)
+
+
+# ---- without one -----------------------------------------------------------------------------------
+
+
+def recorded(name: str, gpu: str) -> dict[str, Any]:
+    """The same of the captured step, and its price."""
+    from capture_vs_cuda import captured
+
+    from tilefit.assessment import Assessment
+    from tilefit.capture.child import capture_program_in_child
+    from tilefit.cost.launch import launch
+    from tilefit.cost.priced import resolve
+    from tilefit.options import ProgramOptions
+
+    path, arguments, fake = PROGRAMS[name]
+    options = ProgramOptions(str(path), arguments, skip=SKIP, fake_data=fake)
+    step = capture_program_in_child(options, gpu, timeout_s=600)
+    assert step.program is not None
+    priced = resolve(gpu)[0]
+    estimate = Assessment(step, priced).context.estimate
+    return {
+        "seen": dict(captured(step)),
+        "kernels": sum(launch(e.op, e.phase, priced, step.settings).kernels for e in step.ops),
+        "waits": dict(Counter(f"{e.kind} {e.name}" for e in step.program.events if e.blocks)),
+        "copies": dict(Counter(e.kind for e in step.program.events)),
+        "aten": dict(Counter(entry.name for entry in step.ops)),
+        "step_s": estimate.time_s,
+        "low_s": estimate.low_s,
+        "high_s": estimate.high_s,
+        "kernels_s": estimate.gpu_time_s,
+    }
+
+
+def difference(real: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Where a program's two rows differ."""
+    theirs, mine = Counter(real["seen"]), Counter(ours["seen"])
+    kernels, waits = sum(real["kernels"].values()), sum(real["waits"].values())
+    own = sum(n for name, n in real["waits"].items() if name == "cudaDeviceSynchronize")
+    return {
+        "program": real["program"],
+        "operations": sum(theirs.values()),
+        "equal": theirs == mine,
+        "only_captured": dict(mine - theirs),
+        "only_executed": dict(theirs - mine),
+        "kernels": [kernels, ours["kernels"]],
+        "kernels_off": ours["kernels"] / kernels - 1 if kernels else None,
+        "waits": [waits - own, sum(ours["waits"].values())],
+        "waits_executed": real["waits"],
+        "waits_captured": ours["waits"],
+        "step_ms": [1e3 * real["step_s"], 1e3 * ours["step_s"]],
+        "kernels_ms": [1e3 * real["kernels_s"], 1e3 * ours["kernels_s"]],
+        "aten_captured": ours["aten"],
+        "aten_executed": real["aten"],
+    }
+
+
+def compare(names: list[str], rows: Path, gpu: str, out: Path | None) -> None:
+    """Capture what was observed, and say where they differ."""
+    result = []
+    for line in rows.read_text().splitlines():
+        real = json.loads(line)
+        if real["program"] not in names or "error" in real:
+            continue
+        row = difference(real, recorded(real["program"], gpu))
+        result.append(row)
+        shown = {key: value for key, value in row.items() if not key.startswith("aten")}
+        print(json.dumps(shown), flush=True)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    off = [abs(row["kernels_off"]) for row in result if row["kernels_off"] is not None]
+    print(
+        f"{sum(row['equal'] for row in result)} of {len(result)} record the same products; host waits "
+        f"agree in {sum(row['waits'][0] == row['waits'][1] for row in result)}; kernels are off by "
+        f"{statistics.median(off) if off else float('nan'):.1%} in the median"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=", ".join(PROGRAMS))
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--timed", type=int, default=TIMED)
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", choices=list(PROGRAMS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_program(options.child, options.rows, options.timed)
+    elif options.compare:
+        compare(options.programs or list(PROGRAMS), options.rows, options.gpu, options.out)
+    else:
+        observe(options.programs or list(PROGRAMS), options.rows, options.seconds, options.timed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A step on several streams: what hides behind what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilefit.cost import estimate_step
+from tilefit.cost.estimate import EXPOSED
+from tilefit.cost.launch import COLLECTIVE_S
+from tilefit.cost.links import Fabric, Group
+from tilefit.cost.streams import exchange_s, fabric_of, run
+from tilefit.cost.waits import paced_s
+from tilefit.gpus import get
+from tilefit.ops import FORWARD, Exchange, Gemm, Habit, HostEvent, Program, Site, Step, StepOp
+from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS
+from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, TO_STREAM, WAIT, Ordered
+
+H100 = get("h100-sxm")
+LINE = Site("", "train.py:7")
+LARGE = 1 << 28
+#: A gradient's sum beside the computation: its stream waits for what made it, and is waited for at the end.
+AWAY, BACK = 1, 2
+
+
+def exchange(size: int = LARGE, **parts: object) -> Exchange:
+    return Exchange(0, ALL_REDUCE, ALL_REDUCE, size, 8, 8, LINE, **parts)  # type: ignore[arg-type]
+
+
+def program(*order: Ordered, exchanges: tuple[Exchange, ...] = (exchange(),), **parts: object) -> Program:
+    facts = {"ranks": 8, "per_machine": 8, **parts}
+    return Program("train.py", "a step", exchanges=exchanges, order=order, **facts)  # type: ignore[arg-type]
+
+
+def beside(issued: int, awaited: int, number: int = 0) -> tuple[Ordered, ...]:
+    return (
+        Ordered(issued, RECORD, 0, AWAY + 10 * number),
+        Ordered(issued, AWAIT, 1, AWAY + 10 * number),
+        Ordered(issued, EXCHANGE, 1, number),
+        Ordered(issued, RECORD, 1, BACK + 10 * number),
+        Ordered(awaited, AWAIT, 0, BACK + 10 * number),
+    )
+
+
+def took(made: Program, times_s: list[float]) -> tuple[float, float]:
+    found = run(made, [1e-6] * len(times_s), times_s, H100, 1.0)
+    return found.time_s, sum(found.exposed_s)
+
+
+def test_a_collective_hides_behind_what_does_not_wait_for_it() -> None:
+    link_s = exchange_s(exchange(), Fabric(H100))
+    assert link_s is not None
+    assert 1e-4 < link_s < 1e-2
+    hidden = took(program(*beside(1, 3)), [1e-3, 5e-2, 1e-3])
+    assert hidden == (pytest.approx(5.2e-2, rel=1e-3), 0.0)
+    late_s, exposed_s = took(program(*beside(3, 3)), [1e-3, 5e-2, 1e-3])
+    assert exposed_s == pytest.approx(link_s, rel=1e-6)
+    assert late_s == pytest.approx(5.2e-2 + link_s, rel=1e-3)
+    alone_s, waited_s = took(program(Ordered(1, EXCHANGE, 0, 0)), [1e-3, 5e-2, 1e-3])
+    assert (alone_s, waited_s) == (pytest.approx(late_s), pytest.approx(link_s))
+
+
+def test_half_of_it_hides_behind_half_of_its_time() -> None:
+    link_s = exchange_s(exchange(), Fabric(H100))
+    assert link_s is not None
+    _, exposed_s = took(program(*beside(1, 2)), [1e-3, link_s / 2, 1e-3])
+    assert exposed_s == pytest.approx(link_s / 2, rel=0.02)
+
+
+def test_collectives_of_a_group_follow_each_other_and_those_of_two_do_not() -> None:
+    order = (*beside(0, 1), *(replace(each, stream=each.stream * 2) for each in beside(0, 1, 1)))
+    same = program(*order, exchanges=(exchange(group="0"), exchange(group="0")))
+    apart = program(*order, exchanges=(exchange(group="0"), exchange(group="1")))
+    one = took(program(*beside(0, 1)), [1e-4])[1]
+    assert took(same, [1e-4])[1] == pytest.approx(2 * one + 1e-4, rel=0.01)
+    assert took(apart, [1e-4])[1] == pytest.approx(one, rel=0.05)
+
+
+def test_what_is_copied_on_another_stream_is_beside() -> None:
+    order = (Ordered(1, TO_STREAM, 3), Ordered(2, TO_STREAM, 0))
+    found = run(program(*order, exchanges=()), [1e-6] * 3, [1e-2, 5e-3, 1e-2], H100, 1.0)
+    assert found.time_s == pytest.approx(2e-2)
+    assert found.aside == [1]
+
+
+def test_a_host_that_reads_a_sum_waits_for_it() -> None:
+    """Of a small model the host alone sets the pace, unless it waits."""
+    order = (Ordered(2, EXCHANGE, 0, 0),)
+    free = run(program(*order), [1e-2] * 2, [1e-3] * 2, H100, 1.0).time_s
+    events = (HostEvent(2, WAIT, "item", LINE),)
+    read = run(program(*order, events=events), [1e-2] * 2, [1e-3] * 2, H100, 1.0).time_s
+    assert free == pytest.approx(2e-2 + COLLECTIVE_S)
+    assert read > free + 1e-3
+
+
+times = st.integers(1, 1000).map(lambda ms: ms / 1e4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(times, min_size=1, max_size=8), st.data())
+def test_no_schedule_beats_its_parts_or_is_worse_than_all_after_another(
+    times_s: list[float], data: st.DataObject
+) -> None:
+    places = st.integers(0, len(times_s))
+    pairs = data.draw(st.lists(st.tuples(places, places).map(sorted), max_size=4))
+    order = sorted(
+        (each for number, (a, b) in enumerate(pairs) for each in beside(a, b, number)), key=lambda e: e.index
+    )
+    made = program(*order, exchanges=tuple(exchange(group="0") for _ in pairs))
+    found = run(made, [1e-7] * len(times_s), times_s, H100, 1.0)
+    compute_s, link_s = sum(times_s), sum(found.exchange_s)
+    host_s = len(times_s) * 1e-7 + len(pairs) * COLLECTIVE_S
+    assert max(compute_s, link_s, host_s) * (1 - 1e-9) <= found.time_s
+    assert found.time_s <= (compute_s + link_s + host_s) * (1 + 1e-9)
+    assert all(0 <= each <= link_s * (1 + 1e-9) for each in found.exposed_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(times, min_size=1, max_size=8), st.lists(st.integers(0, 8), max_size=4), st.booleans())
+def test_with_one_stream_it_is_as_two_clocks_say(
+    times_s: list[float], waits: list[int], blocking: bool
+) -> None:
+    events = tuple(HostEvent(each, WAIT, "item", LINE) for each in waits)
+    habits = (Habit("launch_blocking", LINE),) * blocking
+    made = program(events=events, exchanges=(), habits=habits)
+    launches_s = [2e-3] * len(times_s)
+    host_s = sum(launches_s) + len(events) * 22e-6
+    expected = max(host_s, sum(times_s), paced_s(made, launches_s, times_s, H100, 1.0))
+    assert run(made, launches_s, times_s, H100, 1.0).time_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_bounds_of_a_step_add_up_and_name_communication() -> None:
+    ops = tuple(StepOp(Gemm(4096, 4096, 4096), FORWARD, Site()) for _ in range(4))
+    plain = estimate_step(Step(ops), H100)
+    shared = estimate_step(Step(ops, program=program(*beside(4, 4))), H100)
+    assert shared.bound_time_s[EXPOSED] == pytest.approx(shared.time_s - plain.time_s, rel=0.1)
+    assert sum(shared.bound_time_s.values()) == pytest.approx(shared.time_s)
+    assert shared.low_s < shared.time_s < shared.high_s
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_collectives_cost_what_their_links_do(function: str) -> None:
+    several = program(ranks=16, per_machine=8, network="efa")
+    fabric = fabric_of(several, H100)
+    one = replace(exchange(), function=function, ranks=16, per_machine=8)
+    assert exchange_s(one, fabric) == fabric.time_s(function, LARGE, Group(16, 8))
+    assert exchange_s(one, fabric_of(replace(several, network=""), H100)) is None
