@@ -125,7 +125,7 @@ the job, or leaves too little to gain."""
 def page() -> str:
     rows = recorded("fix_gain_h200.json")
     now = recorded("fix_gain_whole_h200.json")
-    by_model = {row["model"]: row for row in now}
+    by_model = {row["model"]: row for row in rows}
     under = recorded("fix_gain_compiled_h200.json")
     return "\n".join(
         [
