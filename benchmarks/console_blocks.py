@@ -1,6 +1,6 @@
 """Runs the commands that the README and the guide show, and writes what they print under them.
 
-    PYTHONPATH=src python benchmarks/console_blocks.py
+    PYTHONPATH=src python benchmarks/console_blocks.py [PAGE…]
 
 A block of commands between ``<!-- begin -->`` and ``<!-- end -->`` shows what a machine without a GPU prints:
 each line that begins with ``$`` is run in the repository's root, and what follows it is replaced. The tests
@@ -64,7 +64,7 @@ def in_a_process(command: list[str], variables: dict[str, str]) -> tuple[int, st
 
 
 def main() -> None:
-    for page in PAGES:
+    for page in map(Path, sys.argv[1:] or PAGES):
         text = page.read_text(encoding="utf-8")
         page.write_text(_BLOCK.sub(lambda block: rerun(block.group()), text), encoding="utf-8")
 

@@ -477,3 +477,15 @@ def test_given_statistics_are_applied_in_the_kernel_that_goes_on_with_the_result
     # Statistics are made in three stages, and the input is read once more to apply them.
     assert norm.kernels == (4 if train else 1)
     assert norm.read_bytes == pytest.approx((2 if train else 1) * size, rel=0.01)
+
+
+def test_what_the_compiler_leaves_to_pytorch_stays_as_it_is() -> None:
+    """The gradient of a table of bags is sorted and added by two dozen kernels, compiled or not."""
+    bag = nn.EmbeddingBag(1000, 16, mode="sum")
+    step = capture(bag, (torch.zeros(64, 4, dtype=torch.long),), optimizer="none")
+    bags = [
+        [entry.op for entry in each.ops if "embedding_bag" in getattr(entry.op, "function", "")]
+        for each in (step, fuse(step))
+    ]
+    assert len(bags[0]) == 2
+    assert bags[0] == bags[1]

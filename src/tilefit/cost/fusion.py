@@ -45,6 +45,15 @@ from tilefit.ops.timeline import Timeline
 PAD = "pad"
 #: Roles that are generated code.
 _GENERATED = "softmax normalization reduction pointwise copy loss embedding indexing pooling".split()
+#: Functions of these roles that Inductor leaves to ATen's own kernels (``torch._inductor.lowering.fallbacks``
+#: of PyTorch 2.13, or neither lowered nor decomposed).
+_LEFT_TO_ATEN = frozenset(
+    """_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _adaptive_avg_pool2d_backward
+    _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d_backward _cdist_forward
+    _cdist_backward _linalg_det _weight_norm_interface_backward cummax cummin grid_sampler_3d
+    masked_scatter_backward masked_select max_pool3d_with_indices_backward nonzero _ctc_loss
+    _ctc_loss_backward""".split()
+)
 #: Functions whose result is never computed again: random numbers; and what Inductor keeps, or computes once
 #: more for itself, which moves as much: the softmax of attention (not that of a loss) and the results of
 #: norms over a batch or over channels.
@@ -433,7 +442,9 @@ class _Fusion:
 
 
 def _is_generated(entry: StepOp) -> bool:
-    return entry.op.category in _GENERATED and entry.phase != OPTIMIZER
+    function = entry.op.function if isinstance(entry.op, Streaming) else ""
+    is_lowered = entry.op.category in _GENERATED and function not in _LEFT_TO_ATEN
+    return is_lowered and entry.phase != OPTIMIZER
 
 
 def _bytes(ref: TensorRef) -> int:
