@@ -35,7 +35,7 @@ def configured(folder: Path, **config: Any) -> str:
         ("gpt2", {"vocab_size": 50257}, {"batch": 16, "seq": 1024}, 50257),
         ("roberta", {"vocab_size": 50265}, {"batch": 32}, 50265),
         ("bert", {"vocab_size": 30522}, {"batch": 32}, 30522),
-        ("whisper", {"vocab_size": 51865}, {"batch": 16}, 51865),
+        ("whisper", {"vocab_size": 51865}, {"batch": 32}, 51865),
     ],
 )
 def test_a_misaligned_vocabulary_is_among_the_first_findings(

@@ -219,7 +219,7 @@ def test_only_what_the_gpu_supports_is_measured() -> None:
 
 
 def test_half_of_a_round_is_what_networks_disagree_about() -> None:
-    session = calibration._Session(GPU, Bench(), GENERAL, lambda: 0.0, "cpu", None)
+    session = calibration._Session(GPU, Bench(), GENERAL, lambda: 0.0, None, "cpu", None)
     drawn = candidates(seed=1)["gemm"]
     session.explore("gemm", islice(drawn, 200), inf)
     rows = session.rows["gemm"]

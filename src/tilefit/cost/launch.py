@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from tilefit.cost.kinds import ByKind
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step
+from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step, Streaming
+from tilefit.ops.streaming import CONTIGUOUS
 
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its
 #: fastest turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
@@ -87,6 +88,8 @@ def launch(op: Op, phase: str, gpu: Gpu, settings: Settings) -> Launch:
         return Launch(kernels, OPTIMIZER_S)
     if settings.compiled:
         return Launch(kernels, COMPILED_CALL_S)
+    if isinstance(op, Streaming) and op.function == CONTIGUOUS:  # within the call of another
+        return Launch(kernels, KERNEL_S * kernels)
     # All kinds alike: a call alone takes nearly the same time, whatever it calls.
     call_s = BACKWARD_S if phase.startswith("backward") else FORWARD_S
     return Launch(kernels, call_s + KERNEL_S * (kernels - 1))

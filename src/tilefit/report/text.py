@@ -29,7 +29,7 @@ PROVENANCE = {
 def times(provenance: str, profile: str) -> str:
     """What the times rest on, and where the measurements are from."""
     is_fitted = profile and provenance in ("estimated", "transferred")
-    return PROVENANCE[provenance] + (f" ({profile})" if is_fitted else "")
+    return PROVENANCE.get(provenance, "from nothing that is told") + (f" ({profile})" if is_fitted else "")
 
 
 def because(family: str, reason: str) -> str:
