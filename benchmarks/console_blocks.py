@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/console_blocks.py [PAGE…]
 
 A block of commands between ``<!-- begin -->`` and ``<!-- end -->`` shows what a machine without a GPU prints:
-each line that begins with ``$`` is run in the repository's root, and what follows it is replaced. The tests
-run the same commands and compare.
+each line that begins with ``$`` is run, one after the other in a folder with the examples, and what follows
+it is replaced. The tests run the same commands and compare.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-#: Runs a command with some variables of the environment.
-Run = Callable[[list[str], dict[str, str]], tuple[int, str, str]]
+#: Runs a command in a folder with some variables of the environment.
+Run = Callable[[list[str], Path, dict[str, str]], tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _BLOCK = re.compile(r"(?<=^<!-- begin -->\n```console\n).*?(?=^```\n<!-- end -->$)", re.MULTILINE | re.DOTALL)
@@ -32,32 +33,35 @@ def blocks(page: Path) -> list[str]:
 
 def rerun(block: str, run: Run | None = None) -> str:
     """The block as its commands fill it today; ``run``: how they are run, each in a process unless given."""
+    lines = [line for line in block.splitlines() if line.startswith("$ ")]
     # A comment, as after "make demo    # what it does", is no argument.
-    commands = [line for line in block.splitlines() if line.startswith("$ ")]
-    return "\n".join(
-        f"{line}\n{_printed(shlex.split(line[2:], comments=True), run or in_a_process)}" for line in commands
-    )
-
-
-def _printed(command: list[str], run: Run) -> str:
-    # Neither the profile nor the store of who runs this is used.
+    commands = [shlex.split(line[2:], comments=True) for line in lines]
     with tempfile.TemporaryDirectory() as folder:
-        alone = {"COLUMNS": "80", "XDG_DATA_HOME": folder, "TILEFIT_STORE": f"{folder}/store.sqlite"}
-        code, out, error = run(command, alone)
+        shutil.copytree(ROOT / "examples", Path(folder) / "examples")
+        (Path(folder) / "benchmarks").symlink_to(ROOT / "benchmarks")
+        printed = [_printed(command, Path(folder), run or in_a_process) for command in commands]
+    shown = [f"{line}\n{output}" + "\n" * bool(output) for line, output in zip(lines, printed, strict=True)]
+    return "".join(shown).rstrip("\n") + "\n"
+
+
+def _printed(command: list[str], folder: Path, run: Run) -> str:
+    # Neither the calibration nor the store of who runs this is used.
+    alone = {"COLUMNS": "80", "XDG_DATA_HOME": str(folder), "TILEFIT_STORE": str(folder / "store.sqlite")}
+    code, out, error = run(command, folder, alone)
     if code > 1:  # 1 is findings
         raise RuntimeError(f"{shlex.join(command)}:\n{error}")
     return "".join(f"{line.rstrip()}\n" for line in out.strip("\n").splitlines())
 
 
-def in_a_process(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
-    """Run a command; its exit code and what it writes."""
+def in_a_process(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str, str]:
+    """Run a command in a folder; its exit code and what it writes."""
     programs = {"tilefit": [sys.executable, "-m", "tilefit"], "python": [sys.executable]}
     ran = subprocess.run(
         [*programs[command[0]], *command[1:]],
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **variables, "PYTHONPATH": str(ROOT / "src")},
     )
     return ran.returncode, ran.stdout, ran.stderr

@@ -15,7 +15,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     folder = (DOCS / page.file.src_path).parent
 
     def kept(link: re.Match[str]) -> str:
-        inside = (folder / link[2]).resolve().is_relative_to(DOCS)
-        return link[0] if inside else f"{link[1]} (`{(folder / link[2]).resolve().relative_to(DOCS.parent)}`)"
+        target = (folder / link[2]).resolve()
+        if target.is_relative_to(DOCS):
+            return link[0]
+        path = str(target.relative_to(DOCS.parent))
+        return f"`{path}`" if link[1].strip("`") == path else f"{link[1]} (`{path}`)"
 
     return _LINK.sub(kept, markdown)

@@ -47,7 +47,12 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def build(layers: int = 8) -> tuple[nn.Module, Tensor]:
+def build(layers: int = 8, hidden: int = 2730) -> tuple[nn.Module, Tensor]:
     """The model, its hidden layers 8 / 3 as wide as the others, and 8 sequences of 1024 tokens."""
-    model = LanguageModel(vocabulary=32000, width=1024, hidden=2730, layers=layers)
+    model = LanguageModel(vocabulary=32000, width=1024, hidden=hidden, layers=layers)
     return model, torch.zeros(8, 1024, dtype=torch.int64)
+
+
+def padded() -> tuple[nn.Module, Tensor]:
+    """The same with hidden layers of a multiple of 64."""
+    return build(hidden=2752)

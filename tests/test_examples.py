@@ -99,11 +99,11 @@ def _console_blocks() -> list[tuple[str, str]]:
 def here(capfd: pytest.CaptureFixture[str]) -> console_blocks.Run:
     """Runs ``tilefit`` in this process."""
 
-    def run(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    def run(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str, str]:
         if command[0] != "tilefit":
-            return console_blocks.in_a_process(command, variables)
+            return console_blocks.in_a_process(command, folder, variables)
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(ROOT)
+            patch.chdir(folder)
             for variable, value in variables.items():
                 patch.setenv(variable, value)
             with pytest.raises(SystemExit) as left:
@@ -128,19 +128,12 @@ def test_commands_in_the_documentation_print_what_stands_there(
     )
 
 
-#: Blocks of output that no command here can print again: of files that are not part of the project.
-_WRITTEN_BY_HAND = {"fix.md": 2, "formats.md": 1, "plan.md": 1, "precision.md": 1}
-
-
 def test_output_in_the_documentation_is_generated() -> None:
-    found: dict[str, int] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for marked, block in re.findall(r"(<!-- begin -->\n)?```console\n(.*?)^```$", text, re.M | re.S):
             printed = [line for line in block.splitlines() if line and not line.startswith(("$", "#", " "))]
-            if printed and not marked:
-                found[page.name] = found.get(page.name, 0) + 1
-    assert found == _WRITTEN_BY_HAND
+            assert marked or not printed, f"{page.name}: {block}"
 
 
 def test_links_between_pages_lead_somewhere() -> None:

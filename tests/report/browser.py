@@ -58,8 +58,8 @@ class Browser:
         self._out.close()
         self._in.close()
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Open a file and wait until it is loaded."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        """Open a file, or an address, and wait until it is loaded."""
         self.errors.clear()
         self.requests.clear()
         self._call(
@@ -71,7 +71,7 @@ class Browser:
         )
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._loaded = False
-        self._call("Page.navigate", url=path.as_uri())
+        self._call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not self._loaded:
             self._event(self._read())
 

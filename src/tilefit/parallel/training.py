@@ -471,15 +471,11 @@ class Training:
         again_s = parts * sum(each.recompute_s for each in slowest)
         link_s = parts * sum(each.forward_link_s + each.backward_link_s for each in slowest)
         optimizer_s = max(self._optimizer_s(i) for i in range(self.split.pipeline))
-        return StepTime(
-            time_s,
-            compute_s,
-            again_s,
-            link_s,
-            data_s=max(0.0, time_s - silent_s),
-            bubble_s=max(0.0, silent_s - compute_s - again_s - link_s - optimizer_s),
-            optimizer_s=optimizer_s,
-        )
+        own_s = compute_s + again_s + link_s + optimizer_s
+        # Without stages what is left is work that messages make: copies into them and out of them.
+        bubble_s = max(0.0, silent_s - own_s) if self.split.pipeline > 1 else 0.0
+        data_s = max(0.0, time_s - own_s - bubble_s)
+        return StepTime(time_s, compute_s, again_s, link_s, data_s, bubble_s, optimizer_s)
 
     def least_s(self) -> float:
         """No schedule is faster: what the slowest stage does, and filling the pipeline."""
