@@ -1,4 +1,4 @@
-"""The documentation as a site, in a real browser, from a server: it loads nothing from elsewhere and can be read."""
+"""The documentation as a site, in a real browser: it loads nothing from elsewhere, and can be read."""
 
 from __future__ import annotations
 
