@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import tilefit
 from tilefit.fixes.attention import Fusion
@@ -45,6 +46,11 @@ class Attention(nn.Module):
 
 def plain(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return F.softmax(torch.matmul(q, k.transpose(-2, -1)), dim=-1) @ v
+
+
+def added(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5
+    return F.softmax(scores + mask, dim=-1) @ v
 
 
 def min_gpt(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
@@ -472,6 +478,50 @@ def test_rows_without_a_key_are_what_they_were(form: str) -> None:
         found.append((out, q.grad))
     assert found[0][0][0, 1].isnan().all()
     torch.testing.assert_close(*found, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [-1e9, None])
+def test_rows_that_an_added_mask_leaves_nothing_keep_their_gradients(
+    dtype: torch.dtype, lowest: float | None
+) -> None:
+    """As of prompts padded on the left: the scores vanish beside the mask, their gradients do not."""
+    keep = torch.ones(7, 7, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    keep[0, ..., :3] = False
+    mask = torch.zeros(2, 1, 7, 7).masked_fill(~keep, torch.finfo(dtype).min if lowest is None else lowest)
+    original = made(added).to(dtype)
+    x = torch.randn(2, 7, WIDTH, dtype=dtype)
+    found = []
+    for model in (original, fused(original)):
+        leaf = x.clone().requires_grad_()
+        out = model(leaf, mask.to(dtype))
+        gradients = torch.autograd.grad(out.square().sum(), [leaf, model.q.weight, model.k.weight])
+        found.append([out, *gradients])
+    torch.testing.assert_close(*found)
+    # Without gradients, and where no row is lost, it is one kernel none the less.
+    model = fused(original)
+    with torch.no_grad():
+        assert len(kernel_calls(model, x, mask.to(dtype))) == 1
+    assert len(kernel_calls(model, x, mask[1:].repeat(2, 1, 1, 1).to(dtype))) == 1
+
+
+def test_a_mask_that_layers_share_is_looked_at_once() -> None:
+    mask = torch.zeros(2, 1, 7, 7)
+    models, x = [fused(made(added).float()) for _ in range(3)], torch.randn(2, 7, WIDTH)
+    looks: list[Any] = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            looks.extend([func] * (func is torch.Tensor.any))
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        for model in models:
+            x = model(x, mask)
+        assert len(looks) == 1
+        mask[0, 0, 2] = -1e9
+        models[0](x, mask)
+        assert len(looks) == 2
 
 
 # ---- as any module -----------------------------------------------------------------------------

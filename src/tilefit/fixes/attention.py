@@ -64,7 +64,10 @@ class FuseAttention(Fix):
     additive, sizes may change from call to call, and so may the course of the code.
 
     The same function: a number filled into masked scores must be -10000 or less, for a softmax makes zeros of
-    it; where it masks a whole row, the weights are made equal, as they were. A mask is passed on as a mask,
+    it; where it masks a whole row, the weights are made equal, as they were. Beside a mask that was added to
+    such a row the scores are lost, and still get gradients, which no fused kernel computes: in training the
+    host looks at such a mask, once where layers share it, and the attention runs as it was written if there
+    is such a row (a prompt padded on the left). A mask is passed on as a mask,
     unless it is made of numbers and buffers alone and found to be causal: then the kernel skips what is
     masked. Dropout drops with the same probability, but other weights from the same seed.
 

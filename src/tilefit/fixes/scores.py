@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilefit.fixes.behaviour import OF_MODULES
 from tilefit.fixes.calls import autocast_dtype
@@ -31,6 +32,8 @@ LARGEST_HEAD = 256
 #: What is filled into masked scores must be as small as this to mean "never": the softmax makes zeros of it,
 #: in any element type, unless the other scores are below -9000.
 _NEVER = -1e4
+#: Scores up to half of this vanish in a sum that is rounded to multiples of it.
+_ABSORBED = 32.0
 
 
 class Fusing(TorchFunctionMode):
@@ -583,7 +586,10 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
     causal = _is_causal(scores)
     mask = None if causal else scores.bias
     if not causal and (scores.masks or mask is not None):
-        query, mask = _masking(scores, query)
+        masking = _masking(scores, query)
+        if masking is None:
+            return NotImplemented
+        query, mask = masking
     if mask is not None:
         mask = _mask_of_four(mask if mask.dtype == torch.bool or cast else mask.to(query.dtype), lead)
     query, key, value = (_of_four(tensor, lead) for tensor in (query, key, value))
@@ -602,23 +608,59 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
 
-def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Query and mask for the kernel, which makes zeros of a row without a key that is left.
 
     Its weights are equal, as those of a query of zeros, or not a number where ``fill`` is minus infinity.
+    None where a row has gradients that no kernel computes: beside a mask that was added the scores are lost,
+    and are differentiated all the same.
     """
-    bias = scores.bias
+    mask = scores.bias
     if scores.masks:
         each = [mask if keep else mask.logical_not() for mask, keep in scores.masks]
         kept = reduce(torch.logical_and, each)
         empty = kept.any(-1, keepdim=True).logical_not()
         kept = kept | empty
-        mask = kept if bias is None else torch.where(kept, bias.masked_fill(empty, 0), -math.inf)
-    else:
-        assert bias is not None
-        empty = bias.detach().amax(-1, keepdim=True) == -math.inf
-        mask = bias.masked_fill(empty, 0)
-    return torch.where(empty, math.nan if scores.fill == -math.inf else 0.0, query), mask
+        query = torch.where(empty, math.nan if scores.fill == -math.inf else 0.0, query)
+        if mask is None:
+            return query, kept
+        mask = torch.where(kept, mask.masked_fill(empty, 0), -math.inf)
+    assert mask is not None
+    # To differentiate a row, kernels keep the logarithm of its sum, which is lost beside a large number: in
+    # each row the largest is zero. Where it was so large that the scores were lost beside it, they still are.
+    top = mask.detach().amax(-1, keepdim=True)
+    lost = top <= -_ABSORBED / torch.finfo(scores.kind).eps
+    if _is_looked_at(scores) and _is_any(lost, scores):
+        return None
+    return torch.where(lost, (top - top).to(query.dtype), query), mask - top
+
+
+def _is_looked_at(scores: Scores) -> bool:
+    """Whether the host may wait for a mask: in training, for one that is no parameter's function."""
+    bias = scores.bias
+    if bias is None or bias.requires_grad or not scores.requires_grad or type(bias) is not torch.Tensor:
+        return False
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_capturing = begun and torch.cuda.is_current_stream_capturing()
+    return not (bias.is_meta or is_capturing)
+
+
+#: Of tensors that masks are views of: what was found in which view of which version.
+_looked_at: MutableMapping[torch.Tensor, dict[Any, bool]] = WeakTensorKeyDictionary()
+
+
+def _is_any(lost: torch.Tensor, scores: Scores) -> bool:
+    """Whether there is a row that is lost: looked up where the layers of a model share a mask."""
+    bias = scores.bias
+    assert bias is not None
+    if scores.masks or bias.is_inference():
+        return bool(lost.any())
+    base = bias if bias._base is None else bias._base
+    key = bias.storage_offset(), bias.shape, bias.stride(), bias._version, scores.kind
+    known = _looked_at.setdefault(base, {})
+    if key not in known:
+        known[key] = bool(lost.any())
+    return known[key]
 
 
 def _is_causal(scores: Scores) -> bool:
