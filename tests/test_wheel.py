@@ -45,12 +45,11 @@ def test_the_sources_build_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
         return found
 
     sdist = build("sdist", ROOT, "sdist")
-    assert sdist.stat().st_size < 1.25 * LARGEST_BYTES  # the tests are in it
+    assert sdist.stat().st_size < LARGEST_BYTES
     with tarfile.open(sdist) as opened:
         opened.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     for name in (
-        "tests/test_wheel.py",
         "docs/index.md",
         "mkdocs.yml",
         "Makefile",
