@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -87,3 +88,11 @@ def test_it_works_without_the_sources(wheel: Path, tmp_path: Path) -> None:
     page = (tmp_path / "net.html").read_text(encoding="utf-8")
     assert "ALN001" in page
     assert "measured by tilefit" in page
+
+
+def test_the_recipe_of_the_image_has_no_fault() -> None:
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: there is none for this machine")
+    read = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (read.returncode, read.stdout) == (0, "")
