@@ -1,8 +1,8 @@
-"""How long a newcomer waits: a fresh clone, installed by the README's command, until the first report.
+"""How long a newcomer waits for the first report: a fresh clone, installed by the README's command.
 
     python benchmarks/first_report.py [--rows benchmarks/results/first_report.json]
 
-Each command is a process of its own, timed; the installation takes what the package index and the network give.
+Each command is a process of its own, timed; how long it installs depends on the package index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "tilefit"
         commands = [(["git", "clone", "--quiet", str(ROOT), str(clone)], ROOT), (["make", "demo"], clone)]
-        again = ([str(clone / ".venv/bin/tilefit"), "check", "examples/train.py:build", "--gpu", "h200"], clone)
+        again = ([f"{clone}/.venv/bin/tilefit", "check", "examples/train.py:build", "--gpu", "h200"], clone)
         rows = [_timed(command, at) for command, at in (*commands, again)]
     about = {
         "date": date.today().isoformat(),
