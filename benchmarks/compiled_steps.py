@@ -49,8 +49,8 @@ READY = "READY"
 ROW = "ROW "
 
 
-def folder(run: Run) -> Path:
-    return WORK / "".join(c if c.isalnum() else "_" for c in run.label)
+def folder(label: str) -> Path:
+    return WORK / "".join(c if c.isalnum() else "_" for c in label)
 
 
 # ---- a process of a model ----------------------------------------------------------------------
@@ -60,6 +60,16 @@ def folder(run: Run) -> Path:
 def gpu_to_itself() -> Iterator[None]:
     with (WORK / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def when_called() -> Iterator[None]:
+    """Say that all is compiled, wait for the turn, and have the GPU within the block."""
+    print(READY, flush=True)
+    sys.stdin.readline()
+    gc.freeze()  # or the collector looks through all of this again and again while steps are timed
+    with gpu_to_itself():
         yield
 
 
@@ -164,10 +174,7 @@ def work(run: Run, device: str, turns: int) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
     compile_s = time.perf_counter() - start
-    print(READY, flush=True)
-    sys.stdin.readline()
-    gc.freeze()
-    with gpu_to_itself():
+    with when_called():
         row = {"model": run.label, **run.sizes, "arguments": run.arguments, **times(model, turns)}
         row["compile_s"] = round(compile_s, 1)
         row["unique_graphs"] = counters["stats"]["unique_graphs"]
@@ -186,18 +193,22 @@ def work(run: Run, device: str, turns: int) -> None:
 
 
 class Worker:
-    """A model's process, and what it has said."""
+    """A model's process, and what it has said.
 
-    def __init__(self, run: Run, arguments: list[str]) -> None:
-        self.run = run
+    Args:
+        command: The script and its arguments; ``--worker LABEL`` is added.
+    """
+
+    def __init__(self, label: str, command: list[str]) -> None:
+        self.label = label
         self.row: dict[str, Any] | None = None
         self.ready = threading.Event()
         self.ended = threading.Event()
         self.started = time.perf_counter()
-        path = folder(run)
+        path = folder(label)
         path.mkdir(parents=True, exist_ok=True)
         self.log = path / "log"
-        wide = any(name in run.label for name in WIDE)
+        wide = any(name in label for name in WIDE)
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(path / "cache"),
@@ -205,10 +216,9 @@ class Worker:
             "OMP_NUM_THREADS": "2",
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, __file__, "--worker", run.label, *arguments]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, *command, "--worker", label],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -249,23 +259,34 @@ class Worker:
         if self.row is not None:
             return self.row
         said = self.log.read_text().strip().splitlines()[-12:]
-        return {"model": self.run.label, "failure": why, "log": [line[:300] for line in said]}
+        return {"model": self.label, "failure": why, "log": [line[:300] for line in said]}
 
 
 class Session:
-    """All models within the budget."""
+    """All models within the budget.
 
-    def __init__(self, wanted: list[Run], options: argparse.Namespace) -> None:
-        self.options = options
+    Args:
+        wanted: Labels.
+        command: As of :class:`Worker`.
+        shown: Of a row, what is printed.
+    """
+
+    def __init__(
+        self,
+        wanted: list[str],
+        options: argparse.Namespace,
+        command: list[str],
+        shown: Callable[[dict[str, Any]], str],
+    ) -> None:
+        self.options, self.command, self.shown = options, command, shown
+        WORK.mkdir(parents=True, exist_ok=True)
         self.start = time.perf_counter()
         self.left = wanted
         #: Of this round, and of all rounds.
         self.workers: list[Worker] = []
-        self.all: list[Run] = []
+        self.all: list[str] = []
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
-        self.arguments = ["--device", options.device, "--turns", str(options.turns)]
-        self.arguments += ["--tiny"] if options.tiny else []
 
     @property
     def elapsed_s(self) -> float:
@@ -274,7 +295,7 @@ class Session:
     def write(self, row: dict[str, Any]) -> None:
         with (self.out / "rows.jsonl").open("a") as rows:
             rows.write(json.dumps(row) + "\n")
-        shown = row.get("failure") or f"{row['sustained_ms']:8.2f} ms, GPU {row['gpu_ms']:8.2f}"
+        shown = row.get("failure") or self.shown(row)
         print(f"{self.elapsed_s:5.0f} s {row['model']:46} {shown}", flush=True)
 
     def compile(self) -> None:
@@ -289,10 +310,10 @@ class Session:
                 if time.perf_counter() - worker.started > self.options.compile_s:
                     worker.stop()
             room = self.options.alive - sum(not worker.ended.is_set() for worker in self.workers)
-            for run in self.left[: max(0, min(room, self.options.processes - len(busy)))]:
-                self.left.remove(run)
-                self.all.append(run)
-                busy.append(Worker(run, self.arguments))
+            for label in self.left[: max(0, min(room, self.options.processes - len(busy)))]:
+                self.left.remove(label)
+                self.all.append(label)
+                busy.append(Worker(label, self.command))
                 self.workers.append(busy[-1])
             if not busy:
                 break
@@ -302,6 +323,13 @@ class Session:
                 worker.stop()
                 self.write(worker.result("not compiled in time, or failed"))
         print(f"{self.elapsed_s:5.0f} s compiled; {len(self.left)} were not begun", flush=True)
+
+    def finish(self) -> None:
+        """Compile and time, in rounds."""
+        while self.left and self.elapsed_s < self.options.budget_s - 60:
+            self.compile()
+            self.time()
+        print(f"{self.elapsed_s:5.0f} s in all", flush=True)
 
     def time(self) -> None:
         for worker in self.workers:
@@ -318,10 +346,10 @@ class Session:
     def archive(self) -> None:
         """What Inductor wrote: the files with whole graphs."""
         with tarfile.open(self.out / "code.tar.gz", "w:gz", compresslevel=6) as archive:
-            for run in self.all:
-                for path in sorted(folder(run).glob("cache/*/*.py")):
+            for label in self.all:
+                for path in sorted(folder(label).glob("cache/*/*.py")):
                     if "def call(" in path.read_text() and path.stat().st_size < 4_000_000:
-                        archive.add(path, f"{folder(run).name}/{path.name}")
+                        archive.add(path, f"{folder(label).name}/{path.name}")
 
 
 def tiny(run: Run) -> Run:
@@ -371,23 +399,32 @@ def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     return json.dumps({**about, "compiled": True})[:-1] + f', "rows": [\n{inside}\n]}}\n'
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("compiled_steps"))
+def shown(row: dict[str, Any]) -> str:
+    return f"{row['sustained_ms']:8.2f} ms, GPU {row['gpu_ms']:8.2f}"
+
+
+def session_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
+    """What a session of processes reads."""
+    parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="models whose name contains one of these, by commas")
-    parser.add_argument("--done", type=Path, nargs="*", default=[RECORDED], help="rows that exist")
     parser.add_argument("--processes", type=int, default=13, help="models that are compiled at a time")
     parser.add_argument("--alive", type=int, default=36, help="models that are in memory at a time")
     parser.add_argument("--compile-s", type=float, default=330.0, help="given up after this time")
     parser.add_argument("--budget-s", type=float, default=560.0)
+    parser.add_argument("--worker", default="", help="used by the script itself")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    session_arguments(parser, Path("compiled_steps"))
+    parser.add_argument("--only", default="", help="models whose name contains one of these, by commas")
+    parser.add_argument("--done", type=Path, nargs="*", default=[RECORDED], help="rows that exist")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
     parser.add_argument("--pack", type=Path, help="rows to make a result of, at --out")
     parser.add_argument("--about", type=json.loads, default={}, help="what the result says of these rows")
-    parser.add_argument("--worker", default="", help="used by the script itself")
     options = parser.parse_args()
     if options.pack:
         options.out.write_text(pack(recorded(options.pack), options.about))
@@ -400,16 +437,15 @@ def main() -> None:
     if options.worker:
         work(next(run for run in known if run.label == options.worker), options.device, options.turns)
         return
-    WORK.mkdir(parents=True, exist_ok=True)
     done = {row["model"] for path in options.done for row in recorded(path) if "gpu_ms" in row}
     names = options.only.split(",")
-    wanted = [run for run in known if run.label not in done and any(name in run.label for name in names)]
-    session = Session(wanted, options)
-    while session.left and session.elapsed_s < options.budget_s - 60:
-        session.compile()
-        session.time()
+    labels = [run.label for run in known]
+    wanted = [each for each in labels if each not in done and any(name in each for name in names)]
+    command = [__file__, "--device", options.device, "--turns", str(options.turns)]
+    command += ["--tiny"] if options.tiny else []
+    session = Session(wanted, options, command, shown)
+    session.finish()
     session.archive()
-    print(f"{session.elapsed_s:5.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ model is written as soon as it is measured:
 ``--whole`` leaves out what lies between.
 
 ``--compiled`` measures instead, under ``torch.compile``, the original and the model with the plan that is
-made for the compiler. Plans are made ahead, by other processes, for a host that launches as fast as this one
-(``launch_scale``). ``--device cpu`` is a dry run on small inputs. A model that fails is a row that says why.
+made for the compiler (``compiled_gain.py``: the same for many models in a short time).
+Plans are made ahead, by other processes, for a host that launches as fast as this one (``launch_scale``).
+``--device cpu`` is a dry run on small inputs. A model that fails is a row that says why.
 
 With ``--measured FILE`` nothing is measured: the fixes recorded in FILE are predicted again, in their order,
 which needs no GPU, and compared with what they gained. A recorded gain of wall time counts where its noise is
@@ -334,8 +335,13 @@ def planned(name: str, gpu: str, level: str, compiled: bool, scale: float) -> Pl
     return Planned(tuple(tuple(candidate for _, candidate in group) for _, group in fixes), row)
 
 
-def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[str, Any]:
-    """The row of a model, with what its steps took."""
+def measured(
+    plan: Planned,
+    model: Model,
+    options: argparse.Namespace,
+    alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """The row of a model, with what its steps took; they are timed within ``alone()``."""
     row = plan.row
     number = len(plan.fixes)
     # A healthy model against itself; under the compiler the plan as a whole.
@@ -350,9 +356,22 @@ def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[s
         with variant.flags():
             for _ in range(3):
                 variant.step()
+    gc.collect()
+    with alone():
+        timed(row, variants, options)
+    row["speedup"] = row["wall_ms"][0] / row["wall_ms"][-1]
+    row["bar"] = 1.0 if options.compiled else model.bar
+    if not (options.compiled or options.whole):
+        for index, fix in enumerate(row["fixes"]):
+            fix["measured_ms"] = row["wall_ms"][index] - row["wall_ms"][index + 1]
+        judge(row)
+    return row
+
+
+def timed(row: dict[str, Any], variants: Sequence[Variant], options: argparse.Namespace) -> None:
+    """Put into ``row`` what the steps of warm variants took."""
     once_s = max(variant.timed_s(1) for variant in variants)
     steps = max(1, min(30, round(options.round_s / once_s)))
-    gc.collect()
     gc.freeze()  # or the collector looks through all of this again and again while steps are timed
     rounds: list[list[float]] = [[] for _ in variants]
     began = time.perf_counter()
@@ -368,16 +387,9 @@ def measured(plan: Planned, model: Model, options: argparse.Namespace) -> dict[s
     row["wall_ms"] = [1e3 * lower_quartile(times) for times in rounds]
     row["rounds_ms"] = [[round(1e3 * time_s, 3) for time_s in times] for times in rounds]
     row["noise_ms"] = [1e3 * (lower_quartile(times) - min(times)) for times in rounds]
-    row["speedup"] = row["wall_ms"][0] / row["wall_ms"][-1]
-    row["bar"] = 1.0 if options.compiled else model.bar
-    if not (options.compiled or options.whole):
-        for index, fix in enumerate(row["fixes"]):
-            fix["measured_ms"] = row["wall_ms"][index] - row["wall_ms"][index + 1]
-        judge(row)
     if options.device == "cuda":
         row["gpu_ms"] = [1e3 * variant.gpu_s() for variant in variants]
         row["step_gib"] = [variant.step_bytes() / 2**30 for variant in variants]
-    return row
 
 
 def lower_quartile(times: Sequence[float]) -> float:
