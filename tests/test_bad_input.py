@@ -107,6 +107,9 @@ _WRONG = (
     *(("plan", "hf:gpt2", "--network", value) for value in ("", "carrier-pigeon", "8x", "x400", "0x400", "8x-1")),
     *(("plan", "hf:gpt2", "--price", value) for value in ("x", "-2", "nan", "l4=2", "")),
     *(("plan", "hf:gpt2", "--set", value) for value in ("", "x", "x=", "x=0", "=3", "x=1.5", "x=-1", "1x=3")),
+    *(("plan", "hf:gpt2", "--launch", value) for value in ("", "nope", "Torchrun ", "1")),
+    ("explain", *_NET[:1], "", *_NET[1:]),
+    *(("report", name) for name in ("deep.json", "nan.json")), ("compare", "deep.json", "deep.json"),
     *(("fix", *_NET, "--level", value) for value in ("", "safest", "SAFE ", "1")),
     *(("fix", *_NET, "--memory-budget", value) for value in ("-1", "x", "nan", "")),
     *(("fix", *_NET, "--select", value) for value in ("", ",")),
@@ -136,6 +139,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (here / "bad.json").write_text('{"schema_version": 1')
     (here / "list.json").write_text("[1, 2]")
     (here / "empty.json").write_text("")
+    (here / "deep.json").write_text("[" * 100_000)
+    (here / "nan.json").write_text('{"schema_version": NaN}')
     (here / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (here / "x.sqlite").write_bytes(b"SQLite format 3\0")
     with pytest.MonkeyPatch.context() as patch:

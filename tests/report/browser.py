@@ -112,8 +112,9 @@ class Browser:
         self._call("Input.insertText", text=text)
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """The page, or the part of it that is seen, as a PNG."""
-        data = self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+        """The page, or the part of it that is seen, as a PNG or, by the file's ending, WebP."""
+        how = {"format": "webp", "quality": 60} if path.suffix == ".webp" else {}
+        data = self._call("Page.captureScreenshot", captureBeyondViewport=whole, **how)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:

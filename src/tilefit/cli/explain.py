@@ -26,13 +26,13 @@ def explain(
         ),
     ],
     what: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="A finding (ALN002), a module (lm_head), a kind (gemm) or an operation (#12); "
             "default: what takes the most time.",
             show_default=False,
         ),
-    ] = "",
+    ] = None,
     *,
     gpu: GpuName = None,
     calibration: CalibrationFile = None,
@@ -43,6 +43,8 @@ def explain(
 
     Exit code: 0 explained, 2 could not run.
     """
+    if what == "":
+        raise UsageError("WHAT is empty", hint="Leave it out for what takes the most time.")
     from tilefit.report import Report, explain, load
 
     if Path(target).suffix == ".json" and ":" not in target:
@@ -68,4 +70,4 @@ def explain(
         captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
         with output.progress(f"Capturing {target}"):
             report = Session(captured, gpus, settled.selection(Selection())).assessments[0].report
-    output.stdout().print(str(explain(report, what)), end="", soft_wrap=True)
+    output.stdout().print(str(explain(report, what or "")), end="", soft_wrap=True)

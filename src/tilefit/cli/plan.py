@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,16 +39,16 @@ class Rented:
     epoch: int = option(0, "Samples of an epoch, for its cost.", min=0, metavar="N", show_default=False)
 
 
+#: What can be told how to run a split; by the beginning of its name.
+Framework = Literal["torchrun", "torchtitan", "accelerate", "deepspeed", "megatron", "all"]
+
+
 @dataclass(frozen=True)
 class Shown:
     """What is printed."""
 
     explain: bool = option(False, "Say why the runner-up lost.")
-    launch: str = option(
-        "",
-        "Print the settings of torchrun, torchtitan, accelerate, deepspeed, megatron, or all.",
-        metavar="NAME",
-    )
+    launch: Framework | None = option(None, "Print the settings of the best split for it, or for all.")
     show_all: bool = option(False, "Every split that was kept.", "--all")
 
 
@@ -112,7 +112,7 @@ def plan(
             tell,
             fleet,
         ).plan()
-    where.write(replace(made, explain=view.explain, launch=view.launch), show_all=view.show_all)
+    where.write(replace(made, explain=view.explain, launch=view.launch or ""), show_all=view.show_all)
 
 
 def _sizes(texts: Iterable[str]) -> dict[str, int]:

@@ -63,7 +63,7 @@ def loads(text: str, *, where: str = "", note: Callable[[str], None] = warnings.
     """The report in a text; ``where`` names it in messages. Errors as of :func:`load`."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"is not JSON: {error}", where=where, hint=_HINT) from error
     if isinstance(data, dict) and "traceEvents" in data:
         raise UsageError(

@@ -78,3 +78,12 @@ def test_one_without_its_steps_is_told_why(tmp_path: Path, code: str, what: str,
         _run(tmp_path, code)
     assert caught.value.where.endswith(_line(where, code) if where != "program.py" else where)
     assert caught.value.hint
+
+
+def test_of_one_that_raises_its_own_frames_are_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TilefitError, match="ValueError: mine"):
+        _run(tmp_path, "def check():\n    raise ValueError('mine')\ncheck()\n")
+    frames = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  File ")]
+    assert [frame.rsplit(", in ")[1] for frame in frames] == ["<module>", "check"]

@@ -80,12 +80,21 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
         if explained := around.explained(error):
             return explained
         if not isinstance(error, SystemExit):
-            traceback.print_exc()
+            _print_from_its_first_line(error)
         hint = "The program failed on the emulated GPU; see above."
         if around.found:
             hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
         return failure(error, options.program, hint)
     return None
+
+
+def _print_from_its_first_line(error: Exception) -> None:
+    """What Python prints, without the frames of who started the program."""
+    shown = traceback.TracebackException.from_exception(error)
+    frames = [frame.filename for frame in shown.stack]
+    started = max((i for i, name in enumerate(frames) if name == f"<frozen {runpy.__name__}>"), default=-1)
+    del shown.stack[: started + 1]
+    print("".join(shown.format()), end="", file=sys.stderr)
 
 
 def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:

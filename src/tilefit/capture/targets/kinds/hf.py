@@ -106,7 +106,7 @@ def _config(transformers: Any, name: str, arguments: Mapping[str, int]) -> Any:
         where = str(path)
         try:
             values = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TargetError(f"not a JSON file ({error})", where=where) from error
         model_type = values.pop("model_type", None) if isinstance(values, dict) else None
         if model_type is None:
