@@ -19,7 +19,6 @@ from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing
 from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
-from tilefit.rules.sites import pattern
 
 #: Host time that following the calls adds to a step for each attention, beside launches.
 HOST_S = 60e-6
@@ -46,8 +45,7 @@ class Fusion(ChangeSet):
 
     @property
     def summary(self) -> str:
-        where = pattern(self.modules) if any(self.modules) else "the model"
-        return f"Compute the attention in {where} with scaled_dot_product_attention."
+        return f"Compute the attention in {self.where} with scaled_dot_product_attention."
 
     def make(self, run: Run, edits: Edits) -> None:
         behave(run, edits, self.modules, Fused())

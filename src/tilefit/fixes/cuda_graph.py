@@ -82,13 +82,7 @@ class CudaGraph(Fix):
 
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         estimate, run = context.estimate, context.run
-        if run.options.compile or run.cuda_graph or estimate.launch_share <= WAITS:
-            return
-        try:
-            require_capturable(run.model)
-        except RefusedError as refused:
-            yield Refusal(("",), refused.what)
-        else:
+        if not (run.options.compile or run.cuda_graph or estimate.launch_share <= WAITS):
             yield Graph(())
 
 

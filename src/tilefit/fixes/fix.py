@@ -13,6 +13,7 @@ from tilefit.fixes.edits import Edits
 from tilefit.fixes.run import Run
 from tilefit.rules import base
 from tilefit.rules.finding import SAFE
+from tilefit.rules.sites import pattern
 
 
 class RefusedError(TilefitError):
@@ -57,6 +58,11 @@ class ChangeSet(ABC):
 
     modules: tuple[str, ...]
     host_s: float = field(default=0.0, kw_only=True, compare=False)
+
+    @property
+    def where(self) -> str:
+        """The modules that it changes, in words."""
+        return pattern(self.modules) if any(self.modules) else "the model"
 
     @property
     @abstractmethod

@@ -15,9 +15,10 @@ from torch import nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from tilefit.fixes.behaviour import Behaviour, behaves, is_replaced
+from tilefit.fixes.behaviour import Behaviour, behaves
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.modules import behave
 from tilefit.fixes.run import Run
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import HALVES
@@ -98,9 +99,7 @@ class FusedCrossEntropy(ChangeSet):
         return "Compile the model's cross-entropy alone: the logits are not copied in fp32."
 
     def make(self, run: Run, edits: Edits) -> None:
-        if is_replaced(run.model):
-            raise RefusedError("the forward method of the model was replaced")
-        edits.behave(run.model, WithCompiledCrossEntropy())
+        behave(run, edits, ("",), WithCompiledCrossEntropy())
 
 
 class WithCompiledCrossEntropy(Behaviour):

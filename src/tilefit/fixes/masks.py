@@ -19,7 +19,6 @@ from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.modules import behave, submodule
 from tilefit.fixes.run import Run
 from tilefit.ops.entries import MASK
-from tilefit.rules.sites import pattern
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class ContiguousMasks(ChangeSet):
 
     @property
     def summary(self) -> str:
-        where = pattern(self.modules) if any(self.modules) else "the model"
-        return f"Make the mask that {where} is given contiguous, so that attention is fused."
+        return f"Make the mask that {self.where} is given contiguous, so that attention is fused."
 
     def make(self, run: Run, edits: Edits) -> None:
         behave(run, edits, self.modules, WithContiguousMasks(self.masks))

@@ -18,7 +18,6 @@ from tilefit.fixes.run import Run
 from tilefit.nn import convert
 from tilefit.rnn.persistent import has_bindings
 from tilefit.rules.recurrent.layers import layers_of_torch
-from tilefit.rules.sites import pattern
 
 _KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 
@@ -32,8 +31,7 @@ class Persistent(ChangeSet):
 
     @property
     def summary(self) -> str:
-        where = pattern(self.modules) if any(self.modules) else "the model"
-        return f"Run {where} by persistent kernels (tilefit.nn.convert)."
+        return f"Run {self.where} by persistent kernels (tilefit.nn.convert)."
 
     def make(self, run: Run, edits: Edits) -> None:
         if torch.cuda.is_available() and not has_bindings():

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
+from tilefit.fixes.modules import behave
 from tilefit.fixes.run import Run
 from tilefit.rules.finding import UNSAFE
 
@@ -81,9 +82,7 @@ class Autocast(ChangeSet):
         return "Run the model under bf16 autocast; its results are cast back to fp32."
 
     def make(self, run: Run, edits: Edits) -> None:
-        if is_replaced(run.model):
-            raise RefusedError("the forward method of the model was replaced")
-        edits.behave(run.model, UnderAutocast())
+        behave(run, edits, ("",), UnderAutocast())
         edits.run(run, amp="bf16")
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit.capture.trees import tensors
-from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.calls import is_transformed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.modules import behave
 from tilefit.fixes.run import Run
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import is_misaligned
@@ -71,11 +72,9 @@ class RowPadding(ChangeSet):
         return f"Fill the batch up to a multiple of {self.multiple} inside the model, and cut the result."
 
     def make(self, run: Run, edits: Edits) -> None:
-        if is_replaced(run.model):
-            raise RefusedError("the forward method of the model was replaced")
         if not _gives_rows(run):
             raise RefusedError("not every tensor that the model returns has a row for each of its input")
-        edits.behave(run.model, InWholeMultiples(self.multiple))
+        behave(run, edits, self.modules, InWholeMultiples(self.multiple))
 
 
 class PadRows(Fix):

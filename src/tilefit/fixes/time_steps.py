@@ -241,7 +241,6 @@ class TimeSteps(Fix):
             if group.sequential:
                 continue
             try:
-                require_alone(context.run.model, path)
                 loop = _loop(context, group)
             except RefusedError as refused:
                 yield Refusal((path,), refused.what)
