@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
+from tilefit.fixes.behaviour import Behaviour, behaviours
 from tilefit.fixes.channel_paths import Padding, Trace, paddings, traces
 from tilefit.fixes.convolution import CONVOLUTIONS, Convolution, Cropped, WideNorm
 from tilefit.fixes.edits import Edits
@@ -61,11 +61,11 @@ class PaddedChannels(ChangeSet):
             if padding.root != padding.path and padding.root not in interiors:
                 root = submodule(run.model, padding.root)
                 interiors[padding.root] = Interior.of(root)
-                _put(edits, root, interiors[padding.root], None)
+                edits.behave(root, interiors[padding.root])
             inside = interiors.get(padding.root)
             old = next((each for each in behaviours(module) if isinstance(each, _BEHAVIOURS)), None)
             new = _behaviour(padding, module, old, inside.region if inside else None)
-            _put(edits, module, new, old)
+            edits.behave(module, new, old)
 
 
 _BEHAVIOURS = Convolution | WideNorm | Cropped
@@ -82,15 +82,6 @@ def _behaviour(
     if isinstance(module, _BatchNorm):
         return WideNorm(padding.wide_in, padding.crops, inside)
     return Cropped(padding.wide_in, padding.dims, inside)
-
-
-def _put(edits: Edits, module: nn.Module, new: Behaviour, old: Behaviour | None) -> None:
-    """Give a module a behaviour in place of one it has, if there is one."""
-    if old is None:
-        edits.behave(module, new)
-    else:
-        kept = behaviours(module)
-        edits.set(Changed.of(module), "behaviours", tuple(new if each is old else each for each in kept))
 
 
 def _is_applied(padding: Padding, module: nn.Module) -> bool:

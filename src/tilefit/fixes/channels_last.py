@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from tilefit.fixes.behaviour import Behaviour, Changed, behaviours, is_replaced
+from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.convolution import CONVOLUTIONS, ContiguousOutside, Convolution, ImagesInNHWC
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
@@ -35,12 +35,10 @@ class InChannelsLast(ChangeSet):
         edits.behave(run.model, region)
         for module in modules:
             old = next((each for each in behaviours(module) if isinstance(each, Convolution)), None)
-            if old is not None:
-                new = tuple(replace(old, nhwc=region) if each is old else each for each in behaviours(module))
-                edits.set(Changed.of(module), "behaviours", new)
-            else:
-                own: Behaviour = Convolution(nhwc=region)
-                edits.behave(module, own if type(module) in CONVOLUTIONS else ImagesInNHWC(region))
+            own: Behaviour = replace(old or Convolution(), nhwc=region)
+            if old is None and type(module) not in CONVOLUTIONS:
+                own = ImagesInNHWC(region)
+            edits.behave(module, own, old)
 
 
 def _require_convolution(path: str, module: nn.Module) -> None:
