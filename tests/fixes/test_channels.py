@@ -413,6 +413,24 @@ def test_one_graph_for_the_compiler() -> None:
     assert torch.allclose(fixed[1].running_var, original[1].running_var)
 
 
+def test_the_compiler_multiplies_padded_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(kind: str) -> bool:
+        raise AssertionError(kind)
+
+    # PyTorch 2.11 breaks its graph where it is asked in code that it compiles.
+    monkeypatch.setattr(torch.amp, "is_autocast_available", unanswered)
+    widths: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        made = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "conv2d"]
+        widths.extend(node.meta["example_value"].shape[1] for node in made)
+        return graph.forward
+
+    for model in (network().eval(), padded(network()).eval()):
+        torch.compile(lambda x: model(x), backend=backend, fullgraph=True)(torch.randn(IMAGES))  # noqa: B023
+    assert widths == [6, 9, 9, 12, 8, 16, 9, 16]  # by itself a depthwise convolution is not padded
+
+
 def test_undo_restores_every_module() -> None:
     model = network()
     before = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}

@@ -7,12 +7,15 @@ from torch import nn
 from torch.autograd import forward_ad
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
+#: Asked once: PyTorch 2.11's compiler, asked within a call, breaks its graph there.
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 
 
 def is_transformed() -> bool:
     """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        # What is_exporting() reads. In code that it compiles, PyTorch before 2.13 takes that call for true.
+        return torch.compiler._is_exporting_flag
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -28,7 +31,9 @@ def is_followed() -> bool:
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast casts products of ``x`` to now, if it does."""
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+    if x.dtype == torch.float64:
+        return None
+    if kind not in _WITH_AUTOCAST and not torch.amp.is_autocast_available(kind):
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 

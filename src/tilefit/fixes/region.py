@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tilefit.fixes.behaviour import Behaviour
-from tilefit.fixes.calls import is_followed
+from tilefit.fixes.calls import is_transformed
 
 
 class _Here(threading.local):
@@ -57,7 +57,8 @@ class Region(Behaviour):
 
         None outside, in what is compiled, traced, batched, or differentiated by ``torch.func`` or forward.
         """
-        if (found := _here.spaces.get(id(self))) is None or is_followed():
+        # The compiler is told first: it need not look at what is a thread's own.
+        if torch.compiler.is_compiling() or (found := _here.spaces.get(id(self))) is None or is_transformed():
             return None
         space, hooks = found
         return space if hooks == _hooks() else None
