@@ -99,9 +99,14 @@ class PenaltyOnScaled(PrecisionRule[events.GradientsWritten]):
     def check(self, event: events.GradientsWritten) -> Alarm | None:
         by = f"by {event.operation}" if event.operation else "by hand"
         scale = figure(event.scale)
+        changed = (
+            f"1 gradient is changed {by} while it carries"
+            if event.parameters == 1
+            else f"{event.parameters} gradients are changed {by} while they carry"
+        )
         return self.alarm(
             event,
-            f"{event.parameters} gradients are changed {by} while they carry a loss scale of {scale}",
+            f"{changed} a loss scale of {scale}",
             f"what is added here acts as {inverse(event.scale)} of itself; an inf or NaN removed here is "
             "hidden from the scaler",
         )
