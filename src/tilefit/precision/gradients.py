@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision.marks import EMPTY, Cause, Kind, Mark, State
 from tilefit.precision.tensors import has_values
 
@@ -97,6 +98,8 @@ class Gradient:
 def taken(value: Tensor) -> Tensor | None:
     """A copy of some elements, in fp32; None where it has no values of its own."""
     value = getattr(value, "_local_tensor", value)
+    if isinstance(value, CudaTensor):  # nobody knows its values, but every write to it
+        return torch.tensor([float(value.content)], device="cpu")
     if not has_values(value):
         return None
     with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
@@ -135,7 +138,8 @@ def _meaning(gradient: Gradient, changed: bool, filled: bool) -> Cause | None:
     kind = gradient.state.kind
     if not filled and (changed or kind in (Kind.USED, Kind.SPENT, Kind.LEFT, Kind.UNKNOWN)):
         value = gradient.value
-        if value is not None and not bool(getattr(value, "_local_tensor", value).detach().any()):
+        value = getattr(value, "_local_tensor", value)
+        if value is not None and (isinstance(value, CudaTensor) or not bool(value.detach().any())):
             return Cause.CLEARED
     if changed:
         return Cause.WRITTEN

@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import events, graph
 from tilefit.precision.gradients import SHARED, Gradient, move, verify
 from tilefit.precision.lines import user_line
@@ -727,6 +728,10 @@ def _constant(given: Sequence[Any], looking: bool) -> float | None:
     for gradient in given:
         if gradient is None:
             continue
+        if isinstance(gradient, CudaTensor):
+            gradient = gradient.known()
+            if gradient is None:
+                return None
         if not has_values(gradient) or not (gradient.device.type == "cpu" or (looking and not capturing())):
             return None
         with torch._C._DisableTorchDispatch():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import events
 from tilefit.precision.degrees import base_name
 from tilefit.precision.ledger import Stepped, Stepping, Tracker
@@ -29,6 +30,7 @@ from tilefit.precision.tensors import (
     HALF,
     Notes,
     has_values,
+    is_dense,
     is_plain,
     name_of,
     parameters_of,
@@ -67,7 +69,7 @@ class Weights(Tracker):
 
     def _begin(self, optimizer: Optimizer) -> _Follower | None:
         half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
-        if not half:
+        if not half or any(isinstance(parameter, CudaTensor) for parameter in half):
             return None
         name = type(optimizer).__name__
         base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
@@ -359,15 +361,12 @@ class Accumulators(Tracker, Observer):
         if not isinstance(factor, float) or type(optimizer).__module__.startswith("torch.optim."):
             return
         weights = targets(call.func, call.args, call.kwargs)
-        own = {p.data_ptr() for p in parameters_of(optimizer) if is_plain(p)}
+        own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
         half = next((w.dtype for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            place, dtype, rounded = (
-                (call.source, type(optimizer).__name__),
-                name_of(half),
-                _rounded(factor, half),
-            )
-            self._recorder.emit(events.HalfState(*place, dtype=dtype, decay=factor, decay_rounded=rounded))
+            place, rounded = (call.source, type(optimizer).__name__), _rounded(factor, half)
+            event = events.HalfState(*place, dtype=name_of(half), decay=factor, decay_rounded=rounded)
+            self._recorder.emit(event)
 
     def end(self) -> None:
         self._products.clear()
