@@ -23,6 +23,8 @@ from tilefit.precision.tensors import parameters_of
 
 #: From so many skipped steps in a row on, the losses are looked at.
 MANY_SKIPS = 3
+#: The rules that follow a loss scale.
+_OF_SCALERS = tuple(f"AMP{n:03}" for n in (1, 2, 3, 5, 6, 7, 8, 19, 20, 21, 29))
 #: How deep a checkpoint is searched.
 _DEPTH = 4
 
@@ -43,6 +45,10 @@ class Scalers(Tracker):
 
     def _scale(self, scaler: Any, outputs: Any) -> Running:
         if not enabled(scaler):
+            if getattr(scaler, "_device", "") == "cuda" and not torch.cuda.is_available():
+                self._ledger.here.scale_met = True  # on a GPU there would be one
+                what = "the gradient scaler, which is off without CUDA: --gpu NAME emulates a GPU"
+                self._recorder.cannot_check(what, *_OF_SCALERS)
             return
         scaled = yield
         known = self._ledger.scaler(scaler)
