@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tilefit.precision.tensors import holds_zeros
+
 #: Operations whose result grows as their inputs do, all of which must grow alike.
 _KEEP = frozenset(
     """view _unsafe_view reshape _reshape_alias flatten ravel alias detach clone _to_copy to copy _copy
@@ -20,6 +22,8 @@ _KEEP = frozenset(
     where allreduce reduce_scatter allgather
     broadcast reduce _reduce_scatter_base _allgather_base all_reduce wait_tensor""".split()
 )
+#: Of these, whose elements are those of several tensors, zeros grow as whatever stands beside them.
+_CHOICES = frozenset(("where", "cat", "stack"))
 _PRODUCTS = frozenset("mul mm bmm mv dot vdot ger matmul".split())
 _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "sign": 0.0, "sgn": 0.0}
 
@@ -34,6 +38,11 @@ def base_name(name: str) -> str:
     return name.removeprefix("_foreach_").rstrip("_")
 
 
+def keeps_no_value(name: str) -> bool:
+    """Whether an operation's result has no more than the shape of its arguments: ``zeros_like``."""
+    return name.startswith("new_") or name.endswith("_like")
+
+
 def result_degree(name: str, args: tuple[Any, ...], degree_of: DegreeOf) -> float:
     """The degree of an operation's result; NaN where it does not grow with a power of the scale.
 
@@ -43,6 +52,8 @@ def result_degree(name: str, args: tuple[Any, ...], degree_of: DegreeOf) -> floa
         degree_of: The degree of each tensor.
     """
     name = base_name(name)
+    if name in _CHOICES:
+        args = tuple(arg for arg in _flat(args) if not isinstance(arg, Tensor) or not holds_zeros(arg))
     if name in _KEEP:
         return _alike([d for arg in args for d in _degrees(arg, degree_of)])
     first, second = (_alike(_degrees(arg, degree_of)) for arg in (*args[:2], 0.0)[:2])
@@ -67,6 +78,10 @@ def _degrees(argument: Any, degree_of: DegreeOf) -> list[float]:
     values = argument if isinstance(argument, list | tuple) else [argument]
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return [0.0 if (degree := degree_of(tensor)) is None else degree for tensor in tensors]
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [one for arg in args for one in (arg if isinstance(arg, list | tuple) else (arg,))]
 
 
 def _alike(degrees: list[float]) -> float:

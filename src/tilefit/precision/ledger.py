@@ -514,7 +514,7 @@ class Ledger:
         known = self.scaler(scaler)
         other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
         present = self.present(optimizer)
-        if self._repeats(optimizer, present, scaler=True):
+        if self.repeats(optimizer, present, scaler=True):
             return
 
         def make(kind: str, those: list[Gradient], marks: Marks) -> events.WrongDivision:
@@ -532,7 +532,8 @@ class Ledger:
 
         self.judge(here, present, cause, make, type(optimizer).__name__)
 
-    def _repeats(self, optimizer: Optimizer, present: list[Gradient], *, scaler: bool) -> bool:
+    def repeats(self, optimizer: Optimizer, present: list[Gradient], *, scaler: bool) -> bool:
+        """Whether gradients are about to be used that were used before; said where they are seen to be."""
         kinds = {gradient.state.kind for gradient in present} - {Kind.NONE}
         if not kinds or kinds - {Kind.LEFT, Kind.USED}:
             return False
@@ -559,7 +560,7 @@ class Ledger:
         if here.scaler_step is not None:
             if divides:
                 self.divide(here, here.scaler_step[0], optimizer)
-        elif not divides and not self._repeats(optimizer, self.present(optimizer), scaler=False):
+        elif not divides and not self.repeats(optimizer, self.present(optimizer), scaler=False):
             self._judge_scaled(here, optimizer)
         if not divides:
             self._recorder.tell(Stepping(optimizer))

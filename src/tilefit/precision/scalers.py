@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -85,6 +86,11 @@ class Scalers(Tracker):
         here = ledger.here
         ledger.adopt(optimizer)
         known = ledger.scaler(scaler)
+        present = ledger.present(optimizer)
+        unscaled = scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        if unscaled and any(not gradient.state.fresh for gradient in present):
+            ledger.observe(here)
+            ledger.repeats(optimizer, present, scaler=True)
         here.scaler_step, here.ran = (scaler, optimizer), False
         try:
             with here.at_work(), self._explained("step", optimizer):

@@ -74,8 +74,8 @@ class Shadows(Tracker, Observer):
         self._calls: Counter[tuple[str, str]] = Counter()
         self._underflowed: Notes[Tensor] = Notes()
         self._masks: Notes[_Mask] = Notes()
-        #: Values that were cast to half precision, and the operations that they have gone into.
-        self._tables: Notes[set[str]] = Notes()
+        #: What is made of values that were cast to half precision, and what each of these has gone into.
+        self._tables: Notes[list[set[str]]] = Notes()
 
     def wants(self, func: Any, name: str) -> bool:
         return any(name in names for names in (_POINTWISE, _REDUCTIONS, _HANDLERS, _ANGLES, _TABLES, _SCALED))
@@ -273,7 +273,7 @@ class Shadows(Tracker, Observer):
             ]
         )
         place, dtype = (call.source, call.module), name_of(out.dtype)
-        into = self._tables.note(out, set())
+        (into,) = self._tables.note(out, [set()])
         # A batch of features holds whole numbers by accident; positions lie along an axis.
         many, line = axes > 1, row.numel() >= LINE
 
@@ -303,15 +303,16 @@ class Shadows(Tracker, Observer):
         args = call.args
         if not call.kwargs and list not in map(type, args) and self._tables.keys().isdisjoint(map(id, args)):
             return  # the most frequent case by far
+        made: list[set[str]] = []
         for tensor in call.tensors():
-            into = self._tables.of(tensor)
-            if into is None:
-                continue
-            into.add(call.name)
             # Only what is divided is still one; the divisor's rounding is one of many.
-            divisor = call.name in ("div", "div_") and tensor is not call.args[0]
-            for out in tensors_in([call.out]) if call.name in _PASSING | _SCALED and not divisor else ():
-                self._tables.note(out, into)
+            divisor = call.name in ("div", "div_") and tensor is not args[0]
+            for into in self._tables.of(tensor) or ():
+                into.add(call.name)
+                if not divisor and not any(into is one for one in made):
+                    made.append(into)
+        for out in tensors_in([call.out]) if made and call.name in _PASSING | _SCALED else ():
+            self._tables.note(out, made)
 
     def _counts(self, call: Call, kind: str = "") -> bool:
         """Whether this call is among the first few of its kind (its name) on its line."""

@@ -93,6 +93,13 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and is_plain(tensor) and bool(tensor.numel())
 
 
+def holds_zeros(tensor: Tensor) -> bool:
+    """Whether a tensor is known to hold nothing but zeros; waits for the device."""
+    if isinstance(tensor, CudaTensor):
+        return not tensor.content
+    return has_values(tensor) and not bool(tensor.detach().any())
+
+
 def stands_for_another(tensor: Tensor) -> bool:
     """Whether a tensor is one that ``torch.func`` works with, of which nothing can be read."""
     return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))

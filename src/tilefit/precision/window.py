@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from tilefit.precision import events
-from tilefit.precision.degrees import base_name, result_degree
+from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
 from tilefit.precision.gradients import Gradient
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
@@ -109,7 +109,7 @@ class Window(Tracker, Observer):
             return
         found = [one for tensor in call.tensors() if (one := self._find(tensor)) is not None]
         if call.name not in _READS:
-            if found:
+            if found and not keeps_no_value(call.name):
                 self._follow(call, found, written)
         elif isinstance(call.out, float) and self._held:
             self._read += (call.out, abs(call.out) ** 0.5)

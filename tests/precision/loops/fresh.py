@@ -1,4 +1,4 @@
-"""Healthy programs of kinds that no rule was written with in mind. None may be accused."""
+"""Programs of kinds that no rule was written with in mind, most of them healthy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from precision.loops import right
+from precision.loops import right, wrong
 from precision.loops.parts import BF16, FP16, autocast, batch, mse, net, scaler
 
 STEPS = 6
@@ -574,3 +574,48 @@ def contrastive_learning_with_a_temperature():
             w = nn.functional.normalize(model(x + 0.1 * torch.randn_like(x)), dim=-1)
             logits = scale.exp() * z @ w.t()
         _step(nn.functional.cross_entropy(logits.float(), torch.arange(8)), optimizer, s, clip=1.0)
+
+
+@wrong(4)
+def a_step_of_ones_own_before_the_scalers():
+    model, s = net(), scaler()
+    optimizer = AdamW(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        s.unscale_(optimizer)
+        optimizer.step()
+        s.step(optimizer)  # here
+        s.update()
+
+
+@wrong(16)
+def angles_of_two_casts():
+    table, head = 10000 ** -(torch.arange(16) / 16), nn.Linear(32, 4)
+    optimizer = AdamW(head.parameters())
+    for _ in range(STEPS):
+        positions = torch.arange(600).to(BF16)  # here
+        angles = positions[:, None] * table.to(BF16)
+        loss = head(torch.cat([angles.sin(), angles.cos()], -1).float()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@right(2)
+def masks_made_of_the_gradients_themselves():
+    model, s = net(), scaler()
+    optimizer = AdamW(model.parameters())
+    keep = torch.rand_like(model[0].weight) > 0.5
+    model[0].weight.register_hook(lambda g: g * torch.ones_like(g))
+    model[0].weight.register_hook(lambda g: torch.where(keep, g, torch.zeros_like(g)))
+    for _ in range(STEPS):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+        s.scale(mse(model, *batch())).backward()
+        model[0].weight.grad = torch.where(keep, model[0].weight.grad, 0.0)
+        s.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        s.step(optimizer)
+        s.update()
