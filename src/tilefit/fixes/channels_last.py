@@ -23,9 +23,7 @@ from tilefit.rules.layout.channels_last import channels_last
 class InChannelsLast(ChangeSet):
     """Convolutions that read and write their images in NHWC."""
 
-    @property
-    def summary(self) -> str:
-        return f"Run {len(self.modules)} convolutions on images in NHWC."
+    words = "Run {count} convolutions on images in NHWC."
 
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
