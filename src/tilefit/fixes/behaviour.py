@@ -55,6 +55,8 @@ class Changed:
         """That of a module; it gets one if it has none."""
         changed = vars(module).get("forward")
         if not isinstance(changed, Changed):
+            # A method of the class is the only one that ``copy.copy`` asks.
+            nn.Module.__copy__ = _shallow_copy  # type: ignore[attr-defined]
             changed = module.forward = cls(module)
             module._replicate_for_data_parallel = changed.replicate  # type: ignore[method-assign]
         return changed
@@ -108,6 +110,18 @@ class Changed:
         if name == "__globals__" and sys._getframe(1).f_globals["__name__"] == "torch._jit_internal":
             raise TilefitError("TorchScript cannot compile a changed module: tilefit.strip(model) first")
         return getattr(type(self.__self__).forward, name)
+
+
+def _shallow_copy(module: nn.Module) -> Any:
+    """What ``copy.copy`` makes of a module: it shares all but what would run the original in its place."""
+    made: Any = module.__reduce_ex__(4)
+    make, args, *rest = made
+    other = make(*args)
+    for state in rest[:1]:
+        if isinstance(state, dict) and isinstance(state.get("forward"), Changed):
+            state = {name: value for name, value in state.items() if name not in OF_CHANGED}
+        other.__setstate__(state)
+    return other
 
 
 def behaviours(module: nn.Module) -> tuple[Behaviour, ...]:
