@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +50,10 @@ class _Steps(OptimizerSteps):
 
     def _make_state(self, optimizer: torch.optim.Optimizer, args: Any) -> None:
         """The first step makes it; nothing is recorded before."""
+
+    def _default_device(self) -> AbstractContextManager[object]:
+        """The program's own."""
+        return nullcontext()
 
 
 class ProgramModes(Modes):
