@@ -43,11 +43,14 @@ class Changed:
         module: The module.
 
     Attributes:
+        own: The class's, as it was. Where the class has another by now, or the module another class, nothing
+            is known of what the module computes, and it runs as it is.
         behaviours: From the innermost to the outermost.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.__self__ = module
+        self.own = type(module).forward
         self.behaviours: tuple[Behaviour, ...] = ()
 
     @classmethod
@@ -92,8 +95,9 @@ class Changed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
-        forward: Callable[..., Any] = partial(type(module).forward, module)
-        for behaviour in self.behaviours:
+        own = type(module).forward
+        forward: Callable[..., Any] = partial(own, module)
+        for behaviour in self.behaviours if own is self.own else ():
             forward = partial(behaviour, module, forward)
         return forward(*args, **kwargs)
 
@@ -104,7 +108,7 @@ class Changed:
         return inspect.signature(partial(type(self.__self__).forward, self.__self__))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__self__", "behaviours") or name.startswith("__deepcopy__"):
+        if name in ("__self__", "own", "behaviours") or name.startswith("__deepcopy__"):
             raise AttributeError(name)
         # The compiler of TorchScript reads the source of functions, and resolves its names first.
         if name == "__globals__" and sys._getframe(1).f_globals["__name__"] == "torch._jit_internal":
