@@ -177,13 +177,8 @@ def _heading(outcome: Outcome) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    before, after = units.capacity(plan.before_bytes), units.capacity(plan.after_bytes)
-    memory = f"; memory {before} -> {after}" if before != after else ""
-    return (
-        f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), "
-        f"{units.seconds(plan.before_s)} -> {units.seconds(plan.after_s)} a step{memory}"
-        f"{'; --measure tells what it is on the GPU here' if plan.is_measurable else ''}"
-    )
+    more = "; --measure tells what it is on the GPU here" if plan.is_measurable else ""
+    return f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), {plan.times}{more}"
 
 
 def _where(modules: Sequence[str]) -> str:
@@ -215,8 +210,7 @@ def _notes(outcome: Outcome) -> Iterator[str]:
 
 def _fix_rows(plan: Plan) -> Iterator[list[str]]:
     for fix in plan.fixes:
-        gain_s = fix.gain_s if fix.measured_s is None else fix.measured_s
-        yield [fix.name, *_gain(gain_s, plan.before_s), fix.level, _proof(fix), fix.summary]
+        yield [fix.name, *_gain(fix.saved_s, plan.before_s), fix.level, _proof(fix), fix.summary]
     if len(plan.fixes) > 1:
         yield ["total", *_gain(plan.before_s - plan.after_s, plan.before_s), "", "", ""]
 
