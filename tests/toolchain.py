@@ -296,6 +296,22 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
     return learned(model.double(), x.double())
 
 
+@tool("classes exchanged (`module.__class__ = …`)")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def other(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            y = forward(self, *args, **kwargs)
+            return y / 2 if isinstance(y, torch.Tensor) else y
+
+        return other
+
+    for module in model.modules():
+        kind = type(module)
+        if kind.forward is not nn.Module.forward:
+            module.__class__ = type(f"Half{kind.__name__}", (kind,), {"forward": halved(kind.forward)})
+    return learned(model, x)
+
+
 @tool("hooks")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
     seen: list[Any] = []

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import tilefit
 from tilefit.fixes.attention import Fusion
@@ -525,6 +526,27 @@ def test_a_mask_that_layers_share_is_looked_at_once() -> None:
 
 
 # ---- as any module -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_block_that_checkpoints_itself_drops_the_same_twice(reentrant: bool) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = made(min_gpt)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.part, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    original = Again()
+    found = []
+    for model in (original, fused(original)):
+        torch.manual_seed(2)
+        x = inputs(masked=False)["x"].requires_grad_()
+        model(x).square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
 
 
 def test_copies_checkpoints_and_the_compiler() -> None:

@@ -36,6 +36,7 @@ from fixable import (
 )
 from in_use import Case, applied, difference, gradients, ids, on_meta, outcome, planned, tried, use_of
 from tilefit.errors import TilefitError
+from tilefit.fixes.behaviour import behaviours
 
 CASES: list[Case] = []
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
@@ -830,6 +831,21 @@ def test_replicas_for_other_gpus_run_plain() -> None:
     assert torch.equal(replica(X), F.linear(X, replica.weight, replica.bias))
     tilefit.strip(model)
     assert "_replicate_for_data_parallel" not in vars(model[0])
+
+
+@pytest.mark.parametrize("fix", ["pad-linear", "channels-last"])
+def test_a_shallow_copy_with_other_weights_computes_with_those(fix: str) -> None:
+    is_linear = fix == "pad-linear"
+    model = linear(16, 13, 8) if is_linear else nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    x = X if is_linear else torch.randn(2, 3, 9, 9)
+    assert planned(model, ROWS if is_linear else on_meta(64, 3, 64, 64), fix).fixes
+    part: Any = model[0]
+    other = copy.copy(part)
+    other._parameters = {name: nn.Parameter(2 * p.detach()) for name, p in part.named_parameters()}
+    assert type(other) is type(part)
+    assert behaviours(part)
+    assert not behaviours(other)
+    torch.testing.assert_close(other(x), 2 * part(x))
 
 
 def test_torchscript_is_told_to_strip() -> None:

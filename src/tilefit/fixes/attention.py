@@ -43,9 +43,7 @@ class Fusion(ChangeSet):
     #: A fused kernel draws its own random numbers for dropout.
     same_random_numbers: ClassVar[bool] = False
 
-    @property
-    def summary(self) -> str:
-        return f"Compute the attention in {self.where} with scaled_dot_product_attention."
+    words = "Compute the attention in {0.where} with scaled_dot_product_attention."
 
     def make(self, run: Run, edits: Edits) -> None:
         behave(run, edits, self.modules, Fused())

@@ -17,9 +17,7 @@ from tilefit.ops import Conv
 class Autotuned(ChangeSet):
     """``torch.backends.cudnn.benchmark``, in the whole program."""
 
-    @property
-    def summary(self) -> str:
-        return "Let cuDNN time its algorithms for each new size: torch.backends.cudnn.benchmark = True."
+    words = "Let cuDNN time its algorithms for each new size: torch.backends.cudnn.benchmark = True."
 
     def make(self, run: Run, edits: Edits) -> None:
         kept, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True

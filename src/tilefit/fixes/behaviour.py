@@ -43,11 +43,14 @@ class Changed:
         module: The module.
 
     Attributes:
+        own: The class's, as it was. Where the class has another by now, or the module another class, nothing
+            is known of what the module computes, and it runs as it is.
         behaviours: From the innermost to the outermost.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.__self__ = module
+        self.own = type(module).forward
         self.behaviours: tuple[Behaviour, ...] = ()
 
     @classmethod
@@ -55,6 +58,8 @@ class Changed:
         """That of a module; it gets one if it has none."""
         changed = vars(module).get("forward")
         if not isinstance(changed, Changed):
+            # A method of the class is the only one that ``copy.copy`` asks.
+            nn.Module.__copy__ = _shallow_copy  # type: ignore[attr-defined]
             changed = module.forward = cls(module)
             module._replicate_for_data_parallel = changed.replicate  # type: ignore[method-assign]
         return changed
@@ -90,8 +95,9 @@ class Changed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
-        forward: Callable[..., Any] = partial(type(module).forward, module)
-        for behaviour in self.behaviours:
+        own = type(module).forward
+        forward: Callable[..., Any] = partial(own, module)
+        for behaviour in self.behaviours if own is self.own else ():
             forward = partial(behaviour, module, forward)
         return forward(*args, **kwargs)
 
@@ -102,12 +108,24 @@ class Changed:
         return inspect.signature(partial(type(self.__self__).forward, self.__self__))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__self__", "behaviours") or name.startswith("__deepcopy__"):
+        if name in ("__self__", "own", "behaviours") or name.startswith("__deepcopy__"):
             raise AttributeError(name)
         # The compiler of TorchScript reads the source of functions, and resolves its names first.
         if name == "__globals__" and sys._getframe(1).f_globals["__name__"] == "torch._jit_internal":
             raise TilefitError("TorchScript cannot compile a changed module: tilefit.strip(model) first")
         return getattr(type(self.__self__).forward, name)
+
+
+def _shallow_copy(module: nn.Module) -> Any:
+    """What ``copy.copy`` makes of a module: it shares all but what would run the original in its place."""
+    made: Any = module.__reduce_ex__(4)
+    make, args, *rest = made
+    other = make(*args)
+    for state in rest[:1]:
+        if isinstance(state, dict) and isinstance(state.get("forward"), Changed):
+            state = {name: value for name, value in state.items() if name not in OF_CHANGED}
+        other.__setstate__(state)
+    return other
 
 
 def behaviours(module: nn.Module) -> tuple[Behaviour, ...]:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
-from tilefit.fixes.convolution import CONVOLUTIONS, ContiguousOutside, Convolution, ImagesInNHWC
+from tilefit.fixes.behaviour import behaviours, is_replaced
+from tilefit.fixes.convolution import ContiguousOutside, Convolution
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import submodule
@@ -23,9 +23,7 @@ from tilefit.rules.layout.channels_last import channels_last
 class InChannelsLast(ChangeSet):
     """Convolutions that read and write their images in NHWC."""
 
-    @property
-    def summary(self) -> str:
-        return f"Run {len(self.modules)} convolutions on images in NHWC."
+    words = "Run {count} convolutions on images in NHWC."
 
     def make(self, run: Run, edits: Edits) -> None:
         modules = [submodule(run.model, path) for path in self.modules]
@@ -35,10 +33,7 @@ class InChannelsLast(ChangeSet):
         edits.behave(run.model, region)
         for module in modules:
             old = next((each for each in behaviours(module) if isinstance(each, Convolution)), None)
-            own: Behaviour = replace(old or Convolution(), nhwc=region)
-            if old is None and type(module) not in CONVOLUTIONS:
-                own = ImagesInNHWC(region)
-            edits.behave(module, own, old)
+            edits.behave(module, replace(old or Convolution(), nhwc=region), old)
 
 
 def _require_convolution(path: str, module: nn.Module) -> None:
@@ -58,11 +53,11 @@ def _require_convolution(path: str, module: nn.Module) -> None:
 class ChannelsLast(Fix):
     """Runs convolutions on images in NHWC, as Tensor Cores read them.
 
-    A convolution that is given an image in NCHW converts it, in the copy that autocast makes anyway, and its
-    filters are copied in NHWC, as autocast copies them anyway. It then writes its image in NHWC;
-    normalisation, pooling and elementwise functions keep it so, and the next convolution finds it as it is to
-    be. Parameters, their gradients and what an optimizer keeps of them stay as they are, and so do the images
-    that the model returns. Convolutions that are called outside a call of the model are plain.
+    A convolution that is given an image in NCHW converts it, and PyTorch its filters. It then writes its
+    image in NHWC; normalisation, pooling and elementwise functions keep it so, and the next convolution finds
+    it as it is to be. Parameters, their gradients and what an optimizer keeps of them stay as they are, and
+    so do the images that the model returns. Convolutions that are called outside a call of the model are
+    plain.
 
     A model that takes apart images by ``view`` may need ``reshape`` instead: it fails when it is captured,
     and the fix is refused.

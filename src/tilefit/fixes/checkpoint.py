@@ -116,10 +116,9 @@ class Checkpointed(ChangeSet):
 
     @property
     def summary(self) -> str:
-        return (
-            f"Compute {len(self.modules)} modules again in the backward pass (torch.utils.checkpoint): "
-            f"{units.capacity(self.saved_bytes)} less for {units.seconds(self.extra_s)} of GPU time."
-        )
+        what = f"Compute {len(self.modules)} modules again in the backward pass (torch.utils.checkpoint)"
+        saved = units.capacity(self.saved_bytes)
+        return f"{what}: {saved} less for {units.seconds(self.extra_s)} of GPU time."
 
     def make(self, run: Run, edits: Edits) -> None:
         for path in self.modules:

@@ -71,11 +71,19 @@ class Convolution(Behaviour):
     inside: Region | None = None
     nhwc: Region | None = None
 
-    def __call__(
-        self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the convolution it is, but for the padding of what it writes."""
         assert isinstance(module, _ConvNd)
+        if self.wide_in is self.wide_out is None and not self._computes(module):
+            dims = len(module.kernel_size)
+            if self._wants_nhwc(dims):
+                args = tuple(_in_nhwc(each, dims + 2) for each in args)
+            return forward(*args, **kwargs)
+        return self._fitted(module, forward, *args, **kwargs)
+
+    def _fitted(
+        self, module: _ConvNd, forward: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         dtype = product_dtype(input, module.weight, module.bias)
         dims = len(module.kernel_size)
         axis = input.dim() - dims - 1
@@ -109,10 +117,17 @@ class Convolution(Behaviour):
         is_allowed = is_open or self.inside is None or torch.compiler.is_compiling()
         return is_allowed and self._fits(module)
 
+    def _computes(self, module: _ConvNd) -> bool:
+        """Whether its filters are laid out here where nothing is padded: for the compiler, which makes one
+        kernel of that and their cast. Else PyTorch does, whose host takes less time for it than Python."""
+        return torch.compiler.is_compiling() and type(module) in CONVOLUTIONS
+
     def _wants_nhwc(self, dims: int) -> bool:
         if self.nhwc is None or dims + 2 not in NHWC:
             return False
-        return torch.compiler.is_compiling() or self.nhwc.space() is not None
+        if torch.compiler.is_compiling():
+            return not is_transformed()
+        return self.nhwc.space() is not None
 
     def _fits(self, module: _ConvNd) -> bool:
         """Whether the convolution has the channels it had."""
@@ -253,26 +268,11 @@ class Cropped(Behaviour):
         return crop(y, axis, self.channels) if is_wide else y
 
 
-@dataclass(frozen=True)
-class ImagesInNHWC(Behaviour):
-    """A convolution of somebody else's class, on images in NHWC.
-
-    Attributes:
-        nhwc: The region in which images are laid out in NHWC.
-    """
-
-    nhwc: Region
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_transformed() or (self.nhwc.space() is None and not torch.compiler.is_compiling()):
-            return forward(*args, **kwargs)
-        return forward(*(_in_nhwc(each) for each in args), **kwargs)
-
-
-def _in_nhwc(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() not in NHWC or is_channels_last(value):
+def _in_nhwc(value: Any, dims: int) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() != dims:
         return value
-    return value.contiguous(memory_format=NHWC[value.dim()])
+    is_so = value.is_contiguous(memory_format=NHWC[dims]) or is_channels_last(value)
+    return value if is_so else value.contiguous(memory_format=NHWC[dims])
 
 
 @dataclass(frozen=True, eq=False)

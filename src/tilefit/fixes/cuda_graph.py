@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tilefit.fixes.behaviour import Behaviour, is_replaced
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
+from tilefit.fixes.interior import has_hooks
 from tilefit.fixes.run import Run
 
 #: A call is captured when it has been made this often, with tensors of the same sizes.
@@ -41,12 +42,10 @@ _NOT = "torchvision.models.detection."
 class Graph(ChangeSet):
     """The model as two CUDA graphs, forward and backward."""
 
-    @property
-    def summary(self) -> str:
-        return (
-            "Replay forward and backward pass as CUDA graphs once a call has been made three times with the "
-            "same sizes; they keep the memory of their activations."
-        )
+    words = (
+        "Replay forward and backward pass as CUDA graphs once a call has been made three times with the same "
+        "sizes; they keep the memory of their activations."
+    )
 
     def make(self, run: Run, edits: Edits) -> None:
         require_capturable(run.model)
@@ -102,17 +101,8 @@ def require_capturable(model: nn.Module) -> None:
             )
         if is_replaced(module):
             raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
-        if _has_hooks(module):
+        if has_hooks(module):
             raise RefusedError(f"{path or 'the model'} has hooks, which a CUDA graph would not run")
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 # ---- while the model runs ----------------------------------------------------------------------
@@ -184,8 +174,8 @@ class _State:
         model = self._model()
         return (
             type(model) is self._class
-            and not _has_hooks(model)
-            and all(type(m) is kind and not _has_hooks(m) for m, kind in self._classes)
+            and not has_hooks(model)
+            and all(type(m) is kind and not has_hooks(m) for m, kind in self._classes)
             and all(
                 held.get(name) is value or (plain and held.get(name) == value)
                 for held, name, value, plain in self._options

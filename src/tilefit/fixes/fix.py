@@ -55,6 +55,8 @@ class ChangeSet(ABC):
 
     #: From one seed the changed model draws the same random numbers (dropout) as the original.
     same_random_numbers: ClassVar[bool] = True
+    #: Its summary, with ``{0.where}`` and the like for its attributes.
+    words: ClassVar[str] = ""
 
     modules: tuple[str, ...]
     host_s: float = field(default=0.0, kw_only=True, compare=False)
@@ -65,9 +67,9 @@ class ChangeSet(ABC):
         return pattern(self.modules) if any(self.modules) else "the model"
 
     @property
-    @abstractmethod
     def summary(self) -> str:
         """What it does, one sentence: ``Pad lm_head from 50257 to 50304 outputs.``"""
+        return self.words.format(self, count=len(self.modules))
 
     @abstractmethod
     def make(self, run: Run, edits: Edits) -> None:

@@ -80,9 +80,7 @@ class _StandIn(Function):
 class FusedLoss(ChangeSet):
     """The ``loss_function`` of a Hugging Face model, compiled."""
 
-    @property
-    def summary(self) -> str:
-        return "Compile the loss alone (model.loss_function): the logits are not copied in fp32."
+    words = "Compile the loss alone (model.loss_function): the logits are not copied in fp32."
 
     def make(self, run: Run, edits: Edits) -> None:
         model: Any = run.model
@@ -94,9 +92,7 @@ class FusedLoss(ChangeSet):
 class FusedCrossEntropy(ChangeSet):
     """``F.cross_entropy`` in the model's ``forward``, compiled."""
 
-    @property
-    def summary(self) -> str:
-        return "Compile the model's cross-entropy alone: the logits are not copied in fp32."
+    words = "Compile the model's cross-entropy alone: the logits are not copied in fp32."
 
     def make(self, run: Run, edits: Edits) -> None:
         behave(run, edits, ("",), WithCompiledCrossEntropy())

@@ -131,6 +131,7 @@ class _Attributes:
     """What a module is made of beyond what every module has, as it was."""
 
     module: nn.Module
+    forward: Any
     size: int
     get: Callable[[Any], Any] | None
     values: Any
@@ -146,6 +147,7 @@ class _Attributes:
         holding = [(v, c.copy()) for v in map(attributes.get, own) if (c := _contents(v)) is not None]
         return cls(
             module,
+            type(module).forward,
             len(attributes.keys() - OF_CHANGED),
             get,
             get(attributes) if get else None,
@@ -159,6 +161,8 @@ class _Attributes:
         forward = attributes.get("forward")
         size = self.size if forward is None else self.size + len(OF_CHANGED)
         if len(attributes) != size or type(forward) not in _FORWARDS:
+            return False
+        if type(self.module).forward is not self.forward:
             return False
         if tuple(attributes["_modules"].values()) != self.children or _acting(self.module) != self.behaviours:
             return False
@@ -195,7 +199,7 @@ class Interior(Behaviour):
 
     region: Region
     _hooks: tuple[dict[Any, Any], ...]
-    _leaves: tuple[nn.Module, ...]
+    _leaves: tuple[tuple[nn.Module, Any], ...]
     _attributes: tuple[_Attributes, ...]
 
     @classmethod
@@ -204,7 +208,11 @@ class Interior(Behaviour):
         parts = list(module.modules())
         # The module's own hooks see what they always saw, and where there were hooks nothing is handed on.
         hooks = [vars(part)[name] for part in parts[1:] for name in _HOOKS]
-        leaves = {id(part): part for part in parts[1:] if _is_torchs(part) and not part._modules}
+        leaves = {
+            id(part): (part, type(part).forward)
+            for part in parts[1:]
+            if _is_torchs(part) and not part._modules
+        }
         attributes = tuple(_Attributes.of(part) for part in parts if id(part) not in leaves)
         return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves.values()), attributes)
 
@@ -216,9 +224,11 @@ class Interior(Behaviour):
     def _holds(self) -> bool:
         if any(self._hooks):
             return False
-        for leaf in self._leaves:
+        for leaf, own in self._leaves:
             attributes = vars(leaf)
             if type(attributes.get("forward")) not in _FORWARDS or "_compiled_call_impl" in attributes:
+                return False
+            if type(leaf).forward is not own:
                 return False
         if any(_GLOBAL_HOOKS) and any(map(_is_foreign, _GLOBAL_HOOKS)):
             return False

@@ -17,7 +17,7 @@ from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.interior import Interior
-from tilefit.fixes.modules import require_plain, submodule
+from tilefit.fixes.modules import fewest_rows, require_plain, submodule
 from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, widen
 from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
@@ -256,10 +256,7 @@ def _least_rows(context: Context, layer: Linear, new: tuple[int, int]) -> int:
     """The fewest rows (a power of two, or those of the step) with which the padded forward product pays."""
     ops = [context.step.ops[index].op for index in layer.forward]
     step_rows = min(op.m for op in ops if isinstance(op, Gemm))
-    rows = 1
-    while rows < step_rows and not _pays(context, layer, new, rows):
-        rows *= 2
-    return min(rows, step_rows)
+    return fewest_rows(step_rows, lambda rows: _pays(context, layer, new, rows))
 
 
 def _pays(context: Context, layer: Linear, new: tuple[int, int], rows: int) -> bool:

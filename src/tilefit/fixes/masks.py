@@ -64,9 +64,7 @@ class ContiguousMasks(ChangeSet):
 
     masks: tuple[tuple[int, str], ...]
 
-    @property
-    def summary(self) -> str:
-        return f"Make the mask that {self.where} is given contiguous, so that attention is fused."
+    words = "Make the mask that {0.where} is given contiguous, so that attention is fused."
 
     def make(self, run: Run, edits: Edits) -> None:
         behave(run, edits, self.modules, WithContiguousMasks(self.masks))

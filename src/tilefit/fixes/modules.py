@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -102,6 +102,12 @@ def state_of(layer: nn.Module) -> tuple[Any, ...]:
     assert weight is not None
     state = id(weight), weight._version, weight.data_ptr(), weight.requires_grad
     return state if bias is None else (*state, id(bias), bias._version, bias.data_ptr(), bias.requires_grad)
+
+
+def fewest_rows(most: int, pays: Callable[[int], bool]) -> int:
+    """The smallest power of two below ``most`` that pays, else ``most``."""
+    smaller = (1 << power for power in range((most - 1).bit_length()))
+    return next(filter(pays, smaller), most)
 
 
 def require_alone(model: nn.Module, path: str) -> None:

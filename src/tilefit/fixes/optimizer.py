@@ -33,9 +33,7 @@ class FusedOptimizer(ChangeSet):
 
     optimizer: str
 
-    @property
-    def summary(self) -> str:
-        return f"Run {self.optimizer} as one fused kernel (fused=True)."
+    words = "Run {0.optimizer} as one fused kernel (fused=True)."
 
     def make(self, run: Run, edits: Edits) -> None:
         own = set(run.model.parameters())

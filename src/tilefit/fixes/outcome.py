@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -73,18 +73,62 @@ class Outcome:
 # ---- for people --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Section:
+    """A part of what is told, whatever the format.
+
+    Attributes:
+        title: Its heading.
+        columns, rows: A table; a column that starts with ``>`` is of numbers.
+        items: What is left, each with the rest that is to be known of it.
+        notes: Sentences below.
+        when, code: When lines are to be run, and these.
+        diff: Of files.
+    """
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Iterable[Sequence[str]] = ()
+    items: Sequence[tuple[str, str]] = ()
+    notes: Iterable[str] = ()
+    when: str = ""
+    code: str = ""
+    diff: str = ""
+
+
+_LEFT = "Left to you"
+
+
+def _sections(outcome: Outcome) -> Iterator[_Section]:
+    plan, patches = outcome.plan, outcome.patches
+    if plan and plan.fixes:
+        columns = ["fix", ">saves", "", "level", "proof", "what"]
+        how: dict[str, Any] = {"when": _when(outcome), "code": outcome.call}
+        yield _Section(_speed(plan), columns, _fix_rows(plan), notes=_compared(plan), **how)
+    if patches.made:
+        columns = ["rule", ">saves", "", "level", "where", "what"]
+        diff = patches.diff().decode(errors="replace").rstrip("\n")
+        yield _Section(_files_title(outcome), columns, _patch_rows(outcome), notes=_notes(outcome), diff=diff)
+    if plan and plan.refused:
+        items = [(f"{r.name}  {_where(r.modules)}", r.reason) for r in plan.refused]
+        yield _Section("Left alone", items=items)
+    if outcome.left:
+        items = []
+        for each, reason in outcome.left:
+            saves = " ".join(_gain(each.gain_s, outcome.report.step.time_s))  # alone
+            head = f"{each.code}  {saves}  {each.level}  {each.where}: {reason}"
+            items.append((head, each.advice))
+        yield _Section(_LEFT, items=items)
+
+
 @renders(Outcome, "text")
 def terminal(outcome: Outcome) -> RenderableType:
     """The outcome for a terminal."""
     head = Group(
         Text(_heading(outcome), style="bold"), Text(" · ".join(text.setup(outcome.report)), style="dim")
     )
-    nothing = None if outcome.exit_code else Text(NOTHING, style="bold green")
-    parts = (
-        *(nothing, _at_run_time(outcome), _in_files(outcome)),
-        *(_left_alone(outcome), _left(outcome)),
-    )
-    return _apart([head, *(part for part in parts if part is not None)])
+    nothing = [] if outcome.exit_code else [Text(NOTHING, style="bold green")]
+    return _apart([head, *nothing, *map(_shown, _sections(outcome))])
 
 
 def colored(diff: str) -> Text:
@@ -98,11 +142,8 @@ def colored(diff: str) -> Text:
 
 def beside_diff(outcome: Outcome) -> RenderableType:
     """What a diff does not say."""
-    parts: list[RenderableType] = []
-    if outcome.plan and outcome.plan.fixes:
-        parts.append(Group(Text(_speed(outcome.plan), style="bold"), *_how(outcome, outcome.plan)))
-    left = _left(outcome)
-    return _apart([*parts, left] if left else parts)
+    sections = (each for each in _sections(outcome) if each.code or each.title == _LEFT)
+    return _apart([_shown(replace(each, columns=())) for each in sections])
 
 
 def _apart(parts: Sequence[RenderableType]) -> RenderableType:
@@ -110,54 +151,22 @@ def _apart(parts: Sequence[RenderableType]) -> RenderableType:
     return Group(*[each for part in parts for each in (Text(), part)][1:])
 
 
-def _at_run_time(outcome: Outcome) -> RenderableType | None:
-    plan = outcome.plan
-    if plan is None or not plan.fixes:
-        return None
-    fixes = _table(["fix", ">saves", "", "level", "proof", "what"], _fix_rows(plan))
-    return Group(Text(_speed(plan), style="bold"), fixes, *_how(outcome, plan))
-
-
-def _in_files(outcome: Outcome) -> RenderableType | None:
-    if not outcome.patches.made:
-        return None
-    patches = _table(["rule", ">saves", "", "level", "where", "what"], _patch_rows(outcome))
-    return Group(Text(_files_title(outcome), style="bold"), patches, *map(_note, _notes(outcome)))
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    return console.table(*columns, rows=(map(text.plain, row) for row in rows))
-
-
-def _left_alone(outcome: Outcome) -> RenderableType | None:
-    if outcome.plan is None or not outcome.plan.refused:
-        return None
-    items = ((f"{r.name}  {_where(r.modules)}", r.reason) for r in outcome.plan.refused)
-    return Group(Text("Left alone", style="bold"), *_items(items))
-
-
-def _left(outcome: Outcome) -> RenderableType | None:
-    if not outcome.left:
-        return None
-    items = ((_finding(outcome, each, reason), each.advice) for each, reason in outcome.left)
-    return Group(Text("Left to you", style="bold"), *_items(items))
-
-
-def _finding(outcome: Outcome, answer: Answer, reason: str) -> str:
-    """A finding that is left, with what it would save alone."""
-    saves = " ".join(_gain(answer.gain_s, outcome.report.step.time_s))
-    return f"{answer.code}  {saves}  {answer.level}  {answer.where}: {reason}"
-
-
-def _items(pairs: Iterable[tuple[str, str]]) -> Iterator[RenderableType]:
-    for head, rest in pairs:
-        yield Text(text.plain(head))
-        if rest:
-            yield _note(text.plain(rest))
+def _shown(section: _Section) -> RenderableType:
+    parts: list[RenderableType] = [Text(section.title, style="bold")]
+    if section.columns:
+        parts.append(console.table(*section.columns, rows=(map(text.plain, row) for row in section.rows)))
+    for head, rest in section.items:
+        parts += [Text(text.plain(head)), *([_note(rest)] if rest else [])]
+    parts += map(_note, section.notes)
+    if section.code:
+        parts += [Text(), Text(section.when, style="dim")]
+        # Lines to be copied are not wrapped.
+        parts += [Text(f"  {line}", no_wrap=True, overflow="ignore") for line in section.code.splitlines()]
+    return Group(*parts)
 
 
 def _note(note: str) -> RenderableType:
-    return Padding(Text(note, style="dim"), (0, 0, 0, 2))
+    return Padding(Text(text.plain(note), style="dim"), (0, 0, 0, 2))
 
 
 # ---- the words ---------------------------------------------------------------------------------
@@ -168,13 +177,8 @@ def _heading(outcome: Outcome) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    before, after = units.capacity(plan.before_bytes), units.capacity(plan.after_bytes)
-    memory = f"; memory {before} -> {after}" if before != after else ""
-    return (
-        f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), "
-        f"{units.seconds(plan.before_s)} -> {units.seconds(plan.after_s)} a step{memory}"
-        f"{'; --measure tells what it is on the GPU here' if plan.is_measurable else ''}"
-    )
+    more = "; --measure tells what it is on the GPU here" if plan.is_measurable else ""
+    return f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), {plan.times}{more}"
 
 
 def _where(modules: Sequence[str]) -> str:
@@ -206,8 +210,7 @@ def _notes(outcome: Outcome) -> Iterator[str]:
 
 def _fix_rows(plan: Plan) -> Iterator[list[str]]:
     for fix in plan.fixes:
-        gain_s = fix.gain_s if fix.measured_s is None else fix.measured_s
-        yield [fix.name, *_gain(gain_s, plan.before_s), fix.level, _proof(fix), fix.summary]
+        yield [fix.name, *_gain(fix.saved_s, plan.before_s), fix.level, _proof(fix), fix.summary]
     if len(plan.fixes) > 1:
         yield ["total", *_gain(plan.before_s - plan.after_s, plan.before_s), "", "", ""]
 
@@ -233,23 +236,13 @@ def _proof(fix: AppliedFix) -> str:
     return "not run" if fix.modules else "setting"
 
 
-def _how(outcome: Outcome, plan: Plan) -> Iterator[RenderableType]:
-    """What the proof compared, and how the user gets the plan."""
-    if proof := _compared(plan):
-        yield _note(proof)
-    yield Text()
-    yield Text(_when(outcome), style="dim")
-    for line in outcome.call.splitlines():  # lines to be copied are not wrapped
-        yield Text(f"  {line}", no_wrap=True, overflow="ignore")
-
-
-def _compared(plan: Plan) -> str:
-    """What the proof compared; empty where nothing was."""
+def _compared(plan: Plan) -> list[str]:
+    """What the proof compared; nothing where there is none."""
     proof = plan.verification
     if proof is None:
-        return ""
+        return []
     agree = f"{proof.compared} outputs, gradients and updated parameters agree in {proof.dtype}"
-    return f"Proof: {agree}, largest relative error {proof.worst:.1e}, allowed {proof.tolerance:.0e}."
+    return [f"Proof: {agree}, largest relative error {proof.worst:.1e}, allowed {proof.tolerance:.0e}."]
 
 
 def _when(outcome: Outcome) -> str:
@@ -297,39 +290,24 @@ def as_json(outcome: Outcome) -> str:
 @renders(Outcome, "markdown")
 def as_markdown(outcome: Outcome) -> str:
     """The outcome as GitHub-flavoured Markdown."""
-    plan, patches = outcome.plan, outcome.patches
     lines = [f"# {escape(_heading(outcome))}", "", escape(" · ".join(text.setup(outcome.report)))]
     if not outcome.exit_code:
         lines += ["", NOTHING]
-    if plan and plan.fixes:
-        lines += ["", f"## {_speed(plan)}", ""]
-        lines += [_markdown_table(["fix", "saves", "", "level", "proof", "what"], _fix_rows(plan))]
-        if proof := _compared(plan):
-            lines += ["", escape(proof)]
-        lines += ["", escape(_when(outcome)), "", "```python", outcome.call, "```"]
-    if plan and plan.refused:
-        lines += ["", "## Left alone", ""]
-        lines += [
-            f"- {escape(r.name)}: {escape(_where(r.modules))}: {escape(r.reason)}" for r in plan.refused
-        ]
-    if patches.made:
-        lines += ["", f"## {_files_title(outcome)}", ""]
-        lines += [_markdown_table(["rule", "saves", "", "level", "where", "what"], _patch_rows(outcome))]
-        lines += ["", *(f"- {escape(note)}" for note in _notes(outcome))]
-        lines += ["", "```diff", patches.diff().decode(errors="replace").rstrip("\n"), "```"]
-    if outcome.left:
-        lines += ["", "## Left to you", ""]
-        lines += [
-            f"- {escape(_finding(outcome, each, reason))}: {escape(each.advice)}"
-            for each, reason in outcome.left
-        ]
+    for each in _sections(outcome):
+        lines += ["", f"## {each.title}", ""]
+        if each.columns:
+            heads = [column.removeprefix(">") for column in each.columns]
+            lines += [table(heads, ([*map(escape, row)] for row in each.rows), noun="").whole]
+        lines += [f"- {escape(head)}: {escape(rest)}" for head, rest in each.items]
+        notes = [f"- {escape(note)}" for note in each.notes]
+        lines += ["", *notes] if notes else []
+        if each.code:
+            lines += ["", escape(each.when), "", "```python", each.code, "```"]
+        if each.diff:
+            lines += ["", "```diff", each.diff, "```"]
     return "\n".join(lines) + "\n"
 
 
 # The formats for findings show those, as a check does.
 for _format in set(FORMATS) - {"text", "json", "markdown"}:
     renders(Outcome, _format)(lambda outcome, form=_format: render(outcome.report, form))
-
-
-def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return table(heads, ([*map(escape, row)] for row in rows), noun="").whole

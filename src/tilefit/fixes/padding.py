@@ -30,9 +30,8 @@ SMALL = 1 << 23
 #: constants (``cost/launch.py``): the twelve of an encoder that then waits for the host (``odd-encoder`` in
 #: ``benchmarks/results/fix_gain_slow_hosts_h200.json``) took 0.15 to 0.3 ms each at 1.2 times those.
 LAYER_S = 150e-6
-#: The same for a layer that converts its image and filters to NHWC, or that looks for its region: 20 frames
-#: and 25 calls at 0.1 us each. ResNeXt-50's 53, of a step that then waits for the host, were not seen to take
-#: more.
+#: The same for a layer that lays out its image in NHWC, or that looks for its region: a tenth of what a
+#: convolution's forward pass takes the host (13 of 119 us on a slow CPU).
 REGION_S = 5e-6
 #: For each module that is compared when a region is entered: 0.13 ms for 151 of them on a slow and busy CPU.
 COMPARED_S = 0.4e-6

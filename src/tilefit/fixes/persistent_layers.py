@@ -29,9 +29,7 @@ class Persistent(ChangeSet):
     #: cuDNN draws its own random numbers for dropout.
     same_random_numbers: ClassVar[bool] = False
 
-    @property
-    def summary(self) -> str:
-        return f"Run {self.where} by persistent kernels (tilefit.nn.convert)."
+    words = "Run {0.where} by persistent kernels (tilefit.nn.convert)."
 
     def make(self, run: Run, edits: Edits) -> None:
         if torch.cuda.is_available() and not has_bindings():

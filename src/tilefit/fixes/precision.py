@@ -31,9 +31,7 @@ def _products(context: Context, *dtypes: str) -> bool:
 class Tf32Products(ChangeSet):
     """TF32 for products of fp32 matrices, in the whole program."""
 
-    @property
-    def summary(self) -> str:
-        return 'Multiply fp32 matrices in TF32: torch.set_float32_matmul_precision("high").'
+    words = 'Multiply fp32 matrices in TF32: torch.set_float32_matmul_precision("high").'
 
     def make(self, run: Run, edits: Edits) -> None:
         edits.run(run, tf32=True)
@@ -77,9 +75,7 @@ class UseTf32(Fix):
 class Autocast(ChangeSet):
     """The model's ``forward`` under bf16 autocast."""
 
-    @property
-    def summary(self) -> str:
-        return "Run the model under bf16 autocast; its results are cast back to fp32."
+    words = "Run the model under bf16 autocast; its results are cast back to fp32."
 
     def make(self, run: Run, edits: Edits) -> None:
         behave(run, edits, ("",), UnderAutocast())

@@ -20,6 +20,7 @@ from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import (
     caller,
+    fewest_rows,
     require_alone,
     require_changeable,
     state_of,
@@ -300,7 +301,4 @@ def _least_rows(context: Context, calls: Sequence[LinearCall]) -> int:
         apart_s = sum(estimate(replace(op, m=rows), context.gpu).time_s for op in products)
         return estimate(replace(merged, m=rows), context.gpu).time_s + stack_s < apart_s
 
-    rows = 1
-    while rows < merged.m and not pays(rows):
-        rows *= 2
-    return min(rows, merged.m)
+    return fewest_rows(merged.m, pays)

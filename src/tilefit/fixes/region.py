@@ -24,7 +24,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _hooks() -> Any:
+def packing() -> Any:
     """What packs the tensors that autograd saves now (activation checkpointing), if anything does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -43,7 +43,7 @@ class Region(Behaviour):
             return forward(*args, **kwargs)
         spaces = _here.spaces
         outer = spaces.get(id(self))
-        spaces[id(self)] = {}, _hooks()
+        spaces[id(self)] = {}, packing()
         try:
             return forward(*args, **kwargs)
         finally:
@@ -61,4 +61,4 @@ class Region(Behaviour):
         if torch.compiler.is_compiling() or (found := _here.spaces.get(id(self))) is None or is_transformed():
             return None
         space, hooks = found
-        return space if hooks == _hooks() else None
+        return space if hooks == packing() else None

@@ -67,9 +67,7 @@ class RowPadding(ChangeSet):
 
     multiple: int
 
-    @property
-    def summary(self) -> str:
-        return f"Fill the batch up to a multiple of {self.multiple} inside the model, and cut the result."
+    words = "Fill the batch up to a multiple of {0.multiple} inside the model, and cut the result."
 
     def make(self, run: Run, edits: Edits) -> None:
         if not _gives_rows(run):

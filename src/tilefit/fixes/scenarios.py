@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
-from tilefit.fixes.behaviour import behaviours
+from tilefit.fixes.behaviour import Changed, behaviours
 from tilefit.fixes.region import Region
 
 #: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
@@ -366,16 +366,16 @@ def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Ite
         def forward(self) -> Any:
             return part(*args, **kwargs)
 
-    before = behaviours(parent)
     parent.__class__ = Reaching
-    if changed is not None and hasattr(changed, "behaviours"):
-        changed.behaviours = regions
+    before = dict(vars(changed)) if isinstance(changed, Changed) else {}
+    if before:
+        vars(changed).update(own=Reaching.forward, behaviours=regions)
     try:
         yield
     finally:
         parent.__class__ = kept
-        if changed is not None and hasattr(changed, "behaviours"):
-            changed.behaviours = before
+        if before:
+            vars(changed).update(before)
 
 
 @_scenario("parts given wrong sizes", most=_MANY)

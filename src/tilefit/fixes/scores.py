@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilefit.fixes.behaviour import OF_MODULES
 from tilefit.fixes.calls import autocast_dtype
 from tilefit.fixes.constants import Constants
+from tilefit.fixes.region import packing
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
 LARGEST_HEAD = 256
@@ -49,6 +50,7 @@ class Fusing(TorchFunctionMode):
         self.constants = Constants(module.buffers())
         self.made: list[weakref.ref[Scores]] = []
         self._resting = False
+        self.packing = packing()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -490,6 +492,8 @@ _WITH_SUM = frozenset(_functions("baddbmm"))
 
 def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores | None:
     """The scores that a product may be."""
+    if mode.packing != packing():  # it is checkpointed by itself, and computed anew outside of the block
+        return None
     more: dict[str, Any] | None = {}
     if func in _WITH_SUM and len(args) == 3:
         more = _with_sum(*args, **kwargs)

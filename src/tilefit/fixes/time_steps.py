@@ -29,7 +29,6 @@ from tilefit.fixes.run import Run
 from tilefit.ops import FORWARD
 from tilefit.rules.flow import Flow
 from tilefit.rules.recurrent.loops import Repeated, repeated_weights
-from tilefit.rules.sites import pattern
 
 #: Host time that this adds to a step for each call of a layer, beside launches.
 HOST_S = 10e-6
@@ -200,9 +199,7 @@ class Stepping(ChangeSet):
 
     loop: str = ""
 
-    @property
-    def summary(self) -> str:
-        return f"Compute {pattern(self.modules)} for all time steps in one product."
+    words = "Compute {0.where} for all time steps in one product."
 
     def make(self, run: Run, edits: Edits) -> None:
         loop = submodule(run.model, self.loop)

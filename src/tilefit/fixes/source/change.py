@@ -34,6 +34,14 @@ class Change:
     note: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, edits: Iterable[tuple[Syntax, Edit]], *others: Any, **more: Any) -> Change:
+        """One of edits, each with its file; what else it is given is as above."""
+        by_file: dict[Syntax, tuple[Edit, ...]] = {}
+        for syntax, edit in edits:
+            by_file[syntax] = (*by_file.get(syntax, ()), edit)
+        return cls(by_file, *others, **more)
+
     @property
     def where(self) -> str:
         """File and line: ``train.py:12``."""
@@ -69,14 +77,14 @@ def writes(fix: str, level: str) -> Callable[[_Write], _Write]:
     return entered
 
 
-def torch_name(syntax: Syntax) -> tuple[str, tuple[Edit, ...]]:
+def torch_name(syntax: Syntax) -> tuple[str, list[tuple[Syntax, Edit]]]:
     """What the file calls ``torch``, and the edit that imports it where the file does not."""
     for statement in syntax.all(cst.Import):
         for alias in statement.names:
             if alias.evaluated_name == "torch" and syntax.scope(statement) is syntax.global_scope:
-                return alias.evaluated_alias or "torch", ()
+                return alias.evaluated_alias or "torch", []
     start = syntax.start(_after_docstring(syntax))
-    return "torch", (Edit(start, start, f"import torch{syntax.file.newline_after(start)}"),)
+    return "torch", [(syntax, Edit(start, start, f"import torch{syntax.file.newline_after(start)}"))]
 
 
 def _after_docstring(syntax: Syntax) -> cst.CSTNode:

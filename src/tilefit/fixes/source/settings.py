@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,12 +53,8 @@ def autocast_around(files: Files, syntax: Syntax, call: cst.Call) -> Change:
     torch, imports = torch_name(syntax)
     line = syntax.line(statements[0])
     header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'
-    return Change(
-        {syntax: (*imports, *_within(syntax, header, statements))},
-        line,
-        header,
-        "products run in bf16: the same training but for rounding",
-    )
+    edits = [*imports, *((syntax, edit) for edit in _within(syntax, header, statements))]
+    return Change.of(edits, line, header, "products run in bf16: the same training but for rounding")
 
 
 def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:
@@ -131,26 +128,34 @@ def write_channels_last(finding: Finding, context: Context, program: Program) ->
     The first convolution converts images that come in the other format.
     """
     refuse_where_mentioned(program, ("channels_last", "channels_last_3d"), "--channels-last")
-    edits: dict[Syntax, tuple[Edit, ...]] = {}
-    line = 0
+    edits: list[tuple[Syntax, Edit]] = []
+    lines = []
     for model in program.models.values():
         ranks = {p.dim() for p in model.parameters() if p.dim() > 3}
-        if not ranks:
-            continue
-        if len(ranks) > 1:
-            raise RefusedError("the model has convolutions in two and in three dimensions")
-        last = "channels_last" if ranks == {4} else "channels_last_3d"
-        for syntax, call in _makers(program, model):
+        for syntax, call in _makers(program, model) if ranks else ():
             program.require_own(syntax)
             torch, imports = torch_name(syntax)
             stop = syntax.stop(call)
-            converted = Edit(stop, stop, f".to(memory_format={torch}.{last})")
-            own = edits.get(syntax, ())
-            edits[syntax] = (*own, *(() if own else imports), converted)
-            line = line or syntax.line(call)
+            edits += [*imports, (syntax, Edit(stop, stop, f".{layout_call(ranks, torch)}"))]
+            lines.append(syntax.line(call))
     if not edits:
         raise RefusedError("its convolutions are not modules of the program")
-    return Change(edits, line, next(reversed(next(iter(edits.values())))).text)
+    return Change.of(edits, lines[0], edits[-1][1].text)
+
+
+def layout_call(ranks: Collection[int], torch: str) -> str:
+    """The call of a model's method that lays it out in NHWC.
+
+    Args:
+        ranks: Dimensions of its filters.
+        torch: What the file calls PyTorch.
+
+    Raises:
+        RefusedError: there is no one layout.
+    """
+    if len(ranks) != 1:
+        raise RefusedError("the model has convolutions in two and in three dimensions")
+    return f"to(memory_format={torch}.{'channels_last' if 4 in ranks else 'channels_last_3d'})"
 
 
 def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:
@@ -182,30 +187,26 @@ FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")
 def write_fused(finding: Finding, context: Context, program: Program) -> Change:
     """``AdamW(model.parameters(), lr=1e-4)``: with ``fused=True``."""
     calls, run = _constructors(program)
-    edits: dict[Syntax, tuple[Edit, ...]] = {}
-    line = 0
-    for syntax, call in calls:
-        program.require_own(syntax)
-        edit = fused_in(syntax, call)
-        if edit is None:
-            continue
-        line = line if edits else syntax.line(call)
-        edits[syntax] = (*edits.get(syntax, ()), edit)
-    if not edits:
-        raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
-    return Change(edits, line, "fused=True", told={} if run else {"fused_optimizer": True})
+    return fused(program, calls, told={} if run else {"fused_optimizer": True})
 
 
-def fused_in(syntax: Syntax, call: cst.Call) -> Edit | None:
-    """The edit that fuses the optimizer a call makes; None where it is.
+def fused(files: Files, calls: Sequence[tuple[Syntax, cst.Call]], **more: Any) -> Change:
+    """The change that fuses the optimizers that calls make; ``more``: of it.
 
     Raises:
-        RefusedError: it asks for another form.
+        RefusedError: one asks for another form, or all are.
     """
-    foreach = keyword(call, "foreach")
-    if foreach is not None:
-        raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
-    return switched_on(syntax, call, "fused")
+    edits = []
+    for syntax, call in calls:
+        files.require_own(syntax)
+        if (foreach := keyword(call, "foreach")) is not None:
+            raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
+        if (edit := switched_on(syntax, call, "fused")) is not None:
+            edits.append((call, (syntax, edit)))
+    if not edits:
+        raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
+    (first, (syntax, _)), *_ = edits
+    return Change.of((edit for _, edit in edits), syntax.line(first), "fused=True", **more)
 
 
 def switched_on(syntax: Syntax, call: cst.Call, name: str) -> Edit | None:
@@ -263,12 +264,8 @@ def write_tf32(finding: Finding, context: Context, program: Files) -> Change:
     )
     torch, imports = torch_name(syntax)
     statement = f'{torch}.set_float32_matmul_precision("high")'
-    return Change(
-        {syntax: (*imports, behind_imports(syntax, statement))},
-        1,
-        statement,
-        "fp32 products round their factors to 10 bits of mantissa",
-    )
+    note = "fp32 products round their factors to 10 bits of mantissa"
+    return Change.of([*imports, (syntax, behind_imports(syntax, statement))], 1, statement, note)
 
 
 def behind_imports(syntax: Syntax, statement: str) -> Edit:

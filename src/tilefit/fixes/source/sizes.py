@@ -10,9 +10,7 @@ from torch import nn
 
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, writes
-from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Program, users_call
-from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import Literal, OtherValueError, Search, called
 from tilefit.rules import Finding
 from tilefit.rules.alignment.features import Group, groups
@@ -45,15 +43,14 @@ def _padded(finding: Finding, context: Context, program: Program, *, vocabularie
                 literals[literal.node] = (literal, new)
     if not literals:
         raise RefusedError(f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
-    edits: dict[Syntax, tuple[Edit, ...]] = {}
+    edits = []
     for literal, new in literals.values():
         program.require_own(literal.syntax)
         text = f"{new:_}" if "_" in literal.node.value else str(new)
-        edit = literal.syntax.replaced(literal.node, text)
-        edits[literal.syntax] = (*edits.get(literal.syntax, ()), edit)
+        edits.append((literal.syntax, literal.syntax.replaced(literal.node, text)))
     first = next(iter(literals.values()))[0]
     changed = dict.fromkeys(f"{literal} -> {new}" for literal, new in literals.values())
-    return Change(
+    return Change.of(
         edits,
         first.syntax.line(first.node),
         ", ".join(changed),

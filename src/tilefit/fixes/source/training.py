@@ -13,7 +13,14 @@ from tilefit.fixes.source.change import Change, keyword, torch_name
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loops_of_parameters import at_once
 from tilefit.fixes.source.program import Files
-from tilefit.fixes.source.settings import FUSIBLE, autocast_around, fused_in, switched_on, write_tf32
+from tilefit.fixes.source.settings import (
+    FUSIBLE,
+    autocast_around,
+    fused,
+    layout_call,
+    switched_on,
+    write_tf32,
+)
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.ops import Program, Step
 from tilefit.ops.program import TO_GPU, TO_HOST
@@ -57,20 +64,13 @@ def files_of(step: Step, main: Path) -> Files:
 
 def _fused(finding: Finding, context: Context, files: Files) -> Written:
     """``AdamW(model.parameters())``: with ``fused=True``."""
-    edits: dict[Syntax, tuple[Edit, ...]] = {}
-    line = 0
-    for syntax, call in _optimizers(context, files):
-        if not syntax.means(call.func) & FUSIBLE:
-            continue
+    calls = [(s, call) for s, call in _optimizers(context, files) if s.means(call.func) & FUSIBLE]
+    for syntax, call in calls:
         if any(argument.star == "**" for argument in call.args):
             raise RefusedError(f"the optimizer in {_place(syntax, call)} gets arguments that stand elsewhere")
-        edit = fused_in(syntax, call)
-        if edit is not None:
-            line = line or syntax.line(call)
-            edits[syntax] = (*edits.get(syntax, ()), edit)
-    if not edits:
+    if not calls:
         raise RefusedError("the optimizer is not made by a call of PyTorch's class")
-    return SAFE, Change(edits, line, "fused=True")
+    return SAFE, fused(files, calls)
 
 
 def _optimizers(context: Context, files: Files) -> list[tuple[Syntax, cst.Call]]:
@@ -103,10 +103,7 @@ def _compiled(finding: Finding, context: Context, files: Files) -> Written:
 def _channels_last(finding: Finding, context: Context, files: Files) -> Written:
     """``model.to(memory_format=torch.channels_last)`` before the optimizer, in place."""
     ranks = {len(p.shape) for p in context.step.parameters.values() if len(p.shape) > 3}
-    if len(ranks) != 1:
-        raise RefusedError("the model has convolutions in two and in three dimensions")
-    form = "channels_last" if ranks == {4} else "channels_last_3d"
-    return SAFE, _of_model(context, files, f"to(memory_format=torch.{form})", behind=False)
+    return SAFE, _of_model(context, files, layout_call(ranks, "torch"), behind=False)
 
 
 def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> Change:
@@ -120,7 +117,7 @@ def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> C
         )
     files.require_own(syntax)
     name = models.pop()
-    torch, imports = torch_name(syntax) if "torch." in method else ("torch", ())
+    torch, imports = torch_name(syntax) if "torch." in method else ("torch", [])
     text = f"{name}.{method}".replace("torch.", f"{torch}.")
     first = syntax.line(statement)
     indentation = syntax.indentation(first)
@@ -132,7 +129,7 @@ def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> C
     else:
         place = syntax.file.line_starts[number - 1]
         edit = Edit(place, place, f"{indentation}{text}{newline}")
-    return Change({syntax: (*imports, edit)}, number + behind, text)
+    return Change.of([*imports, (syntax, edit)], number + behind, text)
 
 
 def _asked(syntax: Syntax, call: cst.Call) -> str:
@@ -167,8 +164,8 @@ def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Writ
         argument = keyword(call, "set_to_none")
         if argument is not None and syntax.code(argument.value) == "False":
             note = "a parameter that gets no gradient in a step is then passed over, not stepped with zeros"
-            edits = (syntax.replaced(argument.value, "True"),)
-            return UNSAFE, Change({syntax: edits}, line, "set_to_none=True", note)
+            edit = syntax.replaced(argument.value, "True")
+            return UNSAFE, Change.of([(syntax, edit)], line, "set_to_none=True", note)
     raise RefusedError(f"line {line} of {syntax.file.name} does not say set_to_none=False")
 
 
@@ -179,28 +176,28 @@ def _anomaly_off(finding: Finding, context: Context, files: Files) -> Written:
         is_switch = any(name.endswith("set_detect_anomaly") for name in syntax.means(call.func))
         if is_switch and call.args and syntax.code(call.args[0].value) == "True":
             note = "a NaN in the backward pass is then no error"
-            edits = (syntax.replaced(call.args[0].value, "False"),)
-            return UNSAFE, Change({syntax: edits}, line, "set_detect_anomaly(False)", note)
+            edit = syntax.replaced(call.args[0].value, "False")
+            return UNSAFE, Change.of([(syntax, edit)], line, "set_detect_anomaly(False)", note)
     raise RefusedError(f"line {line} of {syntax.file.name} is not set_detect_anomaly(True)")
 
 
 def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Written:
     """``total += loss.item()``: ``total += loss.detach()``."""
-    edits: dict[Syntax, tuple[Edit, ...]] = {}
-    first = 0
     events = _program(context.step).events
-    for source in dict.fromkeys(e.site.source for e in events if e.name in ("item", "float")):
-        syntax, line = _at(source, files)
-        for statement in syntax.all(cst.AugAssign):
-            if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign):
-                own = [_detached(syntax, call) for call in syntax.all(cst.Call, statement) if _reads(call)]
-                edits[syntax] = (*edits.get(syntax, ()), *own)
-                first = first or line
-    edits = {syntax: own for syntax, own in edits.items() if own}
+    edits = [
+        (syntax, _detached(syntax, call))
+        for source in dict.fromkeys(e.site.source for e in events if e.name in ("item", "float"))
+        for syntax, line in (_at(source, files),)
+        for statement in syntax.all(cst.AugAssign)
+        if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign)
+        for call in syntax.all(cst.Call, statement)
+        if _reads(call)
+    ]
     if not edits:
         raise RefusedError("the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
-    return UNSAFE, Change(edits, first, "+= loss.detach()", note)
+    syntax, first = edits[0]
+    return UNSAFE, Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
 
 
 def _reads(call: cst.Call) -> bool:
@@ -215,8 +212,8 @@ def _detached(syntax: Syntax, call: cst.Call) -> Edit:
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Written:
     """``DataLoader(…)``: with ``pin_memory=True``; ``x.to(device)``: with ``non_blocking=True``."""
     program = _program(context.step)
-    edits: dict[Syntax, tuple[Edit, ...]] = {}
-    level, first = SAFE, 0
+    edits: list[tuple[Syntax, Edit]] = []
+    level = SAFE
     read = {event.site.source for event in program.events if event.kind == TO_HOST}
     copies = [e for e in program.events if e.kind == TO_GPU and e.blocks and e.bytes > _NUMBER_BYTES]
     for source in dict.fromkeys(event.site.source for event in copies if not event.non_blocking):
@@ -226,23 +223,17 @@ def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Writte
             raise RefusedError(f"it is not clear which calls in {source} copy to the GPU")
         if not all(_of_batch(syntax, call) for call in calls):
             level = UNSAFE
-        own = [edit for call in calls if (edit := switched_on(syntax, call, "non_blocking")) is not None]
-        edits[syntax] = (*edits.get(syntax, ()), *own)
-        first = first or line
+        edits += [(syntax, e) for call in calls if (e := switched_on(syntax, call, "non_blocking"))]
     pinned = [_pinned(source, files) for source in dict.fromkeys(e.source for e in program.loaders)]
-    for syntax, edit in filter(None, pinned):
-        edits[syntax] = (*edits.get(syntax, ()), edit)
-        first = first or syntax.file.line_of(edit.start)
-    edits = {syntax: own for syntax, own in edits.items() if own}
+    edits += filter(None, pinned)
     if not edits:
         raise RefusedError("the batches come from no DataLoader of yours")
-    note = (
-        ""
-        if level == SAFE
-        else "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
-    )
+    warning = "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
     summary = "pin_memory=True, non_blocking=True" if any(pinned) else "non_blocking=True"
-    return level, Change(edits, first, summary, note)
+    syntax, first = edits[0]
+    return level, Change.of(
+        edits, syntax.file.line_of(first.start), summary, "" if level == SAFE else warning
+    )
 
 
 def _copies(syntax: Syntax, call: cst.Call) -> bool:
@@ -309,7 +300,7 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Written:
     torch, imports = torch_name(syntax)
     loop = loops[-1]
     edit = syntax.replaced(loop, at_once(syntax, loop, torch))
-    return SAFE, Change({syntax: (*imports, edit)}, syntax.line(loop), f"{torch}._foreach_… for the loop")
+    return SAFE, Change.of([*imports, (syntax, edit)], syntax.line(loop), f"{torch}._foreach_… for the loop")
 
 
 # ---- places ------------------------------------------------------------------------------------
