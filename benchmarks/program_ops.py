@@ -2,24 +2,27 @@
 
 On a GPU each program runs for a few steps; of its third step the products, convolutions, attentions and
 recurrent layers are listed by shape, type, layout and count, with all kernels, copies and waits of the host,
-and the next steps are timed. Without a GPU, ``--compare`` captures the same step of the same programs and
-says where they differ.
+each kernel with the operation that launched it, and the next steps are timed. Without a GPU, ``--compare``
+captures the same step of the same programs and says where they differ, function by function.
 
-    python benchmarks/program_ops.py --rows rows.jsonl --seconds 240      # on a GPU; appends a row a program
+    python benchmarks/program_ops.py --rows rows.jsonl --seconds 300      # on a GPU; appends a row a program
     python benchmarks/program_ops.py --rows rows.jsonl --compare --out benchmarks/results/program_ops.json
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, OWN = ROOT / "examples" / "programs", ROOT / "benchmarks" / "programs"
 #: Program, its arguments, and whether its data are made up.
 PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
+    "speech": (EXAMPLES / "speech.py", (), False),
+    "lightning": (EXAMPLES / "lightning.py", (), True),
+    "functions": (OWN / "functions.py", (), False),
     "language_model": (EXAMPLES / "language_model.py", (), True),
     "image_transformer": (OWN / "image_transformer.py", (), False),
     "words": (OWN / "words.py", (), False),
-    "speech": (EXAMPLES / "speech.py", (), False),
     "graph": (EXAMPLES / "graph.py", (), False),
     "recommender": (EXAMPLES / "recommender.py", (), False),
     "reinforcement": (EXAMPLES / "reinforcement.py", (), False),
@@ -40,12 +45,13 @@ PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
     "diffusion": (EXAMPLES / "diffusion.py", (), True),
     "trainer": (EXAMPLES / "trainer.py", (), True),
     "accelerated": (EXAMPLES / "accelerated.py", (), True),
-    "lightning": (EXAMPLES / "lightning.py", (), True),
+    "contrastive": (OWN / "contrastive.py", (), False),
+    "mixture": (OWN / "mixture.py", (), False),
 }
 #: Steps before the one that is listed, and before those that are timed; how many are timed.
 SKIP, BEFORE, TIMED = 2, 4, 8
-#: A program that takes longer than so many seconds is ended.
-LIMIT_S = 75.0
+#: How the trace tells the operations that are marked for the benchmark.
+_MARK = "tilefit "
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -58,10 +64,10 @@ class Observed:
     def __init__(self, name: str, rows: Path, timed: int) -> None:
         import torch
         from capture_vs_cuda import Witness
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, record_function
 
         class Watching(Witness):
-            """Also counts all operations by name."""
+            """Also counts all operations by name, and marks each in the trace."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -69,7 +75,8 @@ class Observed:
 
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 self.names[str(func)] += 1
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                with record_function(f"{_MARK}{func} {_operands(args)}"):
+                    return super().__torch_dispatch__(func, types, args, kwargs)
 
         self.torch, self.name, self.timed = torch, name, timed
         self.file = rows.open("a")  # before programs are kept from writing
@@ -149,11 +156,51 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     kernels = kinds.get("kernel", [])
     return {
         "kernels": dict(Counter(each["name"][:120] for each in kernels)),
+        "calls": launched(spans, kernels),
         "kernels_s": sum(each["dur"] for each in kernels) * 1e-6,
         "copies": dict(Counter(each["name"] for each in kinds.get("gpu_memcpy", []))),
         "sets": len(kinds.get("gpu_memset", [])),
         "waits": dict(waits),
     }
+
+
+def launched(spans: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[list[Any]]:
+    """``[operation and operands, its kernels]`` of each marked operation that launched some, in order.
+
+    Marks never lie within each other, and only one thread launches at a time: that of the backward pass while
+    the program's waits for it.
+    """
+    spans = sorted(spans, key=lambda each: float(each["ts"]))
+    marks = [e for e in spans if e.get("cat") == "user_annotation" and e["name"].startswith(_MARK)]
+    starts = [float(each["ts"]) for each in marks]
+    launches = {
+        e["args"].get("correlation"): float(e["ts"])
+        for e in spans
+        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    calls: dict[int, list[Any]] = {}
+    for kernel in sorted(kernels, key=lambda each: float(each["ts"])):
+        at = launches.get(kernel["args"].get("correlation"), -1.0)
+        index = bisect_right(starts, at) - 1
+        inside = index >= 0 and at <= starts[index] + float(marks[index]["dur"])
+        name = marks[index]["name"].removeprefix(_MARK) if inside else ""
+        call = calls.setdefault(index if inside else -1, [name, []])
+        call[1].append(kernel["name"].removeprefix("void ")[:60])
+    return list(calls.values())
+
+
+def _operands(args: Any) -> str:
+    """Shapes and element types of an operation's tensors, and its numbers."""
+    shown = []
+    for each in args:
+        if hasattr(each, "stride"):
+            strides = "" if each.is_contiguous() else f"/{','.join(map(str, each.stride()))}"
+            shown.append(f"{str(each.dtype)[6:]}[{','.join(map(str, each.shape))}{strides}]")
+        elif isinstance(each, (list, tuple)) and each and hasattr(each[0], "stride"):
+            shown.append(f"{len(each)} x {max(part.numel() for part in each)}")
+        else:
+            shown.append(str(each)[:24])
+    return " ".join(shown)[:240]
 
 
 def run_program(name: str, rows: Path, timed: int) -> None:
@@ -170,14 +217,12 @@ def run_program(name: str, rows: Path, timed: int) -> None:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     random.seed(0)
-    if name == "lightning":
-        try:
-            import pytorch_lightning  # noqa: F401
-        except ImportError:
-            import lightning.pytorch
-
-            sys.modules["pytorch_lightning"] = lightning.pytorch
+    if name == "speech":
+        seen_whole()
     with ExitStack() as stack:
+        turn = stack.enter_context(rows.with_suffix(".turn").open("w"))
+        import_libraries(name)
+        fcntl.lockf(turn, fcntl.LOCK_EX)  # the imports of all overlap; the rest is one by one
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if fake:
             stack.enter_context(contained(folder, fake=True))
@@ -193,33 +238,71 @@ def run_program(name: str, rows: Path, timed: int) -> None:
             observed.write(error=f"{type(error).__name__}: {error}"[:500])
 
 
+def import_libraries(name: str) -> None:
+    """What a program will import."""
+    if name in ("trainer", "accelerated", "language_model"):
+        import transformers
+
+        _ = transformers.Trainer
+    if name == "lightning":
+        from tilefit.capture.torchvision_import import tolerated
+
+        with tolerated():
+            import torchvision  # noqa: F401
+        try:
+            import pytorch_lightning  # noqa: F401
+        except ImportError:
+            import lightning.pytorch
+
+            sys.modules["pytorch_lightning"] = lightning.pytorch
+
+
+def seen_whole() -> None:
+    """PyTorch's loss takes another way where anything watches it, and fails there for lengths on the CPU."""
+    import torch
+    from torch.profiler import record_function
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    ctc_loss = torch.ctc_loss
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with record_function(f"{_MARK}aten._ctc_loss.default {_operands(args)}"), _disable_current_modes():
+            return ctc_loss(*args, **kwargs)
+
+    torch.ctc_loss = torch.nn.functional.torch.ctc_loss = unseen
+
+
 def observe(names: list[str], rows: Path, seconds: float, timed: int) -> None:
-    """A row for each program, each in a process of its own."""
+    """A row for each program, each in a process of its own; they start together and run one by one."""
     began = time.perf_counter()
+    logs = {name: tempfile.TemporaryFile("w+") for name in names}  # noqa: SIM115
+    running = {}
     for name in names:
-        left = seconds - (time.perf_counter() - began)
-        if left < 10:
-            print(f"{name}: no time left", flush=True)
-            continue
         command = [sys.executable, __file__, "--child", name, "--rows", str(rows), "--timed", str(timed)]
-        before = rows.stat().st_size if rows.exists() else 0
-        with tempfile.TemporaryFile("w+") as log:
-            try:
-                subprocess.run(command, stdout=log, stderr=log, timeout=min(LIMIT_S, left), check=False)
-            except subprocess.TimeoutExpired:
-                print(f"{name}: ended after {min(LIMIT_S, left):.0f} s", flush=True)
-            log.seek(0)
-            tail = log.read()[-3000:]
-        with rows.open("r" if rows.exists() else "w+") as file:
-            file.seek(before)
-            row = json.loads(file.readline() or '{"error": "no row"}')
-        told = row.get("error") or (
-            f"{sum(row['kernels'].values())} kernels, {sum(row['waits'].values())} waits, "
-            f"{1e3 * row['step_s']:.2f} ms a step ({time.perf_counter() - began:.0f} s so far)"
+        running[name] = subprocess.Popen(
+            command, stdout=logs[name], stderr=logs[name], start_new_session=True
         )
-        print(f"{name}: {told}", flush=True)
-        if "error" in row:
-            print(tail, flush=True)
+        time.sleep(0.3)  # about in the order of the list
+    while running and (left := seconds - (time.perf_counter() - began)) > 0:
+        time.sleep(min(0.2, left))
+        for name in [name for name, child in running.items() if child.poll() is not None]:
+            del running[name]
+            found = rows.read_text().splitlines() if rows.exists() else []
+            row = next(
+                (r for r in map(json.loads, reversed(found)) if r["program"] == name), {"error": "no row"}
+            )
+            told = row.get("error") or (
+                f"{sum(row['kernels'].values())} kernels, {sum(row['waits'].values())} waits, "
+                f"{1e3 * row['step_s']:.2f} ms a step ({time.perf_counter() - began:.0f} s so far)"
+            )
+            print(f"{name}: {told}", flush=True)
+            if "error" in row:
+                logs[name].seek(0)
+                print(logs[name].read()[-3000:], flush=True)
+    for name, child in running.items():
+        os.killpg(child.pid, signal.SIGKILL)
+        logs[name].seek(0)
+        print(f"{name}: no time left\n{logs[name].read()[-1000:]}", flush=True)
 
 
 # ---- without one -----------------------------------------------------------------------------------
@@ -304,7 +387,7 @@ def main() -> None:
     )
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=", ".join(PROGRAMS))
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--timed", type=int, default=TIMED)
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--gpu", default="h200")
