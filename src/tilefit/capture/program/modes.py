@@ -30,6 +30,9 @@ from tilefit.ops.timeline import OPTIMIZER_STATE
 class _Steps(OptimizerSteps):
     """A program's own optimizers, which have made their state when a step is recorded."""
 
+    #: Whether ``optimizer_bytes`` is of what there is now.
+    counted = False
+
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """As of any capture, but a closure is called whenever the optimizer calls it."""
         _, closure = (*args, kwargs.get("closure"), None)[:2]
@@ -51,6 +54,11 @@ class _Steps(OptimizerSteps):
     def _make_state(self, optimizer: torch.optim.Optimizer, args: Any) -> None:
         """The first step makes it; nothing is recorded before."""
 
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """As of any capture; what its state takes is to be counted again."""
+        super().after(optimizer, args, kwargs)
+        self.counted = False
+
 
 class ProgramModes(Modes):
     """The modes of a program, and what they have learnt.
@@ -69,7 +77,7 @@ class ProgramModes(Modes):
         self.recorder.muted = True
         self.autocast = AutocastState()
         self.semantic = ProgramCalls(self.recorder, self.autocast)
-        self.steps = _Steps(self.recorder, self.autocast)
+        self.steps: _Steps = _Steps(self.recorder, self.autocast)
         self.meetings = Meetings(self.recorder, self.semantic)
         self.device_mode = Device(self.meetings, RULES)
         self.compiles = False
@@ -130,9 +138,11 @@ class ProgramModes(Modes):
 
     def count_optimizer_state(self) -> int:
         """Bytes of the state of all optimizers that have stepped; they are noted."""
-        for optimizer in self.steps.known:
-            self.recorder.own(state_of(optimizer), OPTIMIZER_STATE)
-        self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
+        if not self.steps.counted:
+            for optimizer in self.steps.known:
+                self.recorder.own(state_of(optimizer), OPTIMIZER_STATE)
+            self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
+            self.steps.counted = True
         return self.steps.optimizer_bytes
 
     @contextmanager
