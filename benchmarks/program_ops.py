@@ -24,6 +24,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,22 @@ PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
 }
 #: Steps before the one that is listed, and before those that are timed; how many are timed.
 SKIP, BEFORE, TIMED = 2, 4, 8
+#: Functions that the device runs, by what the capture calls them.
+_SAME = {
+    "aten._cudnn_rnn": "aten.recurrent",
+    "aten._cudnn_rnn_backward": "aten.recurrent_backward",
+    **{f"aten.{kind}": "aten.recurrent" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{
+        f"aten.{kind}_backward": "aten.recurrent_backward" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
+    "aten.cudnn_batch_norm": "aten.native_batch_norm",
+    "aten.cudnn_batch_norm_backward": "aten.native_batch_norm_backward",
+    **{
+        f"aten._scaled_dot_product_{kind}_attention{end}": f"aten.scaled_dot_product_attention{end}"
+        for kind in ("cudnn", "flash", "efficient", "fused")
+        for end in ("", "_backward")
+    },
+}
 #: How the trace tells the operations that are marked for the benchmark.
 _MARK = "tilefit "
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -314,7 +331,7 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
 
     from tilefit.assessment import Assessment
     from tilefit.capture.child import capture_program_in_child
-    from tilefit.cost.launch import launch
+    from tilefit.cost.launch import launched
     from tilefit.cost.priced import resolve
     from tilefit.options import ProgramOptions
 
@@ -326,7 +343,8 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
     estimate = Assessment(step, priced).context.estimate
     return {
         "seen": dict(captured(step)),
-        "kernels": sum(launch(e.op, e.phase, priced, step.settings).kernels for e in step.ops),
+        "kernels": sum(launched(e, priced) for e in step.ops),
+        "launched": by_function((e.name, launched(e, priced)) for e in step.ops),
         "waits": dict(Counter(f"{e.kind} {e.name}" for e in step.program.events if e.blocks)),
         "copies": dict(Counter(e.kind for e in step.program.events)),
         "aten": dict(Counter(entry.name for entry in step.ops)),
@@ -340,7 +358,8 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
 def difference(real: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """Where a program's two rows differ."""
     theirs, mine = Counter(real["seen"]), Counter(ours["seen"])
-    kernels, waits = sum(real["kernels"].values()), sum(real["waits"].values())
+    within = sum(n for name, n in real["copies"].items() if "DtoD" in name)
+    kernels, waits = sum(real["kernels"].values()) + within, sum(real["waits"].values())
     own = sum(n for name, n in real["waits"].items() if name == "cudaDeviceSynchronize")
     return {
         "program": real["program"],
@@ -355,9 +374,27 @@ def difference(real: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         "waits_captured": ours["waits"],
         "step_ms": [1e3 * real["step_s"], 1e3 * ours["step_s"]],
         "kernels_ms": [1e3 * real["kernels_s"], 1e3 * ours["kernels_s"]],
+        "launches_off": _off(
+            by_function((n.split()[0], len(k)) for n, k in real.get("calls", []) if n), ours["launched"]
+        ),
         "aten_captured": ours["aten"],
         "aten_executed": real["aten"],
     }
+
+
+def by_function(launches: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Kernels by the name of the function, without its overload."""
+    sums: Counter[str] = Counter()
+    for name, kernels in launches:
+        sums[_SAME.get(short := ".".join(name.split(".")[:2]), short).rstrip("_")] += kernels
+    return dict(sums)
+
+
+def _off(theirs: dict[str, int], ours: dict[str, int]) -> dict[str, list[int]]:
+    """Functions whose kernels are not as many, by how much."""
+    both = {name: [theirs.get(name, 0), ours.get(name, 0)] for name in {*theirs, *ours}}
+    off = {name: counts for name, counts in both.items() if counts[0] != counts[1]}
+    return dict(sorted(off.items(), key=lambda item: -abs(item[1][0] - item[1][1])))
 
 
 def compare(names: list[str], rows: Path, gpu: str, out: Path | None) -> None:

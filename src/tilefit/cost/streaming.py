@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from functools import cache
-from math import gcd, log2
+from math import gcd, log2, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
 from tilefit.cost.features import FIXED_S, MEMORY_SHARE, Row, describes, one_hot
-from tilefit.cost.launch import COMPILED_KERNEL_S, launches
+from tilefit.cost.launch import COMPILED_KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Op, Settings, Streaming
+from tilefit.ops import OPTIMIZER, Op, Settings, StepOp, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, size_bytes
 from tilefit.ops.streaming import ROLES
 
@@ -89,6 +89,24 @@ FUNCTIONS = """
     silu_backward slice_backward sort sum tanh threshold_backward topk where
 """.split()
 _DTYPES = ("bf16", "fp16", "fp32")
+#: Kernels of functions that launch several (PyTorch 2.11 on an H200, ``benchmarks/program_ops.py``), as
+#: sources in ATen/native/cuda have them; and of an embedding's gradient whose indices are sorted.
+_KERNELS = {
+    "native_layer_norm_backward": 2,
+    "native_group_norm": 3,
+    "native_group_norm_backward": 5,
+    "binary_cross_entropy_with_logits": 5,
+    "mse_loss": 2,
+    "smooth_l1_loss": 2,
+    "huber_loss": 2,
+    "logsumexp": 9,
+    "constant_pad_nd": 2,
+    "nonzero_static": 4,
+    "_foreach_norm": 3,
+}
+_SORTED_KERNELS = 21
+#: Numbers up to which a single kernel sorts them.
+_TILE_SORTED = 3072
 #: Rows and elements that one block of a reduction takes, about.
 _BLOCK = 1024
 
@@ -171,6 +189,19 @@ def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) ->
     """The compiler generates the kernels, and what launches them."""
     generated = settings.compiled and phase != OPTIMIZER
     return op.kernels, COMPILED_KERNEL_S * op.kernels if generated else None
+
+
+@counts(Streaming)
+def count_streaming(entry: StepOp, gpu: Gpu) -> int:
+    """The kernels of a function's implementation for CUDA."""
+    op = entry.op
+    assert isinstance(op, Streaming)
+    if op.function.endswith("index_put") and op.kernels > 1:
+        indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)
+        return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= _TILE_SORTED else 6)
+    if op.function == "embedding_dense_backward":
+        return _SORTED_KERNELS if op.kernels > 2 else op.kernels
+    return op.kernels - 1 + _KERNELS.get(op.function, 1)
 
 
 @describes(Streaming("softmax", 96_000, 192_000, 192_000, dtype="fp16", inner=960))
