@@ -203,7 +203,19 @@ def scaled_dot_product_attention(
     if reason:
         with calls.recorder.sites.falling_back(op, reason):
             return unfused()
-    return _FusedAttention.apply(calls, op, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return fused_attention(calls, op, query, key, value, attn_mask)
+
+
+def fused_attention(
+    calls: FusedCalls,
+    op: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> Any:
+    """Record an attention as one kernel, forward and backward; returns what it makes."""
+    return _FusedAttention.apply(calls, op, query, key, value, mask)  # type: ignore[no-untyped-call]
 
 
 class _Recurrence(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch.amp import autocast_mode
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
+from tilefit.capture.program import flex
 from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
@@ -80,7 +81,7 @@ class ProgramModes(Modes):
         self.steps: _Steps = _Steps(self.recorder, self.autocast)
         self.meetings = Meetings(self.recorder, self.semantic)
         self.device_mode = Device(self.meetings, RULES)
-        self.compiles = False
+        self.compiles = self.compiles_flex = False
         #: Numbers of the memory that was there when the step began.
         self.alive_before: set[int] = set()
 
@@ -96,6 +97,9 @@ class ProgramModes(Modes):
         install(self.device_mode, self.gpu)
         with ExitStack() as stack:
             stack.enter_context(self._compiled())
+            stack.enter_context(
+                flex.emulated(self.semantic.fused, lambda: self.compiles or self.compiles_flex)
+            )
             stack.enter_context(_followed(self.autocast))
             stack.enter_context(intercepted(self.steps))
             stack.enter_context(
@@ -153,6 +157,7 @@ class ProgramModes(Modes):
             if model is None:
                 return lambda function: compiled(function, **options)
             self.compiles |= isinstance(model, nn.Module)
+            self.compiles_flex |= getattr(model, "__name__", "") == "flex_attention"
             return model
 
         def in_place(model: nn.Module, *args: Any, **options: Any) -> None:
