@@ -1,8 +1,8 @@
 """How many mistakes of the catalogue the mixed-precision debugger finds, and whom it accuses wrongly.
 
 Runs every wrong loop of ``tests/precision/loops`` and every healthy one under a watch that knows nothing of
-them, the two-rank cases, and the two replays. A mistake counts as found where the right code is reported at
-the right line.
+them, the two-rank cases, and the two replays; and the loops again on an emulated GPU. A mistake counts as
+found where the right code is reported at the right line.
 
 Run it with: python benchmarks/precision_catalogue.py
 It writes benchmarks/results/precision_catalogue.json.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -28,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from precision import loops, test_ranks
 from precision.loops import computation, fresh, parts, protocol, shapes, storage, values
 from tilefit.precision import compare, first_divergence, watch
+from tilefit.precision.rules import all_rules
 
+_TESTS = Path(__file__).parent.parent / "tests"
 RESULT = Path(__file__).parent / "results" / "precision_catalogue.json"
 _FILLED_BY = (computation, fresh, protocol, shapes, storage, values)
 
@@ -149,6 +153,33 @@ def replays() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return wrong, right
 
 
+def emulated() -> dict[str, Any]:
+    """The same loops on an emulated GPU, which has no values: what needs none is to be found all the same."""
+    path = os.pathsep.join((str(_TESTS.parent / "src"), str(_TESTS)))
+    command = [sys.executable, "-m", "precision.emulated"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    needs_values = {rule.code for rule in all_rules() if rule.values}
+    wrong = [row for row in rows if "code" in row]
+    possible = [row for row in wrong if row["code"] not in needs_values]
+    found = [row["loop"] for row in wrong if _at_its_line(row)]
+    healthy = [row for row in rows if "code" not in row]
+    return {
+        "wrong_loops_that_need_no_values": len(possible),
+        "of_these_found_at_the_line": sum(row["loop"] in found for row in possible),
+        "wrong_loops_that_need_values": len(wrong) - len(possible),
+        "healthy_loops": len(healthy),
+        "missed": [row["loop"] for row in possible if row["loop"] not in found],
+        "accused": [r["loop"] for r in healthy if any(a[1] != "note" for a in r.get("alarms", ()))],
+        "raised": [row["loop"] for row in rows if "raised" in row],
+    }
+
+
+def _at_its_line(row: dict[str, Any]) -> bool:
+    return any(code == row["code"] and line in row["lines"] for code, _, line in row.get("alarms", ()))
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("tilefit.precision").setLevel(logging.CRITICAL)
@@ -175,6 +206,7 @@ def main() -> None:
         "missed": [row["loop"] for row in wrong if not row["line"]],
         "accused": [row["loop"] for row in loud],
         "time_s": round(time.perf_counter() - start_s, 1),
+        "emulated": emulated(),
         "wrong": wrong,
         "right": right,
     }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 _LOOP = """
 import sys
@@ -227,3 +228,14 @@ def test_what_became_of_each_rule_is_listed(tilefit, script: Path) -> None:
     checks = {check["code"]: check for check in books["checks"]}
     assert checks["AMP012"]["status"] == "could not be checked"
     assert checks["AMP012"]["why"] == "close looks are switched off"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the scaler is on where there is a GPU")
+def test_a_scaler_that_is_off_for_want_of_a_gpu_is_no_mistake(tilefit, tmp_path: Path) -> None:
+    path = tmp_path / "either.py"
+    text = _LOOP.replace('GradScaler("cpu")', 'GradScaler("cuda")')
+    path.write_text(text)
+    ran = tilefit("precision", str(path))
+    assert ran.code == 0
+    assert "Nothing wrong" in ran.out
+    assert "which is off without CUDA: --gpu NAME" in " ".join(ran.out.split())

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import io
 import json
 import os
 import threading
+import weakref
 
 import torch
 from torch import nn
@@ -257,6 +259,49 @@ def _():
         y = x + 1
     graph.replay()
     return list(y.shape)
+
+
+@case("addresses")
+def _():
+    one, other = unknown(3, 4).clone(), unknown(5).clone()
+    ends = (
+        one.data_ptr() + one.nbytes <= other.data_ptr() or other.data_ptr() + other.nbytes <= one.data_ptr()
+    )
+    return [ends, one[1].data_ptr() - one.data_ptr(), one.detach().data_ptr() == one.data_ptr()]
+
+
+@case("writes are numbered")
+def _():
+    x = unknown(3, 4).clone()
+    seen = [x.content]
+    y = x + 1
+    seen.append(x.content)
+    x.data[1].mul_(2)
+    seen.append(x.content)
+    x[0].zero_()
+    seen.append(x.content)
+    x.detach().mul_(0)
+    seen.append(x.content)
+    return [seen[0] == seen[1], len(set(seen)), seen[-1], torch.zeros_like(y).content, y.content != seen[1]]
+
+
+@case("saved and loaded")
+def _():
+    model, file = nn.Linear(3, 4).cuda(), io.BytesIO()
+    held = weakref.ref(model.weight)
+    for place in (file, "model.pt"):
+        torch.save(model.state_dict(), place)
+    file.seek(0)
+    for place in (file, "model.pt"):
+        model.load_state_dict(torch.load(place, map_location="cuda"))
+    return [held() is model.weight, os.path.exists("model.pt")]
+
+
+@case("moved though held weakly")
+def _():
+    model = nn.Linear(3, 4)
+    held = weakref.ref(model.weight)
+    return [str(model.cuda().weight.device), held() is model.weight]
 
 
 device = Device(Nobody(), RULES)

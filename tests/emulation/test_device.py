@@ -27,6 +27,10 @@ def _answers() -> dict[str, Any]:
     ("case", "answer"),
     {
         "available": True,
+        "addresses": [True, 16, True],
+        "writes are numbered": [True, 4, 0, 0, True],
+        "saved and loaded": [True, False],
+        "moved though held weakly": ["cuda:0", True],
         "name": "NVIDIA H100 SXM 80GB",
         "capability": [9, 0],
         "memory": 85_899_345_920,

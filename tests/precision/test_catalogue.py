@@ -49,7 +49,7 @@ def test_a_healthy_loop_is_not_accused(case: loops.Right) -> None:
 #: Loops that are wrong only where autocast is the CPU's, which leaves more in half precision than CUDA's, or
 #: whose
 #: own casts name the CPU.
-_OF_THE_CPU = {
+OF_THE_CPU = {
     "squares_overflow_in_a_norm_by_hand",
     "logarithm_of_probabilities",
     "sum_of_large_differences",
@@ -76,7 +76,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_on_a_gpu")
 @pytest.mark.parametrize(
-    "case", [case for case in loops.WRONG if case.name not in _OF_THE_CPU], ids=lambda case: case.name
+    "case", [case for case in loops.WRONG if case.name not in OF_THE_CPU], ids=lambda case: case.name
 )
 def test_a_wrong_loop_is_found_on_a_gpu(case: loops.Wrong) -> None:
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_a_wrong_loop_is_found_on_a_gpu(case: loops.Wrong) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_on_a_gpu")
 @pytest.mark.parametrize(
-    "case", [case for case in loops.RIGHT if case.name not in _OF_THE_CPU], ids=lambda case: case.name
+    "case", [case for case in loops.RIGHT if case.name not in OF_THE_CPU], ids=lambda case: case.name
 )
 def test_a_healthy_loop_is_not_accused_on_a_gpu(case: loops.Right) -> None:
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -86,14 +86,21 @@ class OptimizerSteps:
                 # Without a word from the user CUDA takes the multi-tensor path; ``foreach=False`` is a word.
                 group.update(fused=None, foreach=group["foreach"] is not False)
         enter(self.recorder.phase(OPTIMIZER))
-        enter(torch.device("cpu"))
+        enter(self._default_device())
         enter(torch.no_grad())
         if not any(known is optimizer for known in self.known):
             self.known.append(optimizer)
             self._make_state(optimizer, args)
         if self.fused:
             enter(self.recorder.silent())
+            if hasattr(optimizer, "found_inf"):
+                # A scaler leaves the division to the fused step, which here stands aside for another.
+                vars(optimizer).update(grad_scale=None, found_inf=None)
         return args, kwargs
+
+    def _default_device(self) -> AbstractContextManager[object]:
+        """Where a step makes what it says no device of: that of the model is none here."""
+        return torch.device("cpu")
 
     def _make_state(self, optimizer: torch.optim.Optimizer, args: Any) -> None:
         """Create the state, as a run's first step does, and count it as there from the start."""

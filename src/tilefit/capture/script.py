@@ -36,7 +36,11 @@ class Watching(Protocol):
 
 
 def run_script(
-    script: Path, arguments: list[str], watch: Watching, stuck: Callable[[], NoReturn] | None = None
+    script: Path,
+    arguments: list[str],
+    watch: Watching,
+    stuck: Callable[[], NoReturn] | None = None,
+    explained: Callable[[BaseException], TilefitError | None] = lambda error: None,
 ) -> TilefitError | None:
     """Run a script as ``python script arguments`` does, under a watch, until it ends or the watch has.
 
@@ -48,9 +52,10 @@ def run_script(
         arguments: Its arguments.
         watch: The watch, not started yet.
         stuck: Ends the process, where the script goes on whatever it is told, by a bare ``except:``.
+        explained: What to say of an error that what stands around the script is the cause of.
 
     Returns:
-        What went wrong in the script; None where it ended well or was ended.
+        What went wrong in the script, caused by what it raised; None where it ended well or was ended.
     """
     argv, path = sys.argv[:], sys.path[:]
     requests, stdout = count(1), sys.stdout
@@ -70,7 +75,11 @@ def run_script(
     except _Enough:
         return None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's script may raise
-        return failure(error, str(script), "The script failed; what was found until then is reported.")
+        hint = "The script failed; what was found until then is reported."
+        failed = explained(error) or failure(error, str(script), hint)
+        if failed is not None:
+            failed.__cause__ = error
+        return failed
     finally:
         sys.argv, sys.path = argv, path
     return None

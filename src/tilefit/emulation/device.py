@@ -65,6 +65,9 @@ _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
 _INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
 #: What CUDA has kernels for, though it could be run by its parts.
 WHOLE = frozenset(("silu_backward", "mish_backward"))
+#: What leaves zeros, and what does where its second argument is zero.
+_CLEARING = frozenset("zeros zeros_like new_zeros zero_ _foreach_zero_".split())
+_CLEARING_BY_ZERO = frozenset("fill_ mul_ _foreach_mul_".split())
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
 
@@ -180,8 +183,11 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return CudaTensor(leaf, known[id(leaf)]) if same is None else same
 
         wrapped = mapped(out, wrap)
-        if Schema.of(func).writes:
-            for written in Schema.of(func).written(args, kwargs):
+        clears = _clears(func, args)
+        made_anew = () if Schema.of(func).writes or not clears else (wrapped,)
+        for written in (*Schema.of(func).written(args, kwargs), *made_anew):
+            if isinstance(written, CudaTensor):
+                written.wrote(zeros=clears)
                 _follow(written)
         return wrapped
 
@@ -287,16 +293,28 @@ def _is_composite(func: Any) -> bool:
     return has_parts and func._overloadpacket.__name__ not in WHOLE
 
 
-def _follow(tensor: torch.Tensor) -> None:
+def _clears(func: Any, args: Any) -> bool:
+    """Whether an operation leaves nothing but zeros."""
+    name = func._overloadpacket.__name__
+    if name in _CLEARING:
+        return True
+    if name not in _CLEARING_BY_ZERO or len(args) < 2:
+        return False
+    by = args[1]
+    if isinstance(by, torch.Tensor):
+        return not isinstance(by, CudaTensor) and not by.dim() and not by.item()
+    return isinstance(by, int | float) and not by
+
+
+def _follow(tensor: CudaTensor) -> None:
     """Give a tensor that was changed in place the shape that it has on ``meta``."""
-    if isinstance(tensor, CudaTensor):
-        inner = tensor.on_meta
-        if (
-            tensor.shape != inner.shape
-            or tensor.stride() != inner.stride()
-            or tensor.storage_offset() != inner.storage_offset()
-        ):
-            replace_memory(tensor, CudaTensor(inner, None))
+    inner = tensor.on_meta
+    if (
+        tensor.shape != inner.shape
+        or tensor.stride() != inner.stride()
+        or tensor.storage_offset() != inner.storage_offset()
+    ):
+        replace_memory(tensor, CudaTensor(inner, None))
 
 
 def _described(value: torch.Tensor) -> str:

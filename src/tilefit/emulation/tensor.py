@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,9 @@ from tilefit.emulation.value import Value
 
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
-
+#: Bytes to whose multiples CUDA's allocator rounds.
+_ALIGNED = 512
+_CONTENTS = count(1)
 
 _TAKE_THEMSELVES_APART = frozenset(("DTensor", "AsyncCollectiveTensor", "NestedTensor"))
 
@@ -35,6 +38,8 @@ class CudaTensor(torch.Tensor):
     value: Value | None
     entries: int | None = None
 
+    #: Where no memory has an address yet.
+    _free: ClassVar[int] = 0x7F00_0000_0000
     #: Runs an operation that has such a tensor among its arguments: ``(function, arguments, keywords)``.
     launched: ClassVar[Callable[[Any, Any, Any], Any]]
     #: Reads the values: ``(tensor, what asks)`` to a tensor on the CPU.
@@ -81,9 +86,35 @@ class CudaTensor(torch.Tensor):
         return self.detach().cpu().numpy()
 
     def data_ptr(self) -> int:
-        """An address of its own for each memory."""
-        storage = self.on_meta.untyped_storage()
-        return int(storage._cdata + self.on_meta.storage_offset() * self.on_meta.element_size())
+        """An address within memory that is no other tensor's."""
+        storage: Any = self.on_meta.untyped_storage()
+        if not hasattr(storage, "address"):
+            storage.address = CudaTensor._free
+            CudaTensor._free += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        return int(storage.address + self.on_meta.storage_offset() * self.on_meta.element_size())
+
+    def known(self) -> torch.Tensor | None:
+        """Its values, on the CPU; None where they are not known, or assumed."""
+        value = self.value
+        return None if value is None or value.state.assumed else value.tensor()
+
+    @property
+    def content(self) -> int:
+        """A number for what its memory holds, another after each write; 0 for zeros."""
+        storage: Any = self.on_meta.untyped_storage()
+        if not hasattr(storage, "content"):
+            self.wrote()
+        return int(storage.content)
+
+    def wrote(self, zeros: bool = False) -> None:
+        """Its elements were written, with nothing but zeros or with what nobody knows."""
+        storage: Any = self.on_meta.untyped_storage()
+        if not zeros:
+            storage.content = next(_CONTENTS)
+        elif storage.nbytes() <= self.numel() * self.element_size():
+            storage.content = 0
+        elif getattr(storage, "content", -1):  # the rest of it is what it was
+            storage.content = next(_CONTENTS)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage, which has a size and no memory."""

@@ -228,8 +228,18 @@ def _modules_move_in_place() -> None:
     A parameter without a size remembers where it is to be made.
     """
     torch.__future__.set_swap_module_params_on_conversion(True)
+    # Who holds a parameter weakly holds the same object as before: that is what swapping is for.
+    _torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
     module, lazy = _torch.nn.Module, _torch.nn.parameter.UninitializedTensorMixin
-    apply, materialize = module._apply, lazy.materialize
+    apply, materialize, load = module._apply, lazy.materialize, module._load_from_state_dict
+
+    def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Values that are loaded are copied into the parameters."""
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            load(self, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(True)
 
     def moved(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         held = {name: p for name, p in self._parameters.items() if isinstance(p, lazy)}
@@ -251,7 +261,7 @@ def _modules_move_in_place() -> None:
             there = self.detach().to(where)
             _torch.utils.swap_tensors(self, torch.nn.Parameter(there) if kind else there)
 
-    module._apply, lazy.materialize = moved, made
+    module._apply, lazy.materialize, module._load_from_state_dict = moved, made, loaded
 
     data = _torch._C.TensorBase.data
 
@@ -280,21 +290,42 @@ def _threads_see(device: Device) -> None:
 
 
 def _files() -> None:
-    """What is loaded for the GPU goes there from the CPU; what is saved is not written."""
+    """What is loaded for the GPU goes there from the CPU.
+
+    What is saved is kept as it is, and loaded from there; the user's files are left alone.
+    """
     load = torch.load
+    kept: dict[str | bytes, Any] = {}
+
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            kept[os.path.abspath(os.fspath(f))] = obj
+        else:
+            token = b"emulated%08d" % len(kept)
+            kept[token] = obj
+            f.write(token)
+
+    def saved(f: Any) -> Any:
+        """What was saved there, or None."""
+        if isinstance(f, str | os.PathLike):
+            return kept.get(os.path.abspath(os.fspath(f)))
+        token = f.read(16)
+        if token not in kept:
+            f.seek(-len(token), os.SEEK_CUR)
+        return kept.get(token)
 
     def loaded(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         plain = isinstance(map_location, str | torch.device)
         on_host = "cpu" if map_location is None or plain else map_location
-        out = load(f, map_location=on_host, **kwargs)
-        if not plain or torch.device(map_location).type != "cuda":
+        out = saved(f)
+        out = load(f, map_location=on_host, **kwargs) if out is None else out
+        if not plain:
             return out
         return torch.utils._pytree.tree_map(
             lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf, out
         )
 
-    _torch.load = loaded
-    _torch.save = lambda *args, **kwargs: None
+    _torch.load, _torch.save = loaded, save
 
 
 def _loaders() -> None:

@@ -32,6 +32,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from tilefit.emulation.device import Device
 from tilefit.precision import graph
 from tilefit.precision.ledger import Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
@@ -279,7 +280,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def possible() -> bool:
         """Whether a mode can be pushed: not above one of the user's, who would then pop ours."""
         # A look that has ended within a backward pass is popped when that ends.
-        return all(isinstance(mode, Look) and mode._paused for mode in _get_current_dispatch_mode_stack())
+        modes = _get_current_dispatch_mode_stack()
+        return all(isinstance(m, Device) or (isinstance(m, Look) and m._paused) for m in modes)
 
     def begin(self) -> None:
         """Push the mode, or have it pushed when the backward pass has ended that runs."""

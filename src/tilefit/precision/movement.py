@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import events
 from tilefit.precision.degrees import base_name
 from tilefit.precision.ledger import Stepped, Stepping, Tracker
@@ -29,6 +30,7 @@ from tilefit.precision.tensors import (
     HALF,
     Notes,
     has_values,
+    is_dense,
     is_plain,
     name_of,
     parameters_of,
@@ -67,7 +69,7 @@ class Weights(Tracker):
 
     def _begin(self, optimizer: Optimizer) -> _Follower | None:
         half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
-        if not half:
+        if not half or any(isinstance(parameter, CudaTensor) for parameter in half):
             return None
         name = type(optimizer).__name__
         base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
@@ -268,11 +270,13 @@ class Accumulators(Tracker, Observer):
 
     def before(self, call: Call) -> None:
         self._old = []
+        if not call.name.endswith("_"):
+            return
         name, here = base_name(call.name), self._ledger.here
         if here.in_use:
             if name == "mul" and here.stepping:
                 self._shrinks(call, here.stepping[0])
-        elif call.name.endswith("_") and name != "copy":
+        elif name != "copy":
             for index, target in enumerate(targets(call.func, call.args, call.kwargs)):
                 # What a graph has made is an activation of this step.
                 mine = target.dtype in HALF and has_values(target) and target.is_leaf
@@ -290,15 +294,19 @@ class Accumulators(Tracker, Observer):
             total.add(call, target, spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
+        outs = call.out if isinstance(call.out, list | tuple) else [call.out]
+        moved = name in ("copy", "clone")
+        values = [call.args[name == "copy"]] if moved else outs
+        if not any(isinstance(value, Tensor) and value.dtype in HALF for value in values):
+            return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
             return
-        if name in ("copy", "clone"):
-            source = call.args[1] if name == "copy" else call.args[0]
-            known = self._sums.get(_place(source)) if source.dtype in HALF and is_plain(source) else None
+        if moved:
+            known = self._sums.get(_place(values[0])) if is_plain(values[0]) else None
             if known is not None:
                 self._keep(known, call.out)
         elif not call.name.endswith("_"):
-            for index, out in enumerate(call.out if isinstance(call.out, list | tuple) else [call.out]):
+            for index, out in enumerate(outs):
                 if isinstance(out, Tensor) and out.dtype in HALF and has_values(out):
                     self._made(call, name, index, out)
 
@@ -359,15 +367,12 @@ class Accumulators(Tracker, Observer):
         if not isinstance(factor, float) or type(optimizer).__module__.startswith("torch.optim."):
             return
         weights = targets(call.func, call.args, call.kwargs)
-        own = {p.data_ptr() for p in parameters_of(optimizer) if is_plain(p)}
+        own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
         half = next((w.dtype for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            place, dtype, rounded = (
-                (call.source, type(optimizer).__name__),
-                name_of(half),
-                _rounded(factor, half),
-            )
-            self._recorder.emit(events.HalfState(*place, dtype=dtype, decay=factor, decay_rounded=rounded))
+            place, rounded = (call.source, type(optimizer).__name__), _rounded(factor, half)
+            event = events.HalfState(*place, dtype=name_of(half), decay=factor, decay_rounded=rounded)
+            self._recorder.emit(event)
 
     def end(self) -> None:
         self._products.clear()

@@ -23,6 +23,8 @@ from tilefit.precision.tensors import parameters_of
 
 #: From so many skipped steps in a row on, the losses are looked at.
 MANY_SKIPS = 3
+#: The rules that follow a loss scale.
+_OF_SCALERS = tuple(f"AMP{n:03}" for n in (1, 2, 3, 5, 6, 7, 8, 19, 20, 21, 29))
 #: How deep a checkpoint is searched.
 _DEPTH = 4
 
@@ -43,6 +45,10 @@ class Scalers(Tracker):
 
     def _scale(self, scaler: Any, outputs: Any) -> Running:
         if not enabled(scaler):
+            if getattr(scaler, "_device", "") == "cuda" and not torch.cuda.is_available():
+                self._ledger.here.scale_met = True  # on a GPU there would be one
+                what = "the gradient scaler, which is off without CUDA: --gpu NAME emulates a GPU"
+                self._recorder.cannot_check(what, *_OF_SCALERS)
             return
         scaled = yield
         known = self._ledger.scaler(scaler)
@@ -97,7 +103,8 @@ class Scalers(Tracker):
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        left = any(known.mark in gradient.state.marks for gradient in self._ledger.gradients)
+        mark, states = known.mark, {id(g.state): g.state for g in self._ledger.gradients}
+        left = any(mark in state.marks for state in states.values())
         known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
         with self._explained("update", None):
             yield

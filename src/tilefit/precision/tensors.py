@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.optim import Optimizer
 
+from tilefit.emulation.tensor import CudaTensor
+
 HALF = (torch.float16, torch.bfloat16)
 #: Values followed of each tensor.
 VALUES = 1024
@@ -79,6 +81,11 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor._is_zerotensor()
         and not stands_for_another(tensor)
     )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is plain, or one of the emulated GPU's, which has memory but no values."""
+    return isinstance(tensor, CudaTensor) or is_plain(tensor)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tilefit.emulation.device import Device
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import UsageError
 from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
@@ -44,6 +47,8 @@ FIRST_STEPS = 4
 EVERY = 100
 #: The rules that a close look is for.
 CLOSELY = tuple(rule.code for rule in all_rules() if rule.closely)
+#: The rules that need numbers.
+VALUES = tuple(rule.code for rule in all_rules() if rule.values)
 #: What stands in the way of close looks, for the report.
 NUMERICS_OFF = "close looks are switched off"
 TOO_SHORT = "no step was looked at closely: the run was too short"
@@ -149,6 +154,8 @@ class Watch:
 
     def _start(self) -> None:
         self._frames_before = _frames_compiled()
+        if any(isinstance(mode, Device) for mode in _get_current_dispatch_mode_stack()):
+            self._recorder.cannot_check("values, of which the emulated GPU has none", *VALUES)
         for model in self._models:
             self._recorder.name(model)
             for parameter in model.parameters():
@@ -274,7 +281,7 @@ class Watch:
         self._losses_finite += [
             torch.isfinite(root.detach()).all()
             for root in begins.roots
-            if isinstance(root, Tensor) and not stands_for_another(root)
+            if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor))
         ]
 
     def _on_stepped(self, stepped: Stepped) -> None:

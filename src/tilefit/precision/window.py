@@ -22,7 +22,7 @@ from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, 
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
 from tilefit.precision.marks import HAND, Cause, Kind, State
-from tilefit.precision.tensors import Notes, has_values, is_plain, targets, tensors_in
+from tilefit.precision.tensors import Notes, is_dense, is_plain, targets, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
 _SCALINGS = frozenset("mul div true_divide".split())
@@ -86,7 +86,7 @@ class Window(Tracker, Observer):
         if not self._ledger.closely:
             return  # another thread's
         values = ((g.value, g) for g in self._ledger.gradients)
-        self._held = {v.data_ptr(): g for v, g in values if v is not None and is_plain(v) and v.numel()}
+        self._held = {v.data_ptr(): g for v, g in values if v is not None and is_dense(v) and v.numel()}
         self._starts = sorted(self._held)
 
     def on_gave(self, gave: Gave) -> None:
@@ -126,7 +126,7 @@ class Window(Tracker, Observer):
 
     def _gradient(self, tensor: Tensor) -> Gradient | None:
         """The gradient that a tensor is, or whose memory it lies in."""
-        if not self._held or not is_plain(tensor) or not tensor.numel():
+        if not self._held or not is_dense(tensor) or not tensor.numel():
             return None
         address = tensor.data_ptr()
         gradient = self._held[self._starts[bisect_right(self._starts, address) - 1]]
@@ -155,8 +155,10 @@ class Window(Tracker, Observer):
             factor *= _by(call, args[1])
         marks: Marks = frozenset().union(*(one.marks for one in found))
         for out in written or tensors_in([call.out]):
-            if not has_values(out) or self._gradient(out) is not None:
-                continue  # nothing, or a view of a gradient
+            if not (out.is_floating_point() and is_dense(out) and out.numel()):
+                continue
+            if self._gradient(out) is not None:
+                continue  # a view of a gradient
             operation, source = (lost.operation, lost.source) if lost else (call.name, "")
             if not source and (degree != 1 or factor != 1):
                 source = call.source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -59,6 +59,10 @@ class _Steps(OptimizerSteps):
         """As of any capture; what its state takes is to be counted again."""
         super().after(optimizer, args, kwargs)
         self.counted = False
+
+    def _default_device(self) -> AbstractContextManager[object]:
+        """The program's own."""
+        return nullcontext()
 
 
 class ProgramModes(Modes):

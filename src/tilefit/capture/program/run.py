@@ -6,7 +6,8 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -45,22 +46,31 @@ def capture_program(
     """
     os.environ |= options.environment
     try:
-        with contained(folder, fake=options.fake_data) as around:
-            modes = ProgramModes(gpu)
+        with on_emulated_gpu(gpu, folder, fake=options.fake_data) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
-            with (
-                one_rank(modes.recorder),
-                noting_makers(),
-                modes.running(),
-                capture.finder.watching(),
-                capture.window.watching(),
-                overlaid(options.sources),
-            ):
+            with capture.finder.watching(), capture.window.watching(), overlaid(options.sources):
                 error = _run(options, around)
         result = error or _no_step(capture.finder, options)
     except TilefitError as refused:
         result = refused
     done(result)
+
+
+@contextmanager
+def on_emulated_gpu(
+    gpu: Gpu, folder: Path, *, fake: bool = False
+) -> Iterator[tuple[Surroundings, ProgramModes]]:
+    """Within the block this process has a GPU, and from then on; what it writes to files is not kept.
+
+    Args:
+        gpu: What it is told that it has.
+        folder: Where its files go.
+        fake: Random data take the place of data that are missing.
+    """
+    with contained(folder, fake=fake) as around:
+        modes = ProgramModes(gpu)
+        with one_rank(modes.recorder), noting_makers(), modes.running():
+            yield around, modes
 
 
 def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:

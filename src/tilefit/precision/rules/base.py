@@ -24,7 +24,8 @@ class PrecisionRule(ABC, Generic[E]):
     source. ``code`` is ``AMP`` and a number; ``title`` one line; ``severity`` and ``fix`` are an alarm's,
     unless its check says otherwise; ``by_module`` says that modules that share a line are told apart.
     ``needs`` are the facts of a run without all of which there is nothing to check, as the report says it;
-    ``closely`` says that it takes close looks; ``replay`` names the function that checks it, where that is
+    ``closely`` says that it takes close looks, ``values`` that it takes numbers, which the emulated GPU has
+    none of; ``replay`` names the function that checks it, where that is
     not done while training; ``limit`` is what it never sees.
     """
 
@@ -36,6 +37,7 @@ class PrecisionRule(ABC, Generic[E]):
     by_module: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ()
     closely: ClassVar[bool] = False
+    values: ClassVar[bool] = False
     replay: ClassVar[str] = ""
     limit: ClassVar[str] = ""
 

@@ -37,6 +37,7 @@ class ReductionInHalf(PrecisionRule[events.OperationChecked]):
     """
 
     code = "AMP012"
+    values = True
     title = "a half-precision operation is wrong on this data"
     fix = "Compute it in fp32: x.float(), or a fused function such as F.rms_norm, F.log_softmax, F.mse_loss."
     needs = ("half precision",)
@@ -89,6 +90,7 @@ class IntegerCollapse(PrecisionRule[events.IntegersMerged]):
     """
 
     code = "AMP016"
+    values = True
     title = "whole numbers merge in half precision"
     fix = "Compute with them in fp32, inside torch.autocast(..., enabled=False); keep such buffers fp32."
     needs = ("half precision",)
@@ -133,6 +135,7 @@ class NonFiniteOrigin(PrecisionRule[events.NonFinite]):
     """
 
     code = "AMP026"
+    values = True
     title = "where inf or NaN comes from"
     severity = ERROR
     fix = "Compute this operation in fp32, or bound its input."
@@ -243,6 +246,7 @@ class MaskOverflow(PrecisionRule[events.MaskOverflowed]):
     """
 
     code = "AMP030"
+    values = True
     title = "attention masks add up to -inf"
     fix = (
         "Combine boolean masks with | and fill once, or use F.scaled_dot_product_attention with a "
@@ -280,6 +284,7 @@ class NormOverflow(PrecisionRule[events.OperationChecked]):
     """
 
     code = "AMP031"
+    values = True
     title = "a norm overflows in half precision"
     fix = "Compute norms in fp32: torch.linalg.vector_norm(x, dtype=torch.float32)."
     needs = ("half precision",)

@@ -126,6 +126,7 @@ class ScheduleAdvancesOnSkip(PrecisionRule[events.SchedulerStepped]):
     """
 
     code = "AMP021"
+    values = True
     title = "the schedule advances on skipped steps"
     fix = "Step the scheduler only if the scale did not shrink: scaler.get_scale() >= the scale before."
     needs = ("loss scale", "schedule")
@@ -204,6 +205,7 @@ class ScaleCollapse(PrecisionRule[events.ScaleHistory]):
     """
 
     code = "AMP029"
+    values = True
     title = "the loss scale collapses"
     severity = ERROR
     fix = "Find where the inf or NaN comes from: the scale is not its cause (see AMP026)."

@@ -38,6 +38,7 @@ class UpdateBelowUlp(PrecisionRule[events.Movement]):
     """
 
     code = "AMP013"
+    values = True
     title = "updates are lost to rounding"
     fix = (
         "Keep the weights in fp32 and use autocast, or an optimizer with fp32 master weights, stochastic "
@@ -127,6 +128,7 @@ class HalfAccumulator(PrecisionRule[events.Movement]):
     """
 
     code = "AMP015"
+    values = True
     title = "a half-precision average stops moving"
     fix = "Keep running sums and averages in fp32."
     closely = True
