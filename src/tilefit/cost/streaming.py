@@ -92,17 +92,22 @@ _DTYPES = ("bf16", "fp16", "fp32")
 #: Kernels of functions that launch several (PyTorch 2.11 on an H200, ``benchmarks/program_ops.py``), as
 #: sources in ATen/native/cuda have them; and of an embedding's gradient whose indices are sorted.
 _KERNELS = {
-    "native_layer_norm_backward": 2,
-    "native_group_norm": 3,
-    "native_group_norm_backward": 5,
-    "binary_cross_entropy_with_logits": 5,
-    "mse_loss": 2,
-    "smooth_l1_loss": 2,
-    "huber_loss": 2,
-    "logsumexp": 9,
-    "constant_pad_nd": 2,
-    "nonzero_static": 4,
-    "_foreach_norm": 3,
+    name: kernels
+    for kernels, names in {
+        2: """native_layer_norm_backward _fused_rms_norm_backward mse_loss mse_loss_backward smooth_l1_loss
+            smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy
+            binary_cross_entropy_backward nll_loss2d_backward max_pool2d_with_indices_backward
+            adaptive_max_pool2d_backward _adaptive_avg_pool2d_backward upsample_bilinear2d_backward
+            upsample_bicubic2d upsample_bicubic2d_backward grid_sampler_2d_backward reflection_pad2d_backward
+            constant_pad_nd cumprod eye topk upsample_nearest2d_backward""",
+        3: "native_group_norm sort _foreach_norm",
+        4: "nll_loss2d_forward bincount histc",
+        5: "native_group_norm_backward nonzero_static randperm",
+        6: "binary_cross_entropy_with_logits",
+        9: "logsumexp",
+        14: "multinomial",
+    }.items()
+    for name in names.split()
 }
 _SORTED_KERNELS = 21
 #: Numbers up to which a single kernel sorts them.
@@ -199,6 +204,8 @@ def count_streaming(entry: StepOp, gpu: Gpu) -> int:
     if op.function.endswith("index_put") and op.kernels > 1:
         indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)
         return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= _TILE_SORTED else 6)
+    if op.function == "native_batch_norm" and op.dtype == "bf16" and not op.strided:
+        return 3  # cuDNN takes none of these: statistics, their running mean, and what applies them
     if op.function == "embedding_dense_backward":
         return _SORTED_KERNELS if op.kernels > 2 else op.kernels
     return op.kernels - 1 + _KERNELS.get(op.function, 1)
