@@ -300,6 +300,9 @@ class Shadows(Tracker, Observer):
 
     def _use(self, call: Call) -> None:
         """Note what tables go into; what is made of one by scaling or reshaping it still is one."""
+        args = call.args
+        if not call.kwargs and list not in map(type, args) and self._tables.keys().isdisjoint(map(id, args)):
+            return  # the most frequent case by far
         for tensor in call.tensors():
             into = self._tables.of(tensor)
             if into is None:
