@@ -81,8 +81,11 @@ def _single(value: Any) -> Any:
 
 
 def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[batch, heads, length, width] as the fused kernels lay it out: heads beside each other in memory."""
+    """[batch, heads, length, width] as the fused kernels lay it out: in half precision as ``x`` is (PyTorch,
+    ATen/native/cudnn/MHA.cpp, transformers/cuda/flash_attn), else heads beside each other in memory."""
     batch, heads, length = x.shape[:3]
+    if x.element_size() == 2 and width == x.shape[3]:
+        return torch.empty_like(x)
     return x.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
