@@ -2,25 +2,29 @@
 
 On a GPU each program runs for a few steps; of its third step the products, convolutions, attentions and
 recurrent layers are listed by shape, type, layout and count, with all kernels, copies and waits of the host,
-and the next steps are timed. Without a GPU, ``--compare`` captures the same step of the same programs and
-says where they differ.
+each kernel with the operation that launched it, and the next steps are timed. Without a GPU, ``--compare``
+captures the same step of the same programs and says where they differ, function by function.
 
-    python benchmarks/program_ops.py --rows rows.jsonl --seconds 240      # on a GPU; appends a row a program
+    python benchmarks/program_ops.py --rows rows.jsonl --seconds 300      # on a GPU; appends a row a program
     python benchmarks/program_ops.py --rows rows.jsonl --compare --out benchmarks/results/program_ops.json
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,10 +33,12 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, OWN = ROOT / "examples" / "programs", ROOT / "benchmarks" / "programs"
 #: Program, its arguments, and whether its data are made up.
 PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
+    "speech": (EXAMPLES / "speech.py", (), False),
+    "lightning": (EXAMPLES / "lightning.py", (), True),
+    "functions": (OWN / "functions.py", (), False),
     "language_model": (EXAMPLES / "language_model.py", (), True),
     "image_transformer": (OWN / "image_transformer.py", (), False),
     "words": (OWN / "words.py", (), False),
-    "speech": (EXAMPLES / "speech.py", (), False),
     "graph": (EXAMPLES / "graph.py", (), False),
     "recommender": (EXAMPLES / "recommender.py", (), False),
     "reinforcement": (EXAMPLES / "reinforcement.py", (), False),
@@ -40,12 +46,29 @@ PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
     "diffusion": (EXAMPLES / "diffusion.py", (), True),
     "trainer": (EXAMPLES / "trainer.py", (), True),
     "accelerated": (EXAMPLES / "accelerated.py", (), True),
-    "lightning": (EXAMPLES / "lightning.py", (), True),
+    "contrastive": (OWN / "contrastive.py", (), False),
+    "mixture": (OWN / "mixture.py", (), False),
 }
 #: Steps before the one that is listed, and before those that are timed; how many are timed.
 SKIP, BEFORE, TIMED = 2, 4, 8
-#: A program that takes longer than so many seconds is ended.
-LIMIT_S = 75.0
+#: Functions that the device runs, by what the capture calls them.
+_SAME = {
+    "aten._cudnn_rnn": "aten.recurrent",
+    "aten._cudnn_rnn_backward": "aten.recurrent_backward",
+    **{f"aten.{kind}": "aten.recurrent" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{
+        f"aten.{kind}_backward": "aten.recurrent_backward" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
+    "aten.cudnn_batch_norm": "aten.native_batch_norm",
+    "aten.cudnn_batch_norm_backward": "aten.native_batch_norm_backward",
+    **{
+        f"aten._scaled_dot_product_{kind}_attention{end}": f"aten.scaled_dot_product_attention{end}"
+        for kind in ("cudnn", "flash", "efficient", "fused")
+        for end in ("", "_backward")
+    },
+}
+#: How the trace tells the operations that are marked for the benchmark.
+_MARK = "tilefit "
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -58,10 +81,10 @@ class Observed:
     def __init__(self, name: str, rows: Path, timed: int) -> None:
         import torch
         from capture_vs_cuda import Witness
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, record_function
 
         class Watching(Witness):
-            """Also counts all operations by name."""
+            """Also counts all operations by name, and marks each in the trace."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -69,7 +92,8 @@ class Observed:
 
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 self.names[str(func)] += 1
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                with record_function(f"{_MARK}{func} {_operands(args)}"):
+                    return super().__torch_dispatch__(func, types, args, kwargs)
 
         self.torch, self.name, self.timed = torch, name, timed
         self.file = rows.open("a")  # before programs are kept from writing
@@ -149,11 +173,51 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     kernels = kinds.get("kernel", [])
     return {
         "kernels": dict(Counter(each["name"][:120] for each in kernels)),
+        "calls": launched(spans, kernels),
         "kernels_s": sum(each["dur"] for each in kernels) * 1e-6,
         "copies": dict(Counter(each["name"] for each in kinds.get("gpu_memcpy", []))),
         "sets": len(kinds.get("gpu_memset", [])),
         "waits": dict(waits),
     }
+
+
+def launched(spans: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[list[Any]]:
+    """``[operation and operands, its kernels]`` of each marked operation that launched some, in order.
+
+    Marks never lie within each other, and only one thread launches at a time: that of the backward pass while
+    the program's waits for it.
+    """
+    spans = sorted(spans, key=lambda each: float(each["ts"]))
+    marks = [e for e in spans if e.get("cat") == "user_annotation" and e["name"].startswith(_MARK)]
+    starts = [float(each["ts"]) for each in marks]
+    launches = {
+        e["args"].get("correlation"): float(e["ts"])
+        for e in spans
+        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    calls: dict[int, list[Any]] = {}
+    for kernel in sorted(kernels, key=lambda each: float(each["ts"])):
+        at = launches.get(kernel["args"].get("correlation"), -1.0)
+        index = bisect_right(starts, at) - 1
+        inside = index >= 0 and at <= starts[index] + float(marks[index]["dur"])
+        name = marks[index]["name"].removeprefix(_MARK) if inside else ""
+        call = calls.setdefault(index if inside else -1, [name, []])
+        call[1].append(kernel["name"].removeprefix("void ")[:60])
+    return list(calls.values())
+
+
+def _operands(args: Any) -> str:
+    """Shapes and element types of an operation's tensors, and its numbers."""
+    shown = []
+    for each in args:
+        if hasattr(each, "stride"):
+            strides = "" if each.is_contiguous() else f"/{','.join(map(str, each.stride()))}"
+            shown.append(f"{str(each.dtype)[6:]}[{','.join(map(str, each.shape))}{strides}]")
+        elif isinstance(each, (list, tuple)) and each and hasattr(each[0], "stride"):
+            shown.append(f"{len(each)} x {max(part.numel() for part in each)}")
+        else:
+            shown.append(str(each)[:24])
+    return " ".join(shown)[:240]
 
 
 def run_program(name: str, rows: Path, timed: int) -> None:
@@ -170,14 +234,12 @@ def run_program(name: str, rows: Path, timed: int) -> None:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     random.seed(0)
-    if name == "lightning":
-        try:
-            import pytorch_lightning  # noqa: F401
-        except ImportError:
-            import lightning.pytorch
-
-            sys.modules["pytorch_lightning"] = lightning.pytorch
+    if name == "speech":
+        seen_whole()
     with ExitStack() as stack:
+        turn = stack.enter_context(rows.with_suffix(".turn").open("w"))
+        import_libraries(name)
+        fcntl.lockf(turn, fcntl.LOCK_EX)  # the imports of all overlap; the rest is one by one
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if fake:
             stack.enter_context(contained(folder, fake=True))
@@ -193,33 +255,71 @@ def run_program(name: str, rows: Path, timed: int) -> None:
             observed.write(error=f"{type(error).__name__}: {error}"[:500])
 
 
+def import_libraries(name: str) -> None:
+    """What a program will import."""
+    if name in ("trainer", "accelerated", "language_model"):
+        import transformers
+
+        _ = transformers.Trainer
+    if name == "lightning":
+        from tilefit.capture.torchvision_import import tolerated
+
+        with tolerated():
+            import torchvision  # noqa: F401
+        try:
+            import pytorch_lightning  # noqa: F401
+        except ImportError:
+            import lightning.pytorch
+
+            sys.modules["pytorch_lightning"] = lightning.pytorch
+
+
+def seen_whole() -> None:
+    """PyTorch's loss takes another way where anything watches it, and fails there for lengths on the CPU."""
+    import torch
+    from torch.profiler import record_function
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    ctc_loss = torch.ctc_loss
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with record_function(f"{_MARK}aten._ctc_loss.default {_operands(args)}"), _disable_current_modes():
+            return ctc_loss(*args, **kwargs)
+
+    torch.ctc_loss = torch.nn.functional.torch.ctc_loss = unseen
+
+
 def observe(names: list[str], rows: Path, seconds: float, timed: int) -> None:
-    """A row for each program, each in a process of its own."""
+    """A row for each program, each in a process of its own; they start together and run one by one."""
     began = time.perf_counter()
+    logs = {name: tempfile.TemporaryFile("w+") for name in names}  # noqa: SIM115
+    running = {}
     for name in names:
-        left = seconds - (time.perf_counter() - began)
-        if left < 10:
-            print(f"{name}: no time left", flush=True)
-            continue
         command = [sys.executable, __file__, "--child", name, "--rows", str(rows), "--timed", str(timed)]
-        before = rows.stat().st_size if rows.exists() else 0
-        with tempfile.TemporaryFile("w+") as log:
-            try:
-                subprocess.run(command, stdout=log, stderr=log, timeout=min(LIMIT_S, left), check=False)
-            except subprocess.TimeoutExpired:
-                print(f"{name}: ended after {min(LIMIT_S, left):.0f} s", flush=True)
-            log.seek(0)
-            tail = log.read()[-3000:]
-        with rows.open("r" if rows.exists() else "w+") as file:
-            file.seek(before)
-            row = json.loads(file.readline() or '{"error": "no row"}')
-        told = row.get("error") or (
-            f"{sum(row['kernels'].values())} kernels, {sum(row['waits'].values())} waits, "
-            f"{1e3 * row['step_s']:.2f} ms a step ({time.perf_counter() - began:.0f} s so far)"
+        running[name] = subprocess.Popen(
+            command, stdout=logs[name], stderr=logs[name], start_new_session=True
         )
-        print(f"{name}: {told}", flush=True)
-        if "error" in row:
-            print(tail, flush=True)
+        time.sleep(0.3)  # about in the order of the list
+    while running and (left := seconds - (time.perf_counter() - began)) > 0:
+        time.sleep(min(0.2, left))
+        for name in [name for name, child in running.items() if child.poll() is not None]:
+            del running[name]
+            found = rows.read_text().splitlines() if rows.exists() else []
+            row = next(
+                (r for r in map(json.loads, reversed(found)) if r["program"] == name), {"error": "no row"}
+            )
+            told = row.get("error") or (
+                f"{sum(row['kernels'].values())} kernels, {sum(row['waits'].values())} waits, "
+                f"{1e3 * row['step_s']:.2f} ms a step ({time.perf_counter() - began:.0f} s so far)"
+            )
+            print(f"{name}: {told}", flush=True)
+            if "error" in row:
+                logs[name].seek(0)
+                print(logs[name].read()[-3000:], flush=True)
+    for name, child in running.items():
+        os.killpg(child.pid, signal.SIGKILL)
+        logs[name].seek(0)
+        print(f"{name}: no time left\n{logs[name].read()[-1000:]}", flush=True)
 
 
 # ---- without one -----------------------------------------------------------------------------------
@@ -231,7 +331,7 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
 
     from tilefit.assessment import Assessment
     from tilefit.capture.child import capture_program_in_child
-    from tilefit.cost.launch import launch
+    from tilefit.cost.launch import launched
     from tilefit.cost.priced import resolve
     from tilefit.options import ProgramOptions
 
@@ -243,7 +343,8 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
     estimate = Assessment(step, priced).context.estimate
     return {
         "seen": dict(captured(step)),
-        "kernels": sum(launch(e.op, e.phase, priced, step.settings).kernels for e in step.ops),
+        "kernels": sum(launched(e, priced) for e in step.ops),
+        "launched": by_function((e.name, launched(e, priced)) for e in step.ops),
         "waits": dict(Counter(f"{e.kind} {e.name}" for e in step.program.events if e.blocks)),
         "copies": dict(Counter(e.kind for e in step.program.events)),
         "aten": dict(Counter(entry.name for entry in step.ops)),
@@ -257,7 +358,8 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
 def difference(real: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """Where a program's two rows differ."""
     theirs, mine = Counter(real["seen"]), Counter(ours["seen"])
-    kernels, waits = sum(real["kernels"].values()), sum(real["waits"].values())
+    within = sum(n for name, n in real["copies"].items() if "DtoD" in name)
+    kernels, waits = sum(real["kernels"].values()) + within, sum(real["waits"].values())
     own = sum(n for name, n in real["waits"].items() if name == "cudaDeviceSynchronize")
     return {
         "program": real["program"],
@@ -272,9 +374,27 @@ def difference(real: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         "waits_captured": ours["waits"],
         "step_ms": [1e3 * real["step_s"], 1e3 * ours["step_s"]],
         "kernels_ms": [1e3 * real["kernels_s"], 1e3 * ours["kernels_s"]],
+        "launches_off": _off(
+            by_function((n.split()[0], len(k)) for n, k in real.get("calls", []) if n), ours["launched"]
+        ),
         "aten_captured": ours["aten"],
         "aten_executed": real["aten"],
     }
+
+
+def by_function(launches: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Kernels by the name of the function, without its overload."""
+    sums: Counter[str] = Counter()
+    for name, kernels in launches:
+        sums[_SAME.get(short := ".".join(name.split(".")[:2]), short).rstrip("_")] += kernels
+    return dict(sums)
+
+
+def _off(theirs: dict[str, int], ours: dict[str, int]) -> dict[str, list[int]]:
+    """Functions whose kernels are not as many, by how much."""
+    both = {name: [theirs.get(name, 0), ours.get(name, 0)] for name in {*theirs, *ours}}
+    off = {name: counts for name, counts in both.items() if counts[0] != counts[1]}
+    return dict(sorted(off.items(), key=lambda item: -abs(item[1][0] - item[1][1])))
 
 
 def compare(names: list[str], rows: Path, gpu: str, out: Path | None) -> None:
@@ -304,7 +424,7 @@ def main() -> None:
     )
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=", ".join(PROGRAMS))
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--timed", type=int, default=TIMED)
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--gpu", default="h200")

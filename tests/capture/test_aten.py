@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from capturing import captured, entries, names, products, rows
-from tilefit.capture.aten import multi_tensor_launches
 from tilefit.cost import fuse
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Step, StepOp, Streaming
+from tilefit.ops.streaming import multi_tensor_launches
 
 
 def _gemms(step: Step, phase: str = "") -> list[Any]:
@@ -328,14 +328,21 @@ def test_an_operation_nobody_knows_is_listed_with_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "elements", "lists", "launches"),
+    ("sizes", "lists", "launches"),
     # Chunks of 65536 elements, 320 to a launch; 110 tensors to a launch of one list, 30 of five.
-    [(1, 10, 1, 1), (111, 1000, 1, 2), (31, 1000, 5, 2), (1, 320 * 65536 + 1, 1, 2)],
+    [
+        ([10], 1, 1),
+        ([1000] * 111, 1, 2),
+        ([1000] * 31, 5, 2),
+        ([320 * 65536 + 1], 1, 2),
+        ([300 * 65536, *[1] * 36], 4, 2),  # the blocks that are full leave one tensor for the next launch
+        ([0, 10], 1, 1),
+    ],
 )
 def test_multi_tensor_kernels_are_launched_as_often_as_their_tables_overflow(
-    tensors: int, elements: int, lists: int, launches: int
+    sizes: list[int], lists: int, launches: int
 ) -> None:
-    assert multi_tensor_launches(tensors, elements, lists) == launches
+    assert multi_tensor_launches(sizes, lists) == launches
 
 
 # ---- what kernels ask of the layout ------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from math import ceil, prod
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from tilefit.capture.layouts import common_run, innermost, is_channels_last, tou
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
-from tilefit.ops.streaming import CONTIGUOUS
+from tilefit.ops.streaming import CONTIGUOUS, multi_tensor_launches
 
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
 Described = tuple[Op, str, Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -546,21 +546,6 @@ def _slice_backward(call: Call, recorder: Recording) -> list[Described]:
     return _streamed(call, recorder, "copy", inner=common_run([piece], whole), kernels=2)
 
 
-# Tensors and blocks one multi-tensor launch holds, by the number of tensor lists
-# (PyTorch, ATen/native/cuda/MultiTensorApply.cuh: depth_to_max_tensors, depth_to_max_blocks, chunk size).
-_TENSORS_PER_LAUNCH = (110, 64, 48, 36, 30)
-_BLOCKS_PER_LAUNCH = 320
-_CHUNK_ELEMENTS = 65536
-
-
-def multi_tensor_launches(tensors: int, elements: int, lists: int) -> int:
-    """Kernel launches of a multi-tensor operation over ``lists`` lists of ``tensors`` tensors."""
-    return max(
-        ceil(tensors / _TENSORS_PER_LAUNCH[lists - 1]),
-        ceil(elements / (_BLOCKS_PER_LAUNCH * _CHUNK_ELEMENTS)),
-    )
-
-
 @_describes("_amp_foreach_non_finite_check_and_unscale_")
 def _foreach(call: Call, recorder: Recording) -> list[Described]:
     """One multi-tensor operation over lists of tensors."""
@@ -576,8 +561,8 @@ def _foreach(call: Call, recorder: Recording) -> list[Described]:
     if call.packet in ("_foreach_copy_", "_foreach_zero_"):
         read = [t for t in read if not any(t is w for w in written)]
     depth = min(5, len(lists) + (1 if call.outputs else 0))
-    elements = sum(t.numel() for t in lists[0])
-    kernels = multi_tensor_launches(len(lists[0]), elements, depth)
+    sizes = [t.numel() for t in lists[0]]
+    elements, kernels = sum(sizes), multi_tensor_launches(sizes, depth)
     role = "optimizer" if recorder.current_phase == OPTIMIZER else "pointwise"
     op, phase, _, _ = _stream(recorder, role, read, written, kernels=kernels)
     assert isinstance(op, Streaming)
@@ -622,7 +607,7 @@ _BY_ROLE = {
         upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
         grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward
-        pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero diagonal_backward _embedding_bag
+        pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero_static diagonal_backward _embedding_bag
     """,
     "pooling": """
         max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices

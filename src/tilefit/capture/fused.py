@@ -81,8 +81,11 @@ def _single(value: Any) -> Any:
 
 
 def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[batch, heads, length, width] as the fused kernels lay it out: heads beside each other in memory."""
+    """[batch, heads, length, width] as the fused kernels lay it out: in half precision as ``x`` is (PyTorch,
+    ATen/native/cudnn/MHA.cpp, transformers/cuda/flash_attn), else heads beside each other in memory."""
     batch, heads, length = x.shape[:3]
+    if x.element_size() == 2 and width == x.shape[3]:
+        return torch.empty_like(x)
     return x.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
@@ -203,7 +206,19 @@ def scaled_dot_product_attention(
     if reason:
         with calls.recorder.sites.falling_back(op, reason):
             return unfused()
-    return _FusedAttention.apply(calls, op, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return fused_attention(calls, op, query, key, value, attn_mask)
+
+
+def fused_attention(
+    calls: FusedCalls,
+    op: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> Any:
+    """Record an attention as one kernel, forward and backward; returns what it makes."""
+    return _FusedAttention.apply(calls, op, query, key, value, mask)  # type: ignore[no-untyped-call]
 
 
 class _Recurrence(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -14,12 +15,12 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from tilefit.capture.aten import multi_tensor_launches
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.trees import own_part
 from tilefit.ops import OPTIMIZER, Streaming
+from tilefit.ops.streaming import multi_tensor_launches
 
 #: Makes an optimizer of parameters.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -46,9 +47,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(own_part(tensor).nbytes for tensor in state_of(optimizer))
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters that have a gradient, each with it."""
-    return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _with_gradients(optimizer: torch.optim.Optimizer) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The parameters of each group that have a gradient, each with it."""
+    groups = ([(p, p.grad) for p in group["params"]] for group in optimizer.param_groups)
+    return [[(p, grad) for p, grad in group if grad is not None] for group in groups]
 
 
 class OptimizerSteps:
@@ -123,7 +125,8 @@ class OptimizerSteps:
 
     def _record_fused(self, optimizer: torch.optim.Optimizer) -> None:
         """One pass: read parameter, gradient and state, write parameter and state."""
-        pairs = _with_gradients(optimizer)
+        groups = _with_gradients(optimizer)
+        pairs = list(chain(*groups))
         parameters = sum(touched_bytes(p) for p, _ in pairs)
         gradients = sum(touched_bytes(g) for _, g in pairs)
         state = state_bytes(optimizer)
@@ -134,20 +137,18 @@ class OptimizerSteps:
             read_bytes=parameters + gradients + state,
             write_bytes=parameters + state,
             flop_per_element=12,
-            kernels=multi_tensor_launches(len(pairs), elements, 4),
+            kernels=sum(multi_tensor_launches(p.numel() for p, _ in group) for group in groups),
         )
         self.recorder.record(op, f"fused_{self.name}", (), ())
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what ``GradScaler`` does to the gradients before a step: divide and look for infinities."""
-        gradients = [gradient for _, gradient in _with_gradients(optimizer)]
+        gradients = [gradient for _, gradient in chain(*_with_gradients(optimizer))]
         if not gradients:
             return
         total = sum(map(touched_bytes, gradients))
-        elements = sum(g.numel() for g in gradients)
-        op = Streaming(
-            "optimizer", elements, total, total, kernels=multi_tensor_launches(len(gradients), elements, 1)
-        )
+        sizes = [g.numel() for g in gradients]
+        op = Streaming("optimizer", sum(sizes), total, total, kernels=multi_tensor_launches(sizes, 1))
         with self.recorder.phase(OPTIMIZER):
             self.recorder.record(op, "aten._amp_foreach_non_finite_check_and_unscale_", (), ())
 

@@ -162,12 +162,14 @@ class SiteTracker:
         def run_backward(
             outputs: Any, gradients: Any, retain_graph: Any, create_graph: bool, *args: Any, **kw: Any
         ) -> Any:
-            self._on_backward()
+            with torch._C.DisableTorchFunction():  # they look at every parameter
+                self._on_backward()
             kept = self._modules_outside, self._creates_graph
             self._modules_outside, self._creates_graph = len(self._stack), create_graph
             try:
                 found = engine(outputs, gradients, retain_graph, create_graph, *args, **kw)
-                self._on_gradients()
+                with torch._C.DisableTorchFunction():
+                    self._on_gradients()
                 return found
             finally:
                 self._modules_outside, self._creates_graph = kept

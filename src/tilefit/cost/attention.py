@@ -9,11 +9,12 @@ from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.features import FIXED_S, Row, describes, one_hot, quantization
 from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.launch import counts
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.cost.tiles import ceil_div, round_up
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, Attention, Gemm, Streaming
+from tilefit.ops import FORWARD, Attention, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
 
 CUDNN = "cudnn"
@@ -153,6 +154,17 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
         kernel_family=MATH_BACKEND,
         reason=reason,
     )
+
+
+@counts(Attention)
+def count_attention(entry: StepOp, gpu: Gpu) -> int:
+    """Before the forward kernel two constants and a choice between them make numbers of a mask of booleans,
+    and another kernel hands over the state of dropout's random numbers."""
+    op = entry.op
+    assert isinstance(op, Attention)
+    if op.direction != FORWARD:
+        return op.kernels
+    return op.kernels + 3 * any(ref.dtype == "bool" for ref in entry.inputs) + bool(op.dropout_p)
 
 
 @describes(Attention(2, 6, 200, 72, dtype="fp16"))

@@ -22,11 +22,11 @@ from tilefit.cost.features import (
 )
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import SIMT, Kernel, on_cuda_cores, select, uses_tensor_cores
-from tilefit.cost.launch import KERNEL_S, launches
+from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Settings
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Settings, StepOp
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 
 #: Bytes of operands that reach a multiprocessor per clock: a tile that is narrow in channels reuses each
@@ -140,6 +140,19 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
 def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
     """Compiled, one call makes both gradients of a convolution."""
     return 1, KERNEL_S if settings.compiled and op.direction == BACKWARD_WEIGHT else None
+
+
+@counts(Conv)
+def count_conv(entry: StepOp, gpu: Gpu) -> int:
+    """Kernels of cuDNN's (those of ``benchmarks/program_ops.py`` on an H200): what converts both operands to
+    NHWC and the result back, what adds the bias, and what prepares a weight gradient on Tensor Cores."""
+    op = entry.op
+    assert isinstance(op, Conv)
+    bias = op.direction == FORWARD and len(entry.inputs) > 2
+    aligned = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
+    if op.is_narrow or _is_plain_product(op) or not aligned or not uses_tensor_cores(op.dtype, gpu):
+        return 1 + bias
+    return 1 + bias + 3 * (not op.channels_last) + (op.direction == BACKWARD_WEIGHT)
 
 
 class _Path(NamedTuple):

@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
+from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.features import ALIGNMENTS, FIXED_S, MEMORY_SHARE, Row, describes, one_hot, tiling
 from tilefit.cost.kernels import SIMT, Kernel, select
+from tilefit.cost.launch import counts
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, TILES, Tile, ceil_div, contraction, count
 from tilefit.gpus import Gpu
-from tilefit.ops import Gemm, Op
+from tilefit.ops import Gemm, Op, StepOp
 from tilefit.ops.dtypes import HALVES, alignment_bytes, size_bytes
 
 #: How many blocks may share one tile's contraction.
@@ -129,6 +131,14 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
         provenance=constants.provenance,
         reason=kernel.reason,
     )
+
+
+@counts(Gemm)
+def count_gemm(entry: StepOp, gpu: Gpu) -> int:
+    """A split contraction is added up by another kernel; a matrix times a vector is never split so."""
+    op = entry.op
+    assert isinstance(op, Gemm)
+    return 1 + (min(op.m, op.n) > 1 and schedule(op, gpu, constants_of(gpu), select(op, gpu)).split > 1)
 
 
 @describes(Gemm(96, 264, 520, "fp16", "NN"))

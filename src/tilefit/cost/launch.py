@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tilefit.cost.kinds import ByKind
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step, Streaming
+from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step, StepOp, Streaming
 from tilefit.ops.streaming import CONTIGUOUS
 
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its
@@ -70,6 +70,20 @@ GRAPHED_S = 0.35e-6
 
 #: ``(op, phase, gpu, settings) -> (kernels, host time or None for what a call takes)`` of kinds that differ.
 launches = ByKind(lambda op, *_: (op.kernels, None))
+
+
+#: ``(entry, gpu) -> kernels`` of kinds where that is more than what the price of a launch was fitted with.
+counts = ByKind(lambda entry, gpu: entry.op.kernels)
+
+
+def launched(entry: StepOp, gpu: Gpu) -> int:
+    """Kernels, and copies within the GPU, that an operation of an eager step launches.
+
+    The price of a launch was fitted with ``Op.kernels``, of which the small ones within some functions are
+    left out.
+    """
+    kernels: int = counts[type(entry.op)](entry, gpu)
+    return kernels
 
 
 class Launch(NamedTuple):

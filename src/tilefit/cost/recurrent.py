@@ -12,13 +12,13 @@ from tilefit.cost.constants import Constants
 from tilefit.cost.cudnn import PERSIST_STATIC, PERSIST_STATIC_SMALL_H, STANDARD, cudnn_algorithm
 from tilefit.cost.estimate import Estimate, from_datasheet
 from tilefit.cost.gemm import estimate_gemm
-from tilefit.cost.launch import launches
+from tilefit.cost.launch import counts, launches
 from tilefit.cost.memory import floor_s
 from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent_times import table
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, Streaming
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
 
 #: Half-widths of the 80 % interval: of cuDNN's algorithms as computed; as corrected by the sizes measured,
@@ -38,6 +38,8 @@ PERSISTENT_KERNELS = 4
 #: The weights' gradient of a layer and direction: 11 kernels for three, two of an LSTM and one of a GRU
 #: (``benchmarks/results/program_ops.json``).
 WEIGHT_KERNELS = 4
+#: Time steps whose products of the input cuDNN makes at once: 29 kernels for three layers of 35 steps there.
+STEPS_AHEAD = 4
 RECURRENT_STEP_S = 14e-6
 RECURRENT_BACKWARD_STEP_S = 20e-6
 
@@ -55,6 +57,17 @@ def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) ->
         return WEIGHT_KERNELS * op.num_layers * op.directions, RECURRENT_S
     each_s = RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S
     return 2 * steps, RECURRENT_S + steps * each_s
+
+
+@counts(Recurrent)
+def count_recurrent(entry: StepOp, gpu: Gpu) -> int:
+    """The products of the input are made for a few time steps at once."""
+    op = entry.op
+    assert isinstance(op, Recurrent)
+    kernels, _ = launch_recurrent(op, entry.phase, gpu, Settings())
+    stepwise = persistent_steps(op, gpu) is None and cudnn_algorithm(op, gpu)[0] == STANDARD
+    ahead = -(-op.seq_len // STEPS_AHEAD) * op.num_layers * op.directions
+    return kernels + ahead * (stepwise and op.direction == FORWARD)
 
 
 @estimates(Recurrent)

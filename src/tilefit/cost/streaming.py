@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from functools import cache
-from math import gcd, log2
+from math import gcd, log2, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
 from tilefit.cost.features import FIXED_S, MEMORY_SHARE, Row, describes, one_hot
-from tilefit.cost.launch import COMPILED_KERNEL_S, launches
+from tilefit.cost.launch import COMPILED_KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Op, Settings, Streaming
+from tilefit.ops import OPTIMIZER, Op, Settings, StepOp, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, size_bytes
 from tilefit.ops.streaming import ROLES
 
@@ -89,6 +89,29 @@ FUNCTIONS = """
     silu_backward slice_backward sort sum tanh threshold_backward topk where
 """.split()
 _DTYPES = ("bf16", "fp16", "fp32")
+#: Kernels of functions that launch several (PyTorch 2.11 on an H200, ``benchmarks/program_ops.py``), as
+#: sources in ATen/native/cuda have them; and of an embedding's gradient whose indices are sorted.
+_KERNELS = {
+    name: kernels
+    for kernels, names in {
+        2: """native_layer_norm_backward _fused_rms_norm_backward mse_loss mse_loss_backward smooth_l1_loss
+            smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy
+            binary_cross_entropy_backward nll_loss2d_backward max_pool2d_with_indices_backward
+            adaptive_max_pool2d_backward _adaptive_avg_pool2d_backward upsample_bilinear2d_backward
+            upsample_bicubic2d upsample_bicubic2d_backward grid_sampler_2d_backward reflection_pad2d_backward
+            constant_pad_nd cumprod eye topk upsample_nearest2d_backward""",
+        3: "native_group_norm sort _foreach_norm",
+        4: "nll_loss2d_forward bincount histc",
+        5: "native_group_norm_backward nonzero_static randperm",
+        6: "binary_cross_entropy_with_logits",
+        9: "logsumexp",
+        14: "multinomial",
+    }.items()
+    for name in names.split()
+}
+_SORTED_KERNELS = 21
+#: Numbers up to which a single kernel sorts them.
+_TILE_SORTED = 3072
 #: Rows and elements that one block of a reduction takes, about.
 _BLOCK = 1024
 
@@ -171,6 +194,21 @@ def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) ->
     """The compiler generates the kernels, and what launches them."""
     generated = settings.compiled and phase != OPTIMIZER
     return op.kernels, COMPILED_KERNEL_S * op.kernels if generated else None
+
+
+@counts(Streaming)
+def count_streaming(entry: StepOp, gpu: Gpu) -> int:
+    """The kernels of a function's implementation for CUDA."""
+    op = entry.op
+    assert isinstance(op, Streaming)
+    if op.function.endswith("index_put") and op.kernels > 1:
+        indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)
+        return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= _TILE_SORTED else 6)
+    if op.function == "native_batch_norm" and op.dtype == "bf16" and not op.strided:
+        return 3  # cuDNN takes none of these: statistics, their running mean, and what applies them
+    if op.function == "embedding_dense_backward":
+        return _SORTED_KERNELS if op.kernels > 2 else op.kernels
+    return op.kernels - 1 + _KERNELS.get(op.function, 1)
 
 
 @describes(Streaming("softmax", 96_000, 192_000, 192_000, dtype="fp16", inner=960))

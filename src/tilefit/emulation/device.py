@@ -249,12 +249,13 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A sparse matrix of the host's on the GPU.
 
         Raises:
-            CaptureError: it is none of coordinates.
+            CaptureError: it is of another layout than COO and CSR.
         """
-        if tensor.layout != torch.sparse_coo:
+        parts = _PARTS.get(tensor.layout)
+        if parts is None:
             raise _not_dense(f"a tensor of layout {tensor.layout}")
-        for part in (tensor._indices(), tensor._values()):
-            self.copied(TO_GPU, part, non_blocking)
+        for part in parts:
+            self.copied(TO_GPU, getattr(tensor, part)(), non_blocking)
         made = CudaTensor(torch.empty((), dtype=dtype, device=META).expand(tensor.shape))
         made.entries = tensor._nnz()
         return made
@@ -264,9 +265,16 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return CudaTensor(like, of_host(tensor))
 
 
+#: What a sparse matrix is made of.
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+}
+
+
 def _not_dense(what: str) -> CaptureError:
     return CaptureError(
-        f"{what} is not known of the emulated GPU, which multiplies sparse matrices (COO) and nothing else",
+        f"{what} is not known of the emulated GPU, which only multiplies sparse matrices (COO, CSR)",
         hint="Run the program on a GPU: tilefit profile.",
     )
 

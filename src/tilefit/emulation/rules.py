@@ -108,7 +108,7 @@ def _is_pinned(device: Device, func: Any, args: Any, kwargs: Any) -> bool:
 @_rule("nonzero")
 def _nonzero(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     rows = device.read(args[0], "nonzero").nonzero()
-    device.watch.launch(aten.ne.Scalar, (args[0].on_meta, 0), {})  # it looks at every element
+    device.watch.launch(aten.nonzero_static.default, (args[0].on_meta,), {"size": len(rows)})
     return _of_host(rows, args[0])
 
 

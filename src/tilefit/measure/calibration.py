@@ -24,7 +24,6 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from tilefit.capture.aten import multi_tensor_launches
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analytic
 from tilefit.cost.constants import Constants, constants
@@ -43,6 +42,7 @@ from tilefit.measure.networks import train
 from tilefit.measure.pool import Pool
 from tilefit.ops import Attention, Conv, Gemm, Op, Streaming
 from tilefit.ops.dtypes import ALIGNMENT_BYTES
+from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.version import __version__
 
 Call = Callable[[], object]
@@ -114,7 +114,7 @@ def as_captured(name: str, rows: int, inner: int, dtype: str) -> Streaming | Non
     op = streaming.operation(name, rows, inner, dtype)
     kernels = 1
     if op.role == "optimizer":
-        kernels = multi_tensor_launches(rows, op.elements, 4)
+        kernels = multi_tensor_launches([op.elements // rows] * rows)
     elif name == "embedding_backward":
         kernels = 2 if rows <= 3072 else 30
     elif name == "nll_loss_backward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -105,6 +106,32 @@ class Streaming(Op):
     @property
     def shape(self) -> str:
         return f"{self.elements}" + (f" by {self.inner}" if self.inner else "")
+
+
+#: Tensors that one multi-tensor launch holds, by the number of tensor lists, its blocks, and the elements of
+#: a block (PyTorch, ATen/native/cuda/MultiTensorApply.cuh: depth_to_max_tensors, depth_to_max_blocks, chunk).
+_TENSORS_PER_LAUNCH = (110, 64, 48, 36, 30)
+_BLOCKS_PER_LAUNCH, _CHUNK_ELEMENTS = 320, 65536
+
+
+def multi_tensor_launches(sizes: Iterable[int], lists: int = 4) -> int:
+    """Kernels of an operation on several tensors at once.
+
+    Args:
+        sizes: Elements of each tensor of a list, in order.
+        lists: Lists of such tensors; a fused Adam has four.
+    """
+    launches = tensors = blocks = 0
+    for size in filter(None, sizes):
+        chunks = -(-size // _CHUNK_ELEMENTS)
+        full, blocks = divmod(blocks + chunks, _BLOCKS_PER_LAUNCH)
+        launches += full
+        # A tensor that is not done with the launch goes on in the next.
+        tensors = tensors + 1 if not full else min(blocks, 1)
+        if tensors == _TENSORS_PER_LAUNCH[lists - 1]:
+            launches += 1
+            tensors = blocks = 0
+    return launches + bool(blocks)
 
 
 def _more(moved: int, shares: tuple[int, int], factor: float) -> float:

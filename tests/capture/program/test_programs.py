@@ -10,7 +10,7 @@ from tilefit.capture.child import capture_in_child, capture_program_in_child, ca
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.errors import TilefitError
-from tilefit.ops import Step
+from tilefit.ops import Attention, Step
 from tilefit.ops.program import TO_GPU, WAIT
 from tilefit.options import ProgramOptions, TargetOptions
 
@@ -236,3 +236,36 @@ for _ in range(5):
     assert step.program is not None
     assert [event.name for event in step.program.events if event.kind == WAIT] == ["bincount"] * 2
     assert {"aten.min", "aten.max", "aten.scatter_add_"} <= set(names)
+
+
+def test_compiled_flex_attention_computes_the_blocks_of_its_mask_and_csr_is_a_sparse_matrix(
+    tmp_path: Path,
+) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+fused = torch.compile(flex_attention)
+qkv = nn.Linear(64, 192).cuda()
+optimizer = torch.optim.SGD(qkv.parameters(), 0.1)
+causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cuda")
+same = create_block_mask(lambda b, h, q, k: q // 128 == k // 128, None, None, 512, 512, device="cuda")
+graph = torch.eye(512).to_sparse_csr().to("cuda")
+for _ in range(4):
+    x = torch.randn(2, 512, 64, device="cuda")
+    q, k, v = qkv(graph @ x[0] + x).view(2, 512, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    loss = fused(q, k, v, block_mask=causal).mean() + fused(q, k, v, block_mask=same).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    )
+    forward = [
+        entry.op.scores for entry in step.ops if isinstance(entry.op, Attention) and entry.phase == "forward"
+    ]
+    assert forward == [2 * 4 * 512 * 513 // 2, 2 * 4 * 512 * 512 // 4]
+    (bags,) = (entry for entry in step.ops if entry.name == "aten._embedding_bag_forward_only")
+    assert bags.outputs[0].shape == (512, 64)

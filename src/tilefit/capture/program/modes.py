@@ -14,6 +14,7 @@ from torch.amp import autocast_mode
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
+from tilefit.capture.program import flex
 from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
@@ -29,6 +30,9 @@ from tilefit.ops.timeline import OPTIMIZER_STATE
 
 class _Steps(OptimizerSteps):
     """A program's own optimizers, which have made their state when a step is recorded."""
+
+    #: Whether ``optimizer_bytes`` is of what there is now.
+    counted = False
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """As of any capture, but a closure is called whenever the optimizer calls it."""
@@ -50,6 +54,11 @@ class _Steps(OptimizerSteps):
 
     def _make_state(self, optimizer: torch.optim.Optimizer, args: Any) -> None:
         """The first step makes it; nothing is recorded before."""
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """As of any capture; what its state takes is to be counted again."""
+        super().after(optimizer, args, kwargs)
+        self.counted = False
 
     def _default_device(self) -> AbstractContextManager[object]:
         """The program's own."""
@@ -73,10 +82,10 @@ class ProgramModes(Modes):
         self.recorder.muted = True
         self.autocast = AutocastState()
         self.semantic = ProgramCalls(self.recorder, self.autocast)
-        self.steps = _Steps(self.recorder, self.autocast)
+        self.steps: _Steps = _Steps(self.recorder, self.autocast)
         self.meetings = Meetings(self.recorder, self.semantic)
         self.device_mode = Device(self.meetings, RULES)
-        self.compiles = False
+        self.compiles = self.compiles_flex = False
         #: Numbers of the memory that was there when the step began.
         self.alive_before: set[int] = set()
 
@@ -92,6 +101,9 @@ class ProgramModes(Modes):
         install(self.device_mode, self.gpu)
         with ExitStack() as stack:
             stack.enter_context(self._compiled())
+            stack.enter_context(
+                flex.emulated(self.semantic.fused, lambda: self.compiles or self.compiles_flex)
+            )
             stack.enter_context(_followed(self.autocast))
             stack.enter_context(intercepted(self.steps))
             stack.enter_context(
@@ -134,9 +146,11 @@ class ProgramModes(Modes):
 
     def count_optimizer_state(self) -> int:
         """Bytes of the state of all optimizers that have stepped; they are noted."""
-        for optimizer in self.steps.known:
-            self.recorder.own(state_of(optimizer), OPTIMIZER_STATE)
-        self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
+        if not self.steps.counted:
+            for optimizer in self.steps.known:
+                self.recorder.own(state_of(optimizer), OPTIMIZER_STATE)
+            self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
+            self.steps.counted = True
         return self.steps.optimizer_bytes
 
     @contextmanager
@@ -147,6 +161,7 @@ class ProgramModes(Modes):
             if model is None:
                 return lambda function: compiled(function, **options)
             self.compiles |= isinstance(model, nn.Module)
+            self.compiles_flex |= getattr(model, "__name__", "") == "flex_attention"
             return model
 
         def in_place(model: nn.Module, *args: Any, **options: Any) -> None:

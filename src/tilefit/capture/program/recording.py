@@ -65,6 +65,11 @@ class ProgramCalls(SemanticMode):
             return self._call_entered(func, args, kwargs)
         if name == "scaled_dot_product_attention" and hasattr(args[0], "placements"):
             return self._on_own_heads(func, args, kwargs)
+        if name == "scaled_dot_product_attention" and args[0].is_nested:
+            raise CaptureError(
+                "attention over jagged tensors (torch.nested) is not known of the emulated GPU",
+                hint="Pad them, with a mask, or run the program on a GPU: tilefit profile.",
+            )
         replacement = REPLACEMENTS.get(name)
         if replacement is not None and any(isinstance(leaf, CudaTensor) for leaf in leaves(args)):
             if self.autocast.enabled:

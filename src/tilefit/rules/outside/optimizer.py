@@ -6,22 +6,14 @@ from collections.abc import Iterator
 from math import prod
 
 from tilefit.ops import OPTIMIZER, StepOp, Streaming
+from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import count, size
 
 #: Optimizers with a fused kernel on CUDA (torch.optim, the ``fused`` argument).
 FUSED = ("adam", "adamw", "sgd", "adagrad")
-#: Multi-tensor kernels process this many elements per launch at most: 320 blocks of 65536
-#: (PyTorch, ATen/native/cuda/MultiTensorApply.cuh), and 36 tensors at four lists.
-_ELEMENTS_PER_LAUNCH = 320 * 65536
-_TENSORS_PER_LAUNCH = 36
 _SCALER = "non_finite_check_and_unscale"
-
-
-def multi_tensor_launches(tensors: int, elements: int) -> int:
-    """Kernels of an operation on several tensors at once."""
-    return max(-(-tensors // _TENSORS_PER_LAUNCH), -(-elements // _ELEMENTS_PER_LAUNCH))
 
 
 class UnfusedOptimizer(Rule):
@@ -64,7 +56,7 @@ class UnfusedOptimizer(Rule):
             return
         elements = sum(prod(p.shape) for p in trained)
         values, state = step.memory.gradient_bytes, step.memory.optimizer_bytes
-        launches = multi_tensor_launches(len(trained), elements)
+        launches = multi_tensor_launches(prod(p.shape) for p in trained)
         fused = Streaming(
             "optimizer", elements, 2 * values + state, values + state, "fp32", 12.0, kernels=launches
         )

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from tilefit.ops import Step, StepOp, Streaming
+from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.outside.optimizer import multi_tensor_launches
 from tilefit.units import count, counted, size
 
 #: So many alike from one line are a loop.
@@ -134,6 +134,6 @@ def _together(step: Step, indices: list[int]) -> StepOp:
         sum(op.read_bytes for op in ops),
         sum(op.write_bytes for op in ops),
         ops[0].dtype,
-        kernels=multi_tensor_launches(len(ops), elements),
+        kernels=multi_tensor_launches(op.elements for op in ops),
     )
     return StepOp(op, first.phase, first.site, f"foreach_{first.name.removeprefix('aten.')}")
