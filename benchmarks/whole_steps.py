@@ -25,13 +25,10 @@ import argparse
 import datetime
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
@@ -41,6 +38,7 @@ from typing import Any
 
 import torch
 from common_spread import own_width_s
+from slow_host import slowed
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -411,32 +409,6 @@ class Measured:
         }
 
 
-@contextmanager
-def slowed(times: int) -> Iterator[None]:
-    """Within the block this process's threads share one core with so many others that each gets its share."""
-    if times == 1:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    core = {max(before)}
-
-    def pin(cores: set[int]) -> None:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores)
-
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(times - 1)]
-    try:
-        for each in busy:
-            os.sched_setaffinity(each.pid, core)
-        pin(core)
-        yield
-    finally:
-        pin(before)
-        for each in busy:
-            each.kill()
-            each.wait()
-
-
 def _short(name: str) -> str:
     return name if len(name) <= 160 else name[:120] + "…" + name[-39:]
 
@@ -560,13 +532,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gpu", default="h200", help="the GPU to predict for")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="measure runs whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure runs of these names, or parts")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile")
     parser.add_argument("--infer", action="store_true", help="the forward pass alone")
     parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
     parser.add_argument("--calibration", type=Path, help="predict by this calibration of the GPU")
-    parser.add_argument("--slow", type=int, default=1, help="times as slow a host (a shared core)")
+    parser.add_argument("--slow", type=float, default=1, help="times as slow a host (slow_host.py)")
     parser.add_argument("--measured", type=Path, nargs="+", help="predict the steps recorded in these files")
     options = parser.parse_args()
     if options.measured:
@@ -579,7 +551,11 @@ def main() -> None:
     start = time.perf_counter()
     models: dict[str, Measured] = {}
     rows: dict[str, dict[str, Any]] = {}
-    wanted = [run for run in runs(options.infer, options.compiled) if options.only in run.label]
+    wanted = [
+        run
+        for run in runs(options.infer, options.compiled)
+        if any(part in run.label for part in options.only)
+    ]
     turns = range(options.turns)
     if options.compiled:
         schedule = [(run, turn) for run in wanted for turn in (*turns, LOOK_INSIDE)]
