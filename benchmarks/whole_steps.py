@@ -48,8 +48,8 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, launch
 from tilefit.cost.measured import MeasuredRun
-from tilefit.cost.priced import PricedGpu, priced
-from tilefit.gpus import Gpu
+from tilefit.cost.priced import PricedGpu, left_out, priced
+from tilefit.gpus import Gpu, get
 from tilefit.measure.clocks import driver_version
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step, StepOp
@@ -420,14 +420,13 @@ def held_out(model: str) -> bool:
     return model in names[1::2]
 
 
-def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out: Path | None) -> None:
+def predict_again(recorded: list[Path], device: PricedGpu, calibrated: bool, out: Path | None) -> None:
     """Predict recorded steps with the cost model as it stands and print how far off it is.
 
     Args:
-        calibration: Of the GPU; its launch scale counts for every step. None: what ships, and the launch
-            scale that was measured beside the steps.
+        device: The GPU that they ran on.
+        calibrated: Its launch scale counts for every step; else the one that was measured beside the steps.
     """
-    device = priced(gpu, calibration)
     result: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for path in recorded:
@@ -442,10 +441,10 @@ def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out:
             and not result.get("infer")
             and all("reference_turns_ms" in row for row in measured)
         )
-        each = each and calibration is None
+        each = each and not calibrated
         timed = [row for row in measured if "reference_turns_ms" in row]
         scale = 1.0 if known_host or not timed else host_scale(timed)
-        scale = device.launch_scale if calibration else scale
+        scale = device.launch_scale if calibrated else scale
         result["host_scale"] = "each row's" if each else scale
         result["calibration"] = device.calibration_title
         result["predicted_with"] = {
@@ -477,7 +476,7 @@ def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out:
         part = [row for row in rows if row["held_out"] == apart]
         if 0 < len(part) < len(rows):
             summed_up(part, which)
-    if out and calibration:
+    if out and calibrated:
         # The steps are in other files: here is what the calibration says of them, and of itself.
         assert device.calibration is not None
         brief = (
@@ -538,13 +537,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
     parser.add_argument("--calibration", type=Path, help="predict by this calibration of the GPU")
+    parser.add_argument("--left-out", action="store_true", help="predict as if the GPU were not measured")
     parser.add_argument("--slow", type=float, default=1, help="times as slow a host (slow_host.py)")
     parser.add_argument("--measured", type=Path, nargs="+", help="predict the steps recorded in these files")
     options = parser.parse_args()
     if options.measured:
         if options.out and len(options.measured) > 1 and not options.calibration:
             parser.error("--out takes the rows of one file")
-        predict_again(options.measured, options.gpu, options.calibration, options.out)
+        named = options.calibration
+        device = left_out(get(options.gpu)) if options.left_out else priced(options.gpu, named)
+        predict_again(options.measured, device, named is not None, options.out)
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")

@@ -299,12 +299,13 @@ def load(path: Traversable) -> Calibration:
         return Calibration({}, about, None, about["launch_scale"], title, quick=quick, links=links)
     if links and not networks:
         return Calibration({}, about, links=links)
+    ours = f"measured by tilefit's authors, {about['collected'][-1]}" if "collected" in about else ""
     if "constants" not in about:
-        return Calibration(networks, about, title=f"measured by tilefit's authors, {about['collected'][-1]}")
+        return Calibration(networks, about, title=ours)
     constants = Constants(**about["constants"])
     facts = about["networks"].items()
     others = {kind: Constants(**each["constants"]) for kind, each in facts if "constants" in each}
-    title = f"calibrated on {about['date'][:10]}"
+    title = ours or f"calibrated on {about['date'][:10]}"
     return Calibration(networks, about, constants, about["launch_scale"], title, others, links=links)
 
 
