@@ -241,6 +241,9 @@ def test_a_calibration_that_ships_on_top_of_a_donors(tmp_path: Path) -> None:
     assert [estimate(op, h100).provenance for op in (PRODUCT, heads)] == ["estimated", "transferred"]
     assert 0.7 < estimate(PRODUCT, h100).time_s / estimate(PRODUCT, left_out(h100)).time_s < 1.4
     assert priced("h100-pcie").donor == priced(H200)
+    slow = replace(gpus.get("h100"), memory_bandwidth_bytes_per_s=1e12)  # its facts count at every stage
+    stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
+    assert estimate(stream, slow).time_s > 2.5 * estimate(stream, h100).time_s
 
     # What was measured of this machine comes on top: nothing is corrected twice.
     quick = tmp_path / "quick.npz"

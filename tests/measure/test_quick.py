@@ -22,7 +22,7 @@ from tilefit.measure.calibration import ChangeSet, candidates
 from tilefit.measure.quick import quick
 from tilefit.ops import FORWARD, Attention, Gemm, Op, Site, Step, StepOp, Streaming
 
-H100 = gpus.get("h100")
+H100 = gpus.get("h100-pcie")
 SLOW = replace(
     H100,
     memory_bandwidth_bytes_per_s=0.8 * H100.memory_bandwidth_bytes_per_s,

@@ -94,7 +94,7 @@ class PricedGpu(Gpu):
         """This GPU as it is priced by what its calibration was made on top of: what ships, or a donor's."""
         if self.calibration is None or not self.calibration.on_shipped:
             return None
-        return _with(gpus.get(self.name), _below(gpus.get(self.name), self.calibration))
+        return replace(self, calibration=_below(gpus.get(self.name), self.calibration), run=None)
 
     def covers(self, op: Op) -> bool:
         """Whether the calibration, or what it was made on top of, speaks of an operation: a donor's of all
