@@ -22,7 +22,7 @@ from tilefit.units import share
 
 #: Elements looked at of each gradient, and about as many operations in a step, others in the next one.
 SAMPLE = 1024
-OPERATIONS = 32
+OPERATIONS = 24
 #: fp16: the exponent of the smallest subnormal number, of the smallest normal one, and of the largest.
 SMALLEST, NORMAL, LARGEST = -24, -14, 15
 #: Bits kept free above the largest gradient seen, and the share of gradients that may be lost below.

@@ -20,6 +20,8 @@ WIDTH = 8
 WITNESSES, APART = 8, 32
 #: The thread of gradients that several threads use.
 SHARED = -1
+#: Of which it is worth knowing whether they hold nothing but zeros.
+_LOOKED_AT = (Kind.USED, Kind.SPENT, Kind.LEFT, Kind.UNKNOWN)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,56 +89,71 @@ class Gradient:
         self._reference, self.version, self._uncounted = weakref.ref(gradient), version, 0
         return Cause.WRITTEN
 
-    def accept(self, *, sampled: bool, ending: bool = False) -> None:
+    def accept(self, *, ending: bool = False) -> None:
         """What was written to it is known; ``ending`` says that autograd has yet to count the write."""
         self.change()
         self._uncounted = int(ending)
-        value = self.value
-        self.sample = taken(value) if sampled and self.witness and value is not None else None
+        self.sample = None
 
 
-def taken(value: Tensor) -> Tensor | None:
-    """A copy of some elements, in fp32; None where it has no values of its own."""
-    value = getattr(value, "_local_tensor", value)
+def sample(gradients: Iterable[Gradient], *, compare: bool = False) -> None:
+    """Keep some values of those gradients that speak for others, in fp32.
+
+    Args:
+        gradients: The gradients.
+        compare: See whether they are those that were kept before: they may have been changed without a trace,
+            cleared, or used and be there as they were. Waits for the device where there is something to see.
+    """
+    by_device: defaultdict[torch.device, list[tuple[Gradient, Tensor]]] = defaultdict(list)
+    for gradient in gradients:
+        gradient.sure &= not compare
+        value = gradient.value if gradient.witness else None
+        part = None if value is None else _part(getattr(value, "_local_tensor", value))
+        if part is not None:
+            by_device[part.device].append((gradient, part))
+    with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+        for rows in by_device.values():
+            now = torch.cat([part for _, part in rows]).to(torch.float32)
+            samples = torch.split(now, [part.numel() for _, part in rows])
+            before = [(gradient, gradient.sample) for gradient, _ in rows]
+            for (gradient, _), kept in zip(rows, samples, strict=True):
+                gradient.sample = kept
+            if compare and any(old is not None or g.state.kind in _LOOKED_AT for g, old in before):
+                _compare(now, samples, before)
+
+
+def _part(value: Tensor) -> Tensor | None:
+    """Some elements, where they lie; None where it has no values of its own."""
     if isinstance(value, CudaTensor):  # nobody knows its values, but every write to it
         return torch.tensor([float(value.content)], device="cpu")
     if not has_values(value):
         return None
-    with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
-        value = value.detach()
-        flat = value.as_strided((value.numel(),), (1,)) if value.is_contiguous() else value.reshape(-1)
-        return flat[:: -(-flat.numel() // WIDTH)].to(torch.float32, copy=True)
-
-
-def verify(gradients: Iterable[Gradient]) -> None:
-    """Compare gradients with their samples, and take new ones: they may have been changed without a trace,
-    cleared, or used and be there as they were. Waits for the device."""
-    by_device: defaultdict[torch.device, list[tuple[Gradient, Tensor, Tensor | None]]] = defaultdict(list)
-    for gradient in gradients:
-        gradient.sure = False
-        if gradient.witness and (value := gradient.value) is not None and (now := taken(value)) is not None:
-            by_device[now.device].append((gradient, now, gradient.sample))
-            gradient.sample = now
     with torch._C._DisableTorchDispatch():
-        for rows in by_device.values():
-            now = torch.cat([now for _, now, _ in rows])
-            before = torch.cat([now if before is None else before for _, now, before in rows])
-            differs = (now != before) & ~(now.isnan() & before.isnan())
-            flags = torch.stack([differs, now != 0, now.isfinite() & (now != 0)]).tolist()
-            start = 0
-            for gradient, sample, old in rows:
-                end = start + sample.numel()
-                changed, filled, telling = (any(flag[start:end]) for flag in flags)
-                start = end
-                gradient.sure = old is not None and telling and not changed
-                cause = _meaning(gradient, changed, filled)
-                if cause is not None:
-                    gradient.state = gradient.state.after(cause)[0]
+        step = -(-value.numel() // WIDTH)
+        if value.is_contiguous():
+            return value.detach().as_strided((-(-value.numel() // step),), (step,))
+        return value.detach().reshape(-1)[::step]
+
+
+def _compare(now: Tensor, samples: Iterable[Tensor], rows: Iterable[tuple[Gradient, Tensor | None]]) -> None:
+    """Move the gradients that have changed, or have not, by what was kept of each."""
+    before = torch.cat([kept if old is None else old for (_, old), kept in zip(rows, samples, strict=True)])
+    differs = (now != before) & ~(now.isnan() & before.isnan())
+    flags = torch.stack([differs, now != 0, now.isfinite() & (now != 0)]).tolist()
+    start = 0
+    for (gradient, old), kept in zip(rows, samples, strict=True):
+        end = start + kept.numel()
+        changed, filled, telling = (any(flag[start:end]) for flag in flags)
+        start = end
+        gradient.sure = old is not None and telling and not changed
+        cause = _meaning(gradient, changed, filled)
+        if cause is not None:
+            gradient.state = gradient.state.after(cause)[0]
 
 
 def _meaning(gradient: Gradient, changed: bool, filled: bool) -> Cause | None:
     kind = gradient.state.kind
-    if not filled and (changed or kind in (Kind.USED, Kind.SPENT, Kind.LEFT, Kind.UNKNOWN)):
+    if not filled and (changed or kind in _LOOKED_AT):
         value = gradient.value
         value = getattr(value, "_local_tensor", value)
         if value is not None and (isinstance(value, CudaTensor) or not bool(value.detach().any())):

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import events, graph
-from tilefit.precision.gradients import SHARED, Gradient, move, verify
+from tilefit.precision.gradients import SHARED, Gradient, move, sample
 from tilefit.precision.lines import user_line
 from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
 from tilefit.precision.patches import Patch
@@ -323,6 +323,8 @@ class Ledger:
 
     def mine(self, here: Here) -> list[Gradient]:
         """The gradients that a thread may use."""
+        if len(self._threads) <= 1:
+            return list(self._gradients.values())
         threads = None, here.thread
         return [gradient for gradient in self.gradients if gradient.thread in threads]
 
@@ -331,6 +333,7 @@ class Ledger:
         if self._owners.get(optimizer) == here.thread:
             return
         self._owners[optimizer] = here.thread
+        self._threads.add(here.thread)
         for gradient in self.of(optimizer):
             if gradient.thread is None:
                 gradient.thread = here.thread
@@ -355,7 +358,7 @@ class Ledger:
         if self._recorder.looking:
             self._sampling = True
             if not capturing():
-                verify(self.mine(here))
+                sample(self.mine(here), compare=True)
         elif self._sampling:
             self._sampling = False
             for gradient in self.gradients:
@@ -647,9 +650,11 @@ class Ledger:
         self._sampling |= sampled
         for number, gradient in enumerate(gradients):
             before = gradient.version
-            gradient.accept(sampled=sampled, ending=ending)
+            gradient.accept(ending=ending)
             if number == 0 and alike and not sampled and gradient.version == before:
                 return
+        if sampled:
+            sample(gradients)
 
     def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
         yield

@@ -83,7 +83,8 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""
-        return [*tensors_in(self.args), *tensors_in(tuple(self.kwargs.values()))]
+        found = tensors_in(self.args)
+        return found + tensors_in(self.kwargs.values()) if self.kwargs else found
 
 
 class Observer:

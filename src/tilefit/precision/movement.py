@@ -270,11 +270,13 @@ class Accumulators(Tracker, Observer):
 
     def before(self, call: Call) -> None:
         self._old = []
+        if not call.name.endswith("_"):
+            return
         name, here = base_name(call.name), self._ledger.here
         if here.in_use:
             if name == "mul" and here.stepping:
                 self._shrinks(call, here.stepping[0])
-        elif call.name.endswith("_") and name != "copy":
+        elif name != "copy":
             for index, target in enumerate(targets(call.func, call.args, call.kwargs)):
                 # What a graph has made is an activation of this step.
                 mine = target.dtype in HALF and has_values(target) and target.is_leaf
@@ -292,15 +294,19 @@ class Accumulators(Tracker, Observer):
             total.add(call, target, spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
+        outs = call.out if isinstance(call.out, list | tuple) else [call.out]
+        moved = name in ("copy", "clone")
+        values = [call.args[name == "copy"]] if moved else outs
+        if not any(isinstance(value, Tensor) and value.dtype in HALF for value in values):
+            return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
             return
-        if name in ("copy", "clone"):
-            source = call.args[1] if name == "copy" else call.args[0]
-            known = self._sums.get(_place(source)) if source.dtype in HALF and is_plain(source) else None
+        if moved:
+            known = self._sums.get(_place(values[0])) if is_plain(values[0]) else None
             if known is not None:
                 self._keep(known, call.out)
         elif not call.name.endswith("_"):
-            for index, out in enumerate(call.out if isinstance(call.out, list | tuple) else [call.out]):
+            for index, out in enumerate(outs):
                 if isinstance(out, Tensor) and out.dtype in HALF and has_values(out):
                     self._made(call, name, index, out)
 

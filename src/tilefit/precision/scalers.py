@@ -103,7 +103,8 @@ class Scalers(Tracker):
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        left = any(known.mark in gradient.state.marks for gradient in self._ledger.gradients)
+        mark, states = known.mark, {id(g.state): g.state for g in self._ledger.gradients}
+        left = any(mark in state.marks for state in states.values())
         known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
         with self._explained("update", None):
             yield

@@ -88,13 +88,15 @@ class Shadows(Tracker, Observer):
         if call.name == "arange":
             self._cast(call, call.out)
             return
-        first = call.args[0] if call.args else None
-        if not isinstance(first, Tensor) or not is_plain(first) or not first.numel():
+        first, out, handler = call.args[0] if call.args else None, call.out, _HANDLERS.get(call.name)
+        masks = call.name == "_softmax"
+        if not isinstance(first, Tensor) or not (handler or masks or first.dtype in HALF):
             return
-        out = call.out
-        if call.name in _HANDLERS:
-            _HANDLERS[call.name](self, call, first)
-        if call.name == "_softmax":
+        if not is_plain(first) or not first.numel():
+            return
+        if handler:
+            handler(self, call, first)
+        if masks:
             self._through_mask(call, first)  # which autocast has made an fp32 one
         if first.dtype not in HALF or not isinstance(out, Tensor) or out.dtype not in HALF:
             return
@@ -298,6 +300,9 @@ class Shadows(Tracker, Observer):
 
     def _use(self, call: Call) -> None:
         """Note what tables go into; what is made of one by scaling or reshaping it still is one."""
+        args = call.args
+        if not call.kwargs and list not in map(type, args) and self._tables.keys().isdisjoint(map(id, args)):
+            return  # the most frequent case by far
         for tensor in call.tensors():
             into = self._tables.of(tensor)
             if into is None:
