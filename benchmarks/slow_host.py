@@ -1,8 +1,8 @@
 """A host that launches several times as slowly: run a command on one core that another process takes from it.
 
-The other process works for a fraction of a millisecond whenever it was left asleep for a few dozen
-microseconds, and it is scheduled at once, since this one is nice: what the host does takes ``--times`` as
-long in all its parts, from one launch to the next. Slices as long as a step would not do.
+The other process works for as many times as long as it was left asleep, 0.3 ms, and it is scheduled at once,
+since this one is nice: what the host does takes ``--times`` as long, or somewhat longer, in all its parts.
+Slices as long as a step would not do, and in those of a launch, 0.05 ms, switching took most of the time.
 
     PYTHONPATH=src python benchmarks/slow_host.py --times 3 tilefit calibrate --quick --output slow.npz
 """
@@ -27,7 +27,7 @@ import ctypes, os, sys, time
 ctypes.CDLL(None).prctl(29, 1000)
 share, last = float(sys.argv[1]) - 1, time.perf_counter()
 while os.getppid() == int(sys.argv[2]):
-    time.sleep(5e-5)
+    time.sleep(3e-4)
     now = time.perf_counter()
     until = now + min(share * (now - last), 2e-3)
     while (last := time.perf_counter()) < until:
