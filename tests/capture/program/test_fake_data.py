@@ -159,6 +159,9 @@ def test_what_is_written_is_read_again_and_never_lands_on_the_disk(tmp_path: Pat
             file.write(" and more")
         assert path.read_text() == "real and more"
         (tmp_path / "runs" / "1").mkdir(parents=True)
+        with open(os.fsencode(tmp_path / "runs" / "1" / "events"), "wb") as file:  # as TensorBoard does
+            file.write(b"loss")
+        assert (tmp_path / "runs" / "1" / "events").read_bytes() == b"loss"
         assert sorted(os.listdir(tmp_path)) == ["log.txt", "runs"]
         path.unlink()
         assert not path.exists()

@@ -48,7 +48,7 @@ class Scratch:
 
     def twin(self, path: str) -> str:
         """Where a file is that the program has written or was given."""
-        return self._root + os.path.abspath(path)
+        return self._root + _full(path)
 
     def write(self, path: str, data: bytes) -> None:
         """Give the program a file."""
@@ -78,7 +78,7 @@ class Scratch:
         if not self._is_own(path):
             return path
         twin = self.twin(path)
-        parent = os.path.dirname(os.path.abspath(path))
+        parent = os.path.dirname(_full(path))
         if not self._is_there(parent):
             return path  # and fails as it would
         self._parents(twin)
@@ -91,9 +91,9 @@ class Scratch:
 
     def _is_own(self, path: Any) -> bool:
         """Whether a path is a name of a file of the program's."""
-        if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
+        if not isinstance(path, str | bytes | os.PathLike):
             return False
-        full = os.path.abspath(name)
+        full = _full(path)
         return not any(full == each or full.startswith(each + os.sep) for each in (*_SYSTEM, self._kept))
 
     def _exists(self, path: str) -> bool:
@@ -110,7 +110,7 @@ class Scratch:
         """Whether the program has deleted it."""
         if not self._gone:  # libraries list thousands of files
             return False
-        full = os.path.abspath(path)
+        full = _full(path)
         return any(full == each or full.startswith(each + os.sep) for each in self._gone)
 
     def _parents(self, twin: str) -> None:
@@ -165,7 +165,7 @@ class Scratch:
         if self._exists(twin := self.twin(path)):
             delete(twin)
         if self._exists(path):
-            self._gone.add(os.path.abspath(path))
+            self._gone.add(_full(path))
 
     def rmtree(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """``shutil.rmtree``."""
@@ -179,19 +179,19 @@ class Scratch:
         origin, place = self.read_path(source), self.write_path(target)
         if origin == source and self._is_own(source):  # the user's stays where it is
             shutil.copytree(origin, place) if os.path.isdir(origin) else shutil.copyfile(origin, place)
-            self._gone.add(os.path.abspath(source))
+            self._gone.add(_full(source))
         else:
             self._os["rename"](origin, place, **kwargs)
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """``os.listdir``."""
-        return (
-            [entry.name for entry in self.scandir(path)] if self._is_own(path) else self._os["listdir"](path)
-        )
+        if isinstance(path, bytes) or not self._is_own(path):
+            return self._os["listdir"](path)  # type: ignore[no-any-return]
+        return [entry.name for entry in self.scandir(path)]
 
     def scandir(self, path: Any = ".") -> Any:
         """``os.scandir``."""
-        if not self._is_own(path):
+        if isinstance(path, bytes) or not self._is_own(path):
             return self._os["scandir"](path)
         twin = self.twin(path)
         if not self._exists(twin):
@@ -202,6 +202,10 @@ class Scratch:
     def _left(self, path: Any) -> list[Any]:
         with self._os["scandir"](path) as entries:
             return [entry for entry in entries if not self.is_gone(entry.path)]
+
+
+def _full(path: Any) -> str:
+    return os.path.abspath(os.fsdecode(path))
 
 
 class _Entries(list[Any]):
