@@ -2,11 +2,11 @@
 
     PYTHONPATH=src python benchmarks/common_spread.py
 
-Reads the rows that ``whole_steps.py --measured ... --gpu h100-sxm --out ...`` and ``timm_tables.py --record``
-left in ``results/``, and prints what :mod:`tilefit.cost.priced` needs: the smallest share of a step's GPU
-time which, beside what the operations' own intervals allow, holds the truth in 80 % of the steps. Steps of
-timm's models that the host limits say nothing about the GPU and are left out. The models of seed 7 set no
-constant; those of seed 0 did.
+Reads the rows that ``whole_steps.py --measured ... --gpu h100-sxm --left-out --out ...`` and ``timm_tables.py
+--record`` left in ``results/``, and prints what :mod:`tilefit.cost.priced` needs: the smallest share of a
+step's GPU time which, beside what the operations' own intervals allow, holds the truth in 80 % of the steps.
+Steps of timm's models that the host limits say nothing about the GPU and are left out. The models of seed 7
+set no constant; those of seed 0 did.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.fitting import RANGES, Measured, fit
 from tilefit.cost.gemm import estimate_gemm
-from tilefit.cost.priced import priced
+from tilefit.cost.priced import left_out
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv2d, Gemm
 
@@ -105,8 +105,8 @@ def gemm_scores(rows: Sequence[Measured], constants: Constants) -> dict[str, flo
 
 
 def priced_scores(rows: Sequence[Measured]) -> dict[str, float]:
-    """As ``tilefit gemm`` prices them: by the calibration that ships, which no table was used for."""
-    device = priced(rows[0].gpu)
+    """By the H200's calibration, which no table was used for."""
+    device = left_out(rows[0].gpu)
     estimates = [estimate(row.gemm, device) for row in rows]
     return scores((e.time_s, row.time_s) for e, row in zip(estimates, rows, strict=True)) | {
         "inside": inside([(e.low_s, e.high_s, r.time_s) for e, r in zip(estimates, rows, strict=True)])
@@ -154,7 +154,7 @@ def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
             start = prior(tables, older, gpu)
             show(f"gemm bf16 {name}: datasheet, from {' '.join(older)}", gemm_scores(rows, start))
             every = rows[:: max(1, len(rows) // PRICED_ROWS)]
-            show(f"gemm bf16 {name}: as priced, from the H200's calibration", priced_scores(every))
+            show(f"gemm bf16 {name}: from the H200's calibration", priced_scores(every))
         chosen = set(spread_out(rows, start, CALIBRATION_ROWS))
         fitted = fit([rows[i] for i in sorted(chosen)], start)
         rest = [row for i, row in enumerate(rows) if i not in chosen]

@@ -25,13 +25,10 @@ import argparse
 import datetime
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
@@ -41,6 +38,7 @@ from typing import Any
 
 import torch
 from common_spread import own_width_s
+from slow_host import slowed
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -50,8 +48,8 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, launch
 from tilefit.cost.measured import MeasuredRun
-from tilefit.cost.priced import PricedGpu, priced
-from tilefit.gpus import Gpu
+from tilefit.cost.priced import PricedGpu, left_out, priced
+from tilefit.gpus import Gpu, get
 from tilefit.measure.clocks import driver_version
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step, StepOp
@@ -411,32 +409,6 @@ class Measured:
         }
 
 
-@contextmanager
-def slowed(times: int) -> Iterator[None]:
-    """Within the block this process's threads share one core with so many others that each gets its share."""
-    if times == 1:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    core = {max(before)}
-
-    def pin(cores: set[int]) -> None:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores)
-
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(times - 1)]
-    try:
-        for each in busy:
-            os.sched_setaffinity(each.pid, core)
-        pin(core)
-        yield
-    finally:
-        pin(before)
-        for each in busy:
-            each.kill()
-            each.wait()
-
-
 def _short(name: str) -> str:
     return name if len(name) <= 160 else name[:120] + "…" + name[-39:]
 
@@ -448,14 +420,13 @@ def held_out(model: str) -> bool:
     return model in names[1::2]
 
 
-def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out: Path | None) -> None:
+def predict_again(recorded: list[Path], device: PricedGpu, calibrated: bool, out: Path | None) -> None:
     """Predict recorded steps with the cost model as it stands and print how far off it is.
 
     Args:
-        calibration: Of the GPU; its launch scale counts for every step. None: what ships, and the launch
-            scale that was measured beside the steps.
+        device: The GPU that they ran on.
+        calibrated: Its launch scale counts for every step; else the one that was measured beside the steps.
     """
-    device = priced(gpu, calibration)
     result: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for path in recorded:
@@ -470,10 +441,10 @@ def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out:
             and not result.get("infer")
             and all("reference_turns_ms" in row for row in measured)
         )
-        each = each and calibration is None
+        each = each and not calibrated
         timed = [row for row in measured if "reference_turns_ms" in row]
         scale = 1.0 if known_host or not timed else host_scale(timed)
-        scale = device.launch_scale if calibration else scale
+        scale = device.launch_scale if calibrated else scale
         result["host_scale"] = "each row's" if each else scale
         result["calibration"] = device.calibration_title
         result["predicted_with"] = {
@@ -505,7 +476,7 @@ def predict_again(recorded: list[Path], gpu: str, calibration: Path | None, out:
         part = [row for row in rows if row["held_out"] == apart]
         if 0 < len(part) < len(rows):
             summed_up(part, which)
-    if out and calibration:
+    if out and calibrated:
         # The steps are in other files: here is what the calibration says of them, and of itself.
         assert device.calibration is not None
         brief = (
@@ -560,26 +531,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gpu", default="h200", help="the GPU to predict for")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="measure runs whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure runs of these names, or parts")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile")
     parser.add_argument("--infer", action="store_true", help="the forward pass alone")
     parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
     parser.add_argument("--calibration", type=Path, help="predict by this calibration of the GPU")
-    parser.add_argument("--slow", type=int, default=1, help="times as slow a host (a shared core)")
+    parser.add_argument("--left-out", action="store_true", help="predict as if the GPU were not measured")
+    parser.add_argument("--slow", type=float, default=1, help="times as slow a host (slow_host.py)")
     parser.add_argument("--measured", type=Path, nargs="+", help="predict the steps recorded in these files")
     options = parser.parse_args()
     if options.measured:
         if options.out and len(options.measured) > 1 and not options.calibration:
             parser.error("--out takes the rows of one file")
-        predict_again(options.measured, options.gpu, options.calibration, options.out)
+        named = options.calibration
+        device = left_out(get(options.gpu)) if options.left_out else priced(options.gpu, named)
+        predict_again(options.measured, device, named is not None, options.out)
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
     start = time.perf_counter()
     models: dict[str, Measured] = {}
     rows: dict[str, dict[str, Any]] = {}
-    wanted = [run for run in runs(options.infer, options.compiled) if options.only in run.label]
+    wanted = [
+        run
+        for run in runs(options.infer, options.compiled)
+        if any(part in run.label for part in options.only)
+    ]
     turns = range(options.turns)
     if options.compiled:
         schedule = [(run, turn) for run in wanted for turn in (*turns, LOOK_INSIDE)]

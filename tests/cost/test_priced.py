@@ -15,10 +15,10 @@ from small_calibration import CONSTANTS, made
 from tilefit import gpus
 from tilefit.cost import estimate, estimate_step
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibration import read, write
+from tilefit.cost.calibration import Calibration, read, write
 from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.explain import explain
-from tilefit.cost.priced import PricedGpu, keep, priced, resolve, shipped, user_path, with_libraries
+from tilefit.cost.priced import PricedGpu, keep, left_out, priced, resolve, shipped, user_path, with_libraries
 from tilefit.errors import TilefitError, UsageError
 from tilefit.ops import FORWARD, Attention, Conv2d, Gemm, Site, Step, StepOp, Streaming
 
@@ -217,7 +217,7 @@ def test_what_ships_is_what_is_used_without_any_other() -> None:
 
 
 def test_a_gpu_nobody_measured_takes_what_another_took() -> None:
-    h100, a100 = priced("h100"), priced(A100)
+    h100, a100 = left_out(gpus.get("h100")), priced(A100)
     assert h100.donor == a100.donor == priced(H200)
     assert h100.calibration_title.startswith("the NVIDIA H200")
     stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
@@ -227,6 +227,33 @@ def test_a_gpu_nobody_measured_takes_what_another_took() -> None:
     slower = H200.memory_bandwidth_bytes_per_s / h100.memory_bandwidth_bytes_per_s
     ratio = estimate(stream, h100).time_s / estimate(stream, H200).time_s
     assert 1.1 < ratio < 1.02 * slower
+
+
+def test_a_calibration_that_ships_on_top_of_a_donors(tmp_path: Path) -> None:
+    h100 = priced("h100")
+    assert h100.donor is None
+    assert h100.before == left_out(h100)
+    assert h100.calibration_title == "measured by tilefit's authors, 2026-11-23"
+    assert h100.common_spread == 0.0
+    assert h100.launch_scale == 1.0
+    heads = Attention(8, 16, 1024, 64)  # of which it says nothing itself
+    assert estimate(heads, h100) == estimate(heads, left_out(h100))
+    assert [estimate(op, h100).provenance for op in (PRODUCT, heads)] == ["estimated", "transferred"]
+    assert 0.7 < estimate(PRODUCT, h100).time_s / estimate(PRODUCT, left_out(h100)).time_s < 1.4
+    assert priced("h100-pcie").donor == priced(H200)
+    slow = replace(gpus.get("h100"), memory_bandwidth_bytes_per_s=1e12)  # its facts count at every stage
+    stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
+    assert estimate(stream, slow).time_s > 2.5 * estimate(stream, h100).time_s
+
+    # What was measured of this machine comes on top: nothing is corrected twice.
+    quick = tmp_path / "quick.npz"
+    about = {"gpu": h100.name, "networks": {}, "date": "2026-11-23", "launch_scale": 2.0}
+    write(Calibration({}, about | {"quick": {"memory": 1.0, "clock": 1.0}}), quick)
+    own = priced("h100", quick)
+    assert own.donor == h100
+    for op in (PRODUCT, heads):
+        assert own.covers(op)
+        assert estimate(op, own).time_s == pytest.approx(estimate(op, h100).time_s, rel=1e-6)
 
 
 def test_old_libraries_run_misaligned_sizes_without_tensor_cores() -> None:

@@ -166,7 +166,7 @@ def test_made_on_top_of_what_ships_it_corrects_that(tmp_path: Path, monkeypatch:
     stream = Streaming("copy", 10**7, 4 * 10**7, 4 * 10**7, function="clone")
     assert estimate(stream, device).time_s == estimate(stream, before).time_s
 
-    monkeypatch.setattr("tilefit.cost.priced.basis", lambda gpu: "of another version")
+    monkeypatch.setattr("tilefit.cost.priced._checksum", lambda calibration: "of another version")
     with pytest.raises(TilefitError, match="another version"):
         priced(gpu, path)
 

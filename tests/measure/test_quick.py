@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+import tilefit.measure.quick as quick_module
 from tilefit import gpus
 from tilefit.cost import estimate, estimate_step
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import Quick, read, write
 from tilefit.cost.model import estimate_all
-from tilefit.cost.priced import priced
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure.calibration import ChangeSet, candidates
 from tilefit.measure.quick import quick
 from tilefit.ops import FORWARD, Attention, Gemm, Op, Site, Step, StepOp, Streaming
 
-H100 = gpus.get("h100")
+H100 = gpus.get("h100-pcie")
 SLOW = replace(
     H100,
     memory_bandwidth_bytes_per_s=0.8 * H100.memory_bandwidth_bytes_per_s,
@@ -111,3 +113,16 @@ def test_a_first_stage_is_as_fast_as_was_found() -> None:
     )
     product: Op = Gemm(8192, 8192, 8192)
     assert estimate(product, slow).time_s == pytest.approx(2 * analytic(product, gpu).time_s, rel=0.05)
+
+
+def test_the_fit_ends_in_time_on_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, error = Bench(SLOW), quick_module._error
+
+    def slowly(gpu: PricedGpu, rows: Sequence[tuple[Op, float]]) -> float:
+        bench.now_s += 1.0
+        return error(gpu, rows)
+
+    monkeypatch.setattr(quick_module, "_error", slowly)
+    found = quick(H100, bench, budget_s=40.0, clock=bench.clock)
+    assert bench.now_s <= 43.0
+    assert found.about["errors"]["after"] < found.about["errors"]["before"]

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 _REPLAYS = 3
 #: Seconds between two lines about progress.
 _EVERY_S = 15.0
-#: After which a quick calibration measures no more.
-_QUICK_S = 45.0
+#: For a quick calibration, the fit included; the rest of a minute is for starting.
+_QUICK_S = 54.0
+#: It gets at least this, where the start takes most of a minute on a slow host.
+_LEAST_QUICK_S = 25.0
 
 
 def calibrate(
@@ -98,8 +100,7 @@ def calibrate(
     }
     if quick:
         print(f"Calibrating quickly for {gpu.title}", file=sys.stderr)
-        # What is left of a minute, less what the fit takes.
-        found = run_quick(gpu, measure, budget_s=max(1.0, _QUICK_S - used_s()), **about)
+        found = run_quick(gpu, measure, budget_s=max(_LEAST_QUICK_S, _QUICK_S - used_s()), **about)
         output.stdout().print(_factors(gpu, found))
     else:
         print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)

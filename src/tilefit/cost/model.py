@@ -55,27 +55,29 @@ def by_stages(ops: Sequence[Op], device: PricedGpu, fitted: Constants | None = N
         device: The GPU. A calibration that was made on top of what ships corrects what comes of that.
         fitted: Constants of the first stage, where those of the device are not to be taken.
     """
-    before, calibration = device.before, device.calibration
+    before, donor, calibration = device.before, device.donor, device.calibration
     if before is not None and calibration is not None:
         estimates = by_stages(ops, before, calibration.constants)
     else:
         estimates = [analytic(op, device, fitted or device.constants) for op in ops]
+    if calibration is None:
+        return estimates
+    covers = calibration.covers if donor is None else device.covers
     covered: dict[str, list[int]] = {}
     for index, op in enumerate(ops):
-        if device.covers(op):
+        if covers(op):
             covered.setdefault(op.kind, []).append(index)
     for kind, indices in covered.items():
-        assert calibration is not None
-        together, of = [ops[index] for index in indices], device.donor or device
-        if before is not None:
-            first = [estimates[index] for index in indices]
+        together = [ops[index] for index in indices]
+        if donor is not None:
+            pairs = zip(together, by_stages(together, donor), strict=True)
+            corrected = [transferred(op, theirs, donor, device.as_measured) for op, theirs in pairs]
         else:
-            own = calibration.kind_constants.get(kind, of.constants)
-            first = [analytic(op, of, own) for op in together]
-        corrected = calibration.correct(together, of, first)
-        if of is not device:
-            pairs = zip(together, corrected, strict=True)
-            corrected = [transferred(op, theirs, of, device.as_measured) for op, theirs in pairs]
+            own = calibration.kind_constants.get(kind, device.constants)
+            first = [estimates[i] for i in indices]
+            if before is None:
+                first = [analytic(op, device, own) for op in together]
+            corrected = calibration.correct(together, device, first)
         for index, better in zip(indices, corrected, strict=True):
             estimates[index] = better
     return estimates

@@ -91,17 +91,22 @@ class PricedGpu(Gpu):
 
     @property
     def before(self) -> PricedGpu | None:
-        """This GPU as it is priced by what ships, where its calibration was made on top of that."""
+        """This GPU as it is priced by what its calibration was made on top of: what ships, or a donor's."""
         if self.calibration is None or not self.calibration.on_shipped:
             return None
-        return replace(self, calibration=_ships(self), run=None)
+        return replace(self, calibration=_below(gpus.get(self.name), self.calibration), run=None)
 
     def covers(self, op: Op) -> bool:
-        """Whether the calibration speaks of an operation: a donor's of all where the libraries choose among
-        the same kernels, else of those that are compiled of the same code for every GPU."""
-        if self.calibration is None or not self.calibration.covers(op):
+        """Whether the calibration, or what it was made on top of, speaks of an operation: a donor's of all
+        where the libraries choose among the same kernels, else of those that are compiled of the same code
+        for every GPU."""
+        if self.calibration is None:
             return False
-        return self._is_alike or isinstance(op, Streaming) or (isinstance(op, Conv) and op.is_narrow)
+        if (donor := self.donor) is None:
+            return self.calibration.covers(op) or ((before := self.before) is not None and before.covers(op))
+        alike = donor.compute_capability == self.compute_capability
+        narrow = isinstance(op, Streaming) or (isinstance(op, Conv) and op.is_narrow)
+        return (alike or narrow) and donor.covers(op)
 
     @property
     def common_spread(self) -> float:
@@ -249,7 +254,9 @@ def shipped(gpu: str) -> Calibration | None:
 def _donated(capability: tuple[int, int]) -> Calibration | None:
     """The calibration that ships for another GPU, if there can be one of the same compute capability."""
     folder = resources.files("tilefit.cost") / "data"
-    donors = [name for name in gpus.names() if (folder / f"{name}.npz").is_file()]
+    files = [name for name in gpus.names() if (folder / f"{name}.npz").is_file()]
+    # One that was made on top of a donor's says little without it.
+    donors = [name for name in files if (found := shipped(name)) and not found.on_shipped]
     alike = [name for name in donors if gpus.get(name).compute_capability == capability]
     return shipped((alike or donors)[0])
 
@@ -257,6 +264,11 @@ def _donated(capability: tuple[int, int]) -> Calibration | None:
 def _ships(gpu: Gpu) -> Calibration | None:
     """What ships for a GPU: its own, else a donor's."""
     return shipped(gpu.name) or _donated(gpu.compute_capability)
+
+
+def left_out(gpu: Gpu) -> PricedGpu:
+    """A GPU priced as if nobody had measured it: by a donor's calibration."""
+    return _with(gpus.get(gpu.name), _donated(gpu.compute_capability))
 
 
 def as_shipped(gpu: Gpu) -> PricedGpu:
@@ -267,7 +279,24 @@ def as_shipped(gpu: Gpu) -> PricedGpu:
 def basis(gpu: Gpu) -> str:
     """Tells apart what ships for a GPU from what did with other versions."""
     ships = _ships(gpu)
-    return "" if ships is None else f"{crc32(json.dumps(ships.about, sort_keys=True).encode()):08x}"
+    return "" if ships is None else _checksum(ships)
+
+
+def _checksum(calibration: Calibration) -> str:
+    return f"{crc32(json.dumps(calibration.about, sort_keys=True).encode()):08x}"
+
+
+@lru_cache(maxsize=64)
+def _below(gpu: Gpu, calibration: Calibration) -> Calibration:
+    """What a calibration was made on top of.
+
+    Raises:
+        ValueError: it was what shipped with another version.
+    """
+    for found in (shipped(gpu.name), _donated(gpu.compute_capability)):
+        if found is not None and _checksum(found) == calibration.about["on"]:
+            return found
+    raise ValueError("it was made with another version of tilefit")
 
 
 def keep(path: Path) -> Path | None:
@@ -357,10 +386,11 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
         return replace(ships, about=about, donor=of if of != gpu.name else "", links=own.links)
     mine = {kind: own.networks[kind] for kind in kinds}
     if own.on_shipped:
-        if own.about["on"] != basis(gpus.get(own.about["gpu"])):
-            raise ValueError("it was made with another version of tilefit")
+        _below(gpus.get(own.about["gpu"]), own)
         return replace(own, networks={kind: own.networks[kind] for kind in _better(own)})
     ships = shipped(own.about["gpu"])
+    if ships and ships.on_shipped:  # whose networks correct something else
+        ships = None
     theirs = {kind: net for kind, net in (ships.networks if ships else {}).items() if kind not in mine}
     title = own.title
     if ships and theirs:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from statistics import fmean
 
 from tilefit.cost.calibration import Calibration, Quick
-from tilefit.cost.model import estimate_all
+from tilefit.cost.model import by_stages, estimate_all
 from tilefit.cost.priced import PricedGpu, corrected
+from tilefit.cost.streaming import traffic
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure.calibration import ChangeSet, Progress, candidates, origin
@@ -25,23 +27,26 @@ _LONGEST_S = 5e-3
 #: Factors that are tried around the best so far, in ever finer steps.
 _STEPS = (1.25, 1.08, 1.025)
 _WIDTH = 4
+#: Share of the budget for measuring; the rest is for the fit.
+_MEASURING = 0.8
 
 
 def quick(
     gpu: Gpu,
     measure: Callable[[ChangeSet], float],
     *,
-    budget_s: float = 40.0,
+    budget_s: float = 50.0,
     launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
     drawn: Mapping[str, Iterator[ChangeSet]] | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Calibration:
-    """Measure operations of each kind in turn within a time budget, and fit the two factors.
+    """Measure operations of each kind in turn, and fit the two factors, within a time budget.
 
-    Every other operation is fitted to; on the rest the errors are stated (``about["errors"]``: mean absolute
-    relative error before and after). Arguments as of :func:`tilefit.measure.calibration.calibrate`.
+    On a slow host the fit ends at what it has found by then, its steps being ever finer. Every other
+    operation is fitted to; on the rest the errors are stated (``about["errors"]``: mean absolute relative
+    error before and after). Arguments as of :func:`tilefit.measure.calibration.calibrate`.
 
     Raises:
         TilefitError: too few operations could be measured.
@@ -50,7 +55,7 @@ def quick(
     base = _with(gpu, Quick(1.0, 1.0))
     rows: list[tuple[Op, float]] = []
     sources = [*(drawn or candidates(seed=1)).values()]
-    while sources and len(rows) < _MOST and (used := clock() - began_s) < budget_s:
+    while sources and len(rows) < _MOST and (used := clock() - began_s) < _MEASURING * budget_s:
         source = sources.pop(0)
         if (each := next(source, None)) is None:
             continue
@@ -70,7 +75,7 @@ def quick(
     # Kinds take turns, so that every other turn keeps both halves alike.
     turn = min(max(len(sources), 1), len(rows) // 2)
     fitted_to, aside = ([row for i, row in enumerate(rows) if i // turn % 2 == half] for half in (0, 1))
-    best = _fitted(gpu, fitted_to)
+    best = _fitted(gpu, fitted_to, lambda: clock() - began_s < budget_s)
     about = {
         **origin(gpu, launch_scale, versions),
         "networks": {},
@@ -81,15 +86,19 @@ def quick(
     return Calibration({}, about, None, launch_scale, quick=best)
 
 
-def _fitted(gpu: Gpu, rows: Sequence[tuple[Op, float]]) -> Quick:
-    best, least = Quick(1.0, 1.0), _error(_with(gpu, Quick(1.0, 1.0)), rows)
+def _fitted(gpu: Gpu, rows: Sequence[tuple[Op, float]], in_time: Callable[[], bool]) -> Quick:
+    @cache
+    def error(tried: Quick) -> float:
+        return _error(_with(gpu, tried), rows)
+
+    best = Quick(1.0, 1.0)
     for step in _STEPS:
         for name in (*Quick._fields, *Quick._fields):
             centre = best
             for power in range(-_WIDTH, _WIDTH + 1):
                 tried = centre._replace(**{name: getattr(centre, name) * step**power})
-                if (error := _error(_with(gpu, tried), rows)) < least:
-                    best, least = tried, error
+                if in_time() and error(tried) < error(best):
+                    best = tried
     return best
 
 
@@ -104,5 +113,6 @@ def _is_feasible(op: Op, gpu: PricedGpu) -> bool:
 
 
 def _error(gpu: PricedGpu, rows: Sequence[tuple[Op, float]]) -> float:
-    predicted = estimate_all([op for op, _ in rows], gpu)
+    # Not to be remembered: no other estimate is of these factors.
+    predicted = by_stages([traffic(op) for op, _ in rows], gpu)
     return round(fmean(abs(p.time_s / time_s - 1) for p, (_, time_s) in zip(predicted, rows, strict=True)), 4)
