@@ -15,7 +15,7 @@ from zlib import crc32
 
 from tilefit import gpus
 from tilefit.cost.calibration import DAMAGED, Calibration, load, read
-from tilefit.cost.constants import Constants, constants
+from tilefit.cost.constants import Constants, LinkConstants, constants
 from tilefit.cost.measured import MeasuredRun
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
@@ -288,15 +288,21 @@ def _checksum(calibration: Calibration) -> str:
 
 @lru_cache(maxsize=64)
 def _below(gpu: Gpu, calibration: Calibration) -> Calibration:
-    """What a calibration was made on top of.
+    """What a calibration was made on top of, with what it knows of the GPU's links.
 
     Raises:
         ValueError: it was what shipped with another version.
     """
     for found in (shipped(gpu.name), _donated(gpu.compute_capability)):
         if found is not None and _checksum(found) == calibration.about["on"]:
-            return found
+            return _joined_by(found, calibration.links)
     raise ValueError("it was made with another version of tilefit")
+
+
+@lru_cache(maxsize=16)
+def _joined_by(calibration: Calibration, links: LinkConstants | None) -> Calibration:
+    """One object each time, as GPUs are compared by their calibration's."""
+    return calibration if links is None else replace(calibration, links=links)
 
 
 def keep(path: Path) -> Path | None:
