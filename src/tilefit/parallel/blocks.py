@@ -19,7 +19,7 @@ from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, S
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import scale_batch
-from tilefit.parallel.pipeline import layer_of, layers_of
+from tilefit.parallel.pipeline import layer_of, layers_of, places
 from tilefit.parallel.tensor import tensor_parallel
 
 #: Times of kernels in a training of hours over those of benchmarks of milliseconds, on GPUs that reach the
@@ -279,33 +279,6 @@ class Model:
             products_s=products_s,
             widest_bytes=widest,
         )
-
-
-def places(step: Step, prefix: str, layers: int) -> list[int]:
-    """The block of every operation: 0 before the first layer, then the layers, then what follows them.
-
-    What belongs to no layer and runs between two belongs to the one that ran before.
-    """
-    found = [layer_of(prefix, entry.site.module) for entry in step.ops]
-    last_forward = max(
-        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase == FORWARD), default=-1
-    )
-    first_backward = min(
-        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase != FORWARD),
-        default=len(found),
-    )
-    last_backward = max((i for i, layer in enumerate(found) if layer is not None), default=-1)
-    made = []
-    current = 0
-    for index, layer in enumerate(found):
-        if layer is not None:
-            current = layer + 1
-        elif last_forward < index < first_backward:
-            current = layers + 1
-        elif index > last_backward:
-            current = 0
-        made.append(current)
-    return made
 
 
 def _alone(whole: Step, step: Step, tensor: int) -> set[int]:

@@ -44,11 +44,12 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
             hint="Take fewer stages.",
         )
     of_layer = [stage for stage in range(count) for _ in range(layers // count + (stage < layers % count))]
-    places = _places(step, prefix, of_layer)
-    names = [_names(step, places, stage) for stage in range(count)]
+    of_place = [0, *of_layer, count - 1]
+    stage_of = [of_place[place] for place in places(step, prefix, layers)]
+    names = [_names(step, stage_of, stage) for stage in range(count)]
     total = sum(prod(p.shape) for p in step.parameters.values())
-    written = _written(step, places, count)
-    crossings = _crossings(step, places)
+    written = _written(step, stage_of, count)
+    crossings = _crossings(step, stage_of)
     made = []
     for stage in range(count):
         parameters = {name: p for name, p in step.parameters.items() if name in names[stage]}
@@ -57,7 +58,7 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
         for index, entry in enumerate(step.ops):
             if entry.phase == OPTIMIZER:
                 ops.append(replace(entry, op=entry.op.shared(share, share)))
-            elif places[index] == stage:
+            elif stage_of[index] == stage:
                 ops.append(entry)
                 if index in crossings:
                     ops.append(crossings[index])
@@ -87,16 +88,31 @@ def layer_of(prefix: str, name: str) -> int | None:
     return int(match[2]) if match and match[1] == prefix else None
 
 
-def _places(step: Step, prefix: str, of_layer: list[int]) -> list[int]:
-    """The stage of every operation: that of the last layer that ran."""
-    found = []
+def places(step: Step, prefix: str, layers: int) -> list[int]:
+    """The block of every operation: 0 before the first layer, then the layers, then what follows them.
+
+    What belongs to no layer and runs between two belongs to the one that ran before.
+    """
+    found = [layer_of(prefix, entry.site.module) for entry in step.ops]
+    last_forward = max(
+        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase == FORWARD), default=-1
+    )
+    first_backward = min(
+        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase != FORWARD),
+        default=len(found),
+    )
+    last_backward = max((i for i, layer in enumerate(found) if layer is not None), default=-1)
+    made = []
     current = 0
-    for entry in step.ops:
-        layer = layer_of(prefix, entry.site.module)
+    for index, layer in enumerate(found):
         if layer is not None:
-            current = of_layer[layer]
-        found.append(current)
-    return found
+            current = layer + 1
+        elif last_forward < index < first_backward:
+            current = layers + 1
+        elif index > last_backward:
+            current = 0
+        made.append(current)
+    return made
 
 
 def _names(step: Step, places: list[int], stage: int) -> set[str]:

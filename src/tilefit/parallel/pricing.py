@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.collective import is_priced
 from tilefit.cost.estimate import EXPOSED
+from tilefit.cost.links import Fabric
 from tilefit.cost.streams import exchange_s, fabric_of
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Collective, Step
+from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step
+from tilefit.parallel.blocks import Block, Blocks, Framework
 from tilefit.parallel.split import SplitStep
+from tilefit.parallel.training import Precision, Training, TrainingSplit
 from tilefit.units import seconds, share
 
 
@@ -44,38 +47,51 @@ class SplitEstimate:
 def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
     """Predicted time of a step as it is split.
 
-    With p stages and m micro-batches the slowest stage works ``m`` times and waits ``p - 1`` times as long:
-    ``(m + p - 1)`` times its time for one micro-batch, then the optimizer (Huang and others, "GPipe:
-    Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019). Sums of gradients overlap
-    with the last backward pass (:mod:`tilefit.cost.streams`), other collectives with nothing.
+    Stages and micro-batches follow each other as in a plan (1F1B: :mod:`tilefit.parallel.training`), then
+    comes the optimizer. Sums of gradients overlap with the last backward pass (:mod:`tilefit.cost.streams`),
+    other collectives with nothing.
     """
-    parts, count = divided.split.parts, len(divided.stages)
-    repeats = parts + count - 1
+    parts, stages = divided.split.parts, divided.stages
     # Without repeats the step is one piece: what the host is ahead in the backward pass serves the optimizer.
-    whole = [estimate_step(stage, gpu) for stage in divided.stages]
-    if repeats == 1:
-        slowest = 0
-        time_s, low_s, high_s = whole[0].time_s, whole[0].low_s, whole[0].high_s
-    else:
-        work = [estimate_step(_part(stage, optimizer=False), gpu) for stage in divided.stages]
-        rest = [estimate_step(_part(stage, optimizer=True), gpu) for stage in divided.stages]
-        slowest = max(range(count), key=lambda index: work[index].time_s)
-        once, last = work[slowest], max(rest, key=lambda each: each.time_s)
-        sums_s = max(_exposed_s(each) for each in whole)
-        time_s = repeats * once.time_s + last.time_s + sums_s
-        low_s = repeats * once.low_s + last.low_s + sums_s
-        high_s = repeats * once.high_s + last.high_s + sums_s
+    whole = [estimate_step(stage, gpu) for stage in stages]
+    work, rest_s, repeats = whole, 0.0, 1.0
+    if parts * len(stages) > 1:
+        work = [estimate_step(_part(stage, optimizer=False), gpu) for stage in stages]
+        rest_s = max(estimate_step(_part(stage, optimizer=True), gpu).time_s for stage in stages)
+        rest_s += max(map(_exposed_s, whole))
+    slowest = max(range(len(stages)), key=lambda index: work[index].time_s)
+    once = work[slowest]
+    if parts * len(stages) > 1 and once.time_s:
+        repeats = _scheduled_s(divided, work, gpu) / once.time_s
     return SplitEstimate(
-        time_s,
-        low_s,
-        high_s,
-        communication_s=_communication_s(divided.stages[slowest], whole[slowest], parts),
-        bubble=(count - 1) / repeats,
-        memory_bytes=max(stage.memory.peak_bytes for stage in divided.stages),
+        repeats * once.time_s + rest_s,
+        repeats * once.low_s + rest_s,
+        repeats * once.high_s + rest_s,
+        communication_s=_communication_s(stages[slowest], whole[slowest], parts),
+        bubble=1 - parts / repeats if len(stages) > 1 else 0.0,
+        memory_bytes=max(stage.memory.peak_bytes for stage in stages),
         slowest=slowest,
-        unpriced=sum(_unpriced(stage, gpu) for stage in divided.stages),
+        unpriced=sum(_unpriced(stage, gpu) for stage in stages),
         provenance=whole[slowest].provenance,
     )
+
+
+def _scheduled_s(divided: SplitStep, work: Sequence[StepEstimate], gpu: Gpu) -> float:
+    """Time of all micro-batches on all stages, without the optimizer."""
+    blocks = []
+    for stage, priced in zip(divided.stages, work, strict=True):
+        forward_s = sum(
+            each.time_s
+            for entry, each in zip(_part(stage, optimizer=False).ops, priced.ops, strict=True)
+            if entry.phase == FORWARD
+        )
+        # The host is ahead from the forward into the backward pass: they share what it takes.
+        share_forward = forward_s / total_s if (total_s := sum(each.time_s for each in priced.ops)) else 1.0
+        forward_s = share_forward * priced.time_s
+        blocks.append(Block(forward_s=forward_s, backward_s=priced.time_s - forward_s))
+    split = TrainingSplit(pipeline=len(blocks), micro_batches=divided.split.parts)
+    model = Blocks(Block(), tuple(blocks), Block())
+    return Training(model, split, Fabric(gpu), Precision(), Framework()).step_s()
 
 
 def rank_step(divided: SplitStep, gpus: Sequence[Gpu]) -> Step:
