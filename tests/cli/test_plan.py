@@ -68,7 +68,10 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
     # A billion tokens are 64 x 64 of them a step.
     best = first["splits"][0]
     assert best["cost"] == pytest.approx(1e9 / 64**2 * best["time_s"] / 3600 * 16 * 2.5)
-    text = " ".join(tilefit(*command, "--explain", "--launch", "all").out.split())
+    lines = tilefit(*command, "--explain", "--launch", "all").out.splitlines()
+    for each in first["settings"].values():
+        assert {*each.splitlines()} <= {*lines}  # they are copied: no line is broken
+    text = " ".join(" ".join(lines).split())
     for said in ("The runner-up", "Strong scaling", "GPUs compared", "per G tokens", "torchrun --nnodes 2"):
         assert said in text
 

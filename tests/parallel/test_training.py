@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -237,11 +239,31 @@ def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Mo
 
 
 def test_settings_of_frameworks() -> None:
-    sharded = settings(TrainingSplit(data=16, zero=3, samples=2, micro_batches=4), 8, 4096)
+    split = TrainingSplit(data=16, zero=3, samples=2, micro_batches=4)
+    sharded = settings([split], 8, 4096)
     assert {*sharded} == {"torchrun + PyTorch", "torchtitan", "Accelerate", "DeepSpeed"}
-    assert "--nnodes 2 --nproc-per-node 8" in sharded["torchrun + PyTorch"]
-    assert '"train_batch_size": 128' in sharded["DeepSpeed"]
-    assert "data_parallel_shard_degree = 16" in sharded["torchtitan"]
-    staged = settings(TrainingSplit(data=2, tensor=4, pipeline=4, micro_batches=8, chunks=2, zero=1), 8, 4096)
-    assert {*staged} == {"Megatron-LM"}
-    assert "--num-virtual-stages-per-pipeline-rank 2" in staged["Megatron-LM"]
+    assert "--nnodes 2 --nproc-per-node 8" in sharded["torchrun + PyTorch"][1]
+    config = json.loads(sharded["DeepSpeed"][1])
+    sizes = (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
+    assert (config["train_batch_size"], *sizes) == (128, 2, 4)
+    titan = tomllib.loads(sharded["torchtitan"][1])
+    assert titan["parallelism"]["data_parallel_shard_degree"] == 16
+    staged = TrainingSplit(data=2, tensor=4, pipeline=4, micro_batches=8, chunks=2, zero=1)
+    # What the best cannot be run with is told for the best that can be.
+    both = settings([staged, split], 8, 4096)
+    assert both["Megatron-LM"][0] == staged
+    assert "--num-virtual-stages-per-pipeline-rank 2" in both["Megatron-LM"][1]
+    assert both["DeepSpeed"] == sharded["DeepSpeed"]
+
+
+@pytest.mark.parametrize("checkpoint", ["selective", "full"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_settings_compute_again_what_the_split_does_or_are_not_told(checkpoint: str, zero: int) -> None:
+    made = settings([TrainingSplit(data=4, zero=zero, checkpoint=checkpoint)], 8, 512)
+    assert "DeepSpeed" not in made
+    assert ("Accelerate" in made) == (zero == 3 and checkpoint == "full")
+    assert ("Megatron-LM" in made) == (zero == 0 and checkpoint == "full")
+    assert tomllib.loads(made["torchtitan"][1])["activation_checkpoint"]["mode"] == checkpoint
+    command, *script = made["torchrun + PyTorch"][1].splitlines()
+    assert command.startswith("torchrun ")
+    compile("\n".join(script), "train.py", "exec")

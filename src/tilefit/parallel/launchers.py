@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tilefit.parallel.training import TrainingSplit
@@ -12,16 +12,22 @@ from tilefit.parallel.training import TrainingSplit
 Settings = Callable[[TrainingSplit, int, int], str | None]
 
 
-def settings(split: TrainingSplit, per_machine: int, tokens: int) -> dict[str, str]:
-    """Settings by framework, of those that can do the split.
+def settings(
+    splits: Iterable[TrainingSplit], per_machine: int, tokens: int
+) -> dict[str, tuple[TrainingSplit, str]]:
+    """Of each framework the first split that it can do, and the settings for it.
 
     Args:
-        split: How GPUs share the step.
+        splits: How GPUs may share the step, best first.
         per_machine: GPUs of a machine.
         tokens: Of a sample; 0 where there are none.
     """
-    made = {name: make(split, per_machine, tokens) for name, make in _FRAMEWORKS.items()}
-    return {name: text for name, text in made.items() if text is not None}
+    made: dict[str, tuple[TrainingSplit, str]] = {}
+    for split in splits:
+        for name, make in _FRAMEWORKS.items():
+            if name not in made and (text := make(split, per_machine, tokens)) is not None:
+                made[name] = split, text
+    return {name: made[name] for name in _FRAMEWORKS if name in made}
 
 
 def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
@@ -72,8 +78,12 @@ def _recompute(split: TrainingSplit) -> list[str]:
     if split.checkpoint == "full":
         return ["apply_activation_checkpointing(model, check_fn=lambda m: m in set(model.layers))"]
     return [
-        "keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default,",
-        "    torch.ops.aten._scaled_dot_product_flash_attention.default])  # products and attention",
+        "aten = torch.ops.aten  # products and attention are kept",
+        "kept = [aten.mm.default, aten.addmm.default, aten.bmm.default,",
+        "    aten._scaled_dot_product_flash_attention.default, "
+        "aten._scaled_dot_product_efficient_attention.default,",
+        "    aten._scaled_dot_product_cudnn_attention.default]",
+        "keep = functools.partial(create_selective_checkpoint_contexts, kept)",
         "# each layer: checkpoint(layer, x, use_reentrant=False, context_fn=keep)",
     ]
 
@@ -109,13 +119,19 @@ def _torchtitan(split: TrainingSplit, per_machine: int, tokens: int) -> str | No
 def _accelerate(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
     if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.zero in (1, 2):
         return None
+    if split.checkpoint not in ("none", "full" if split.zero else "none"):
+        return None
+    machines = -(-split.gpus // per_machine)
     lines = [
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'FSDP' if split.zero else 'MULTI_GPU' if split.data > 1 else 'NO'}",
         "mixed_precision: bf16",
-        f"num_machines: {-(-split.gpus // per_machine)}",
+        f"num_machines: {machines}",
         f"num_processes: {split.gpus}",
     ]
+    if machines > 1:
+        address = "main_process_ip: HEAD  # the first machine's address", "main_process_port: 29500"
+        lines += ["machine_rank: 0  # another on each machine", *address]
     if split.zero:
         lines += [
             "fsdp_config:",
@@ -129,8 +145,8 @@ def _accelerate(split: TrainingSplit, per_machine: int, tokens: int) -> str | No
 
 
 def _deepspeed(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
-    if split.pipeline > 1 or split.tensor > 1 or split.context > 1:
-        return None
+    if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.checkpoint != "none":
+        return None  # what is computed again is set in the model, not here
     config: dict[str, Any] = {
         "train_batch_size": split.batch,
         "train_micro_batch_size_per_gpu": split.samples,
@@ -142,8 +158,8 @@ def _deepspeed(split: TrainingSplit, per_machine: int, tokens: int) -> str | Non
 
 
 def _megatron(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
-    if split.zero > 1:
-        return None
+    if split.zero > 1 or split.checkpoint == "selective":
+        return None  # it has no recomputation of all that lies between products
     flags = [
         f"--tensor-model-parallel-size {split.tensor}",
         *(["--sequence-parallel"] if split.tensor > 1 else []),
@@ -159,8 +175,6 @@ def _megatron(split: TrainingSplit, per_machine: int, tokens: int) -> str | None
     ]
     if split.checkpoint == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    elif split.checkpoint == "selective":
-        flags.append("--recompute-granularity selective --recompute-modules layernorm mlp_act")
     return _wrapped([_torchrun(split, per_machine, "pretrain_gpt.py"), *flags])
 
 

@@ -18,7 +18,7 @@ from tilefit.rules.batch.memory import USABLE_SHARE
 KEPT = 24
 #: Tokens of a rank's part of a sequence below which context parallelism is not tried. A choice.
 LEAST_TOKENS = 4096
-#: Samples of a micro-batch are powers of two up to this. A choice: more fill no GPU better.
+#: Samples of a micro-batch, at most. A choice: more fill no GPU better.
 MOST_SAMPLES = 64
 #: Micro-batches that follow each other, at most: more take hours for a step, and are never the fastest.
 MOST_PARTS = 4096
@@ -125,7 +125,7 @@ class Planner:
         """
         self._refuse(gpus)
         any_found = False
-        for tensor in _powers(min(gpus, self.fabric.per_machine)):
+        for tensor in _divisors(min(gpus, self.fabric.per_machine)):
             if self.model.heads % tensor and tensor > 1:
                 continue
             for context in _powers(max(1, self.model_tokens // LEAST_TOKENS)):
@@ -154,9 +154,9 @@ class Planner:
 
     def _micro_batches(self, tensor: int, context: int, pipeline: int, data: int) -> Iterator[TrainingSplit]:
         own = self.job.batch // data
-        for samples in _powers(min(own, MOST_SAMPLES)):
+        for samples in _divisors(own, MOST_SAMPLES):
             parts = own // samples
-            if own % samples or parts > MOST_PARTS:
+            if parts > MOST_PARTS:
                 continue
             levels = (0,) if data * context == 1 else (0, 1, 3) if pipeline == 1 else (0, 1)
             chunks = [1]
@@ -212,5 +212,5 @@ def _powers(most: int) -> list[int]:
     return [1 << each for each in range(max(1, most).bit_length())]
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [each for each in range(1, min(number, most or number) + 1) if number % each == 0]

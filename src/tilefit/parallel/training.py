@@ -403,7 +403,7 @@ class Training:
 
     @property
     def _is_ddp(self) -> bool:
-        return self.framework.buckets and self.split.zero == 0 and self.split.replicas > 1
+        return self.framework.buckets and self.split.zero < 2 and self.split.replicas > 1
 
     def _reduced_s(self, block: Block, times: _Times) -> float:
         """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""

@@ -17,6 +17,7 @@ from tilefit.formats import renders
 from tilefit.gpus import Gpu
 from tilefit.parallel.launchers import settings
 from tilefit.parallel.planning import LEAST_SCALING, Priced
+from tilefit.parallel.training import TrainingSplit
 
 #: Splits of the table, unless all are asked for.
 _ROWS = 8
@@ -136,7 +137,8 @@ def as_json(plan: SplitPlan) -> str:
                 "refused": choice.refused,
                 "splits": [_row(plan, choice, priced) for priced in choice.ranked],
                 "frontier": [_row(plan, choice, priced) for _, priced in choice.frontier],
-                "settings": _settings(plan, choice),
+                "settings": {name: text for name, (_, text) in _settings(plan, choice).items()},
+                "settings_for": {name: str(split) for name, (split, _) in _settings(plan, choice).items()},
             }
             for choice in plan.choices
         ],
@@ -144,8 +146,8 @@ def as_json(plan: SplitPlan) -> str:
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
-def _settings(plan: SplitPlan, choice: Choice) -> dict[str, str]:
-    return settings(choice.ranked[0].split, choice.fabric.per_machine, plan.tokens) if choice.ranked else {}
+def _settings(plan: SplitPlan, choice: Choice) -> dict[str, tuple[TrainingSplit, str]]:
+    return settings((each.split for each in choice.ranked), choice.fabric.per_machine, plan.tokens)
 
 
 def _row(plan: SplitPlan, choice: Choice, priced: Priced) -> dict[str, Any]:
@@ -205,11 +207,13 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
             name for name in every if plan.launch == "all" or name.lower().startswith(plan.launch.lower())
         ]
         for name in chosen:
-            yield from (Text(f"{name}:", "bold"), Text(every[name]), Text())
+            split, text = every[name]
+            yield Text.assemble((name, "bold"), f", {split}:")
+            # Settings are copied: a line stays one line.
+            yield from (Text(line, no_wrap=True, overflow="ignore") for line in text.splitlines())
+            yield Text()
         if not chosen:
-            yield Text(
-                f"{plan.launch} has no settings for the best split; {', '.join(every) or 'none'} has.\n"
-            )
+            yield Text(f"{plan.launch} can do none of these splits; {', '.join(every) or 'none'} can.\n")
 
 
 def _table(plan: SplitPlan, choice: Choice, rows: list[tuple[str, Priced]]) -> RenderableType:
