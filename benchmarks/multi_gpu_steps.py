@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilefit.capture import capture
-from tilefit.cost.links import NETWORKS, Fabric
+from tilefit.cost.links import NETWORKS, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
@@ -149,7 +149,7 @@ def planner(
     shape: Shape,
     seq: int,
     gpu: str,
-    network: str,
+    network: str | Network,
     batch: int,
     framework: Framework | None = None,
     copies: int = 0,
@@ -157,7 +157,8 @@ def planner(
     """The planner of a model in bf16 over machines of eight GPUs."""
     found = model(shape, seq, "")
     job = Job(batch, replace(precision_of(found.step), copies=copies), framework or Framework())
-    return Planner(found, Fabric(priced(gpu), 8, NETWORKS[network]), job)
+    net = NETWORKS[network] if isinstance(network, str) else network
+    return Planner(found, Fabric(priced(gpu), 8, net), job)
 
 
 # ---- rows -----------------------------------------------------------------------------------------
@@ -186,6 +187,8 @@ TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True)}
 NANOTRON_SLOWDOWN = 1.42
 NANOTRON_LAYER_HOST_S = 4.4e-3
 NANOTRON_RANK_HOST_S = 2.6e-3
+#: Fitted to Llama-1B with 16 and 32 tensor-parallel ranks: a step of a ring over machines, whatever the size.
+NANOTRON_EFA = replace(NETWORKS["efa"], hop_s=50e-6)
 #: Fitted to the models of vTrain that are 1,024 wide: 3.5 ms for a layer with its recomputation, whatever its
 #: size, 4.2 on 8 ranks; by tensor-parallel ranks. Those that are 2,048 wide set nothing.
 VTRAIN_LAYER_HOST_S = {1: 2.6e-3, 2: 2.6e-3, 4: 2.6e-3, 8: 3.2e-3}
@@ -210,12 +213,20 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
     host_s = NANOTRON_LAYER_HOST_S if split.tensor > 1 else 0.0
     if split.tensor > 1 and split.pipeline > 1 and split.gpus > 8:
         host_s += NANOTRON_RANK_HOST_S * split.tensor
-    framework = Framework(slowdown=NANOTRON_SLOWDOWN, layer_host_s=host_s, overlap=False, tensor_host_s=0.0)
+    # It sums up its fp32 gradients in one message behind the last backward pass.
+    framework = Framework(
+        slowdown=NANOTRON_SLOWDOWN,
+        layer_host_s=host_s,
+        bucket_bytes=float("inf"),
+        overlap=False,
+        buckets=False,
+        tensor_host_s=0.0,
+    )
     return planner(
         NANOTRON[row["model"]],
         number(row, "seq"),
         "h100-sxm",
-        "efa",
+        NANOTRON_EFA,
         256,
         framework,
         4 if split.data > 1 else 2,

@@ -196,9 +196,7 @@ class Fabric:
             ours = min(ours, inside * (1 - link.pair_loss / group.per_machine))
         moved_s = wire / ours
         hop_s = link.hop_clocks * clock_s
-        steps = _hops(function, group.ranks)
-        crossing = steps * group.machines / group.ranks
-        start_s = crossing * net.hop_s + (steps - crossing) * hop_s
+        start_s = _hops(function, group.ranks) * net.hop_s  # of every step some message crosses
         if function == ALL_REDUCE:  # a tree of machines takes fewer steps
             tree_s = 2 * (ceil(log2(group.machines)) * net.hop_s + (group.per_machine - 1) * hop_s)
             start_s = min(start_s, tree_s)
