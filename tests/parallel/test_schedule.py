@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilefit.parallel.schedule import Task, run
@@ -18,9 +18,7 @@ def test_two_streams_overlap_and_wait() -> None:
         Task("b", ("gpu",), 3.0),
         Task("end", ("gpu",), 1.0, ("sum", "b")),
     ]
-    made = run(tasks)
-    assert made.ends == {"a": 2.0, "b": 5.0, "sum": 6.0, "end": 7.0}
-    assert made.busy == {("gpu",): 6.0, ("link",): 4.0}
+    assert run(tasks) == {"a": 2.0, "b": 5.0, "sum": 6.0, "end": 7.0}
 
 
 @pytest.mark.parametrize("after", [("b",), ("nothing",)])
@@ -29,6 +27,7 @@ def test_a_circle_is_an_error_and_no_hang(after: tuple[str, ...]) -> None:
         run([Task("a", (0,), 1.0, after), Task("b", (0,), 1.0, ("a",))])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine draws slowly
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.floats(0, 10), st.lists(st.integers(0, 30), max_size=3)), max_size=30
@@ -44,11 +43,13 @@ def test_never_below_a_stream_or_a_chain_and_no_faster_when_work_grows(
             for i, (resource, time_s, after) in enumerate(drawn)
         ]
 
-    made = run(tasks(1.0))
-    assert made.time_s >= max(made.busy.values(), default=0.0) - 1e-9
+    ends = run(tasks(1.0))
+    whole_s = max(ends.values(), default=0.0)
+    for resource in range(3):
+        assert whole_s >= sum(time_s for each, time_s, _ in drawn if each == resource) - 1e-9
     for task in tasks(1.0):
-        assert all(made.ends[task.name] >= made.ends[name] + task.time_s - 1e-9 for name in task.after)
-    assert run(tasks(factor)).time_s >= made.time_s - 1e-9
+        assert all(ends[task.name] >= ends[name] + task.time_s - 1e-9 for name in task.after)
+    assert max(run(tasks(factor)).values(), default=0.0) >= whole_s - 1e-9
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class Block:
         forward_s, backward_s: Its computation, or the host's launches where they take longer.
         forward_host_s, backward_host_s: The host's launches.
         forward_link_s, backward_link_s: Communication that its computation waits for.
+        recompute_s: What a split computes again in the backward pass.
         flop: Of its products, forward and backward.
         parameters: Elements that the rank holds.
         tensors: In how many tensors.
@@ -51,6 +52,7 @@ class Block:
     backward_host_s: float = 0.0
     forward_link_s: float = 0.0
     backward_link_s: float = 0.0
+    recompute_s: float = 0.0
     flop: int = 0
     parameters: int = 0
     tensors: int = 0
@@ -59,6 +61,12 @@ class Block:
     products_s: float = 0.0
     input_bytes: int = 0
     widest_bytes: int = 0
+
+    @property
+    def pass_s(self) -> tuple[float, float]:
+        """Time of its forward and backward pass."""
+        forward_s = self.forward_s + self.forward_link_s
+        return forward_s, self.backward_s + self.recompute_s + self.backward_link_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,12 +123,15 @@ class Planner:
         Raises:
             UsageError: there is none.
         """
-        self._refuse(gpus)
+        gpu = self.fabric.gpu
+        if gpus > 1 and not gpu.link_bandwidth_bytes_per_s:
+            raise UsageError(f"nothing is known of what joins several {gpu.title}", hint="Take another GPU.")
+        contexts = _powers(max(1, tokens_of(self.model.step) // LEAST_TOKENS))
         any_found = False
         for tensor in _divisors(min(gpus, self.fabric.per_machine)):
             if self.model.heads % tensor and tensor > 1:
                 continue
-            for context in _powers(max(1, self.model_tokens // LEAST_TOKENS)):
+            for context in contexts:
                 for pipeline in (
                     _divisors(gpus // (tensor * context)) if gpus % (tensor * context) == 0 else ()
                 ):
@@ -143,13 +146,6 @@ class Planner:
                 f"a global batch of {self.job.batch} cannot be shared by {gpus} GPUs",
                 where="--global-batch",
                 hint="Take a global batch that is a multiple of the number of GPUs, or fewer GPUs.",
-            )
-
-    def _refuse(self, gpus: int) -> None:
-        fabric = self.fabric
-        if gpus > 1 and not fabric.gpu.link_bandwidth_bytes_per_s:
-            raise UsageError(
-                f"nothing is known of what joins several {fabric.gpu.title}", hint="Take another GPU."
             )
 
     def _micro_batches(self, tensor: int, context: int, pipeline: int, data: int) -> Iterator[TrainingSplit]:
@@ -168,11 +164,6 @@ class Planner:
                         yield TrainingSplit(
                             tensor, pipeline, data, parts, context, zero, samples, chunk, checkpoint
                         )
-
-    @property
-    def model_tokens(self) -> int:
-        """Tokens of a sample; 0 where the inputs are none."""
-        return tokens_of(self.model.step)
 
     def counts(self, gpus: int) -> list[int]:
         """Powers of two of GPUs up to ``gpus``, and ``gpus``, that machines have and parameters fit on."""

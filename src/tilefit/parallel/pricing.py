@@ -58,7 +58,7 @@ def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
     if parts * len(stages) > 1:
         work = [estimate_step(_part(stage, optimizer=False), gpu) for stage in stages]
         rest_s = max(estimate_step(_part(stage, optimizer=True), gpu).time_s for stage in stages)
-        rest_s += max(map(_exposed_s, whole))
+        rest_s += max(each.bound_time_s.get(EXPOSED, 0.0) for each in whole)
     slowest = max(range(len(stages)), key=lambda index: work[index].time_s)
     once = work[slowest]
     if parts * len(stages) > 1 and once.time_s:
@@ -127,10 +127,6 @@ def _part(step: Step, *, optimizer: bool) -> Step:
     return replace(step, ops=ops, program=None if optimizer else program)
 
 
-def _exposed_s(estimate: StepEstimate) -> float:
-    return estimate.bound_time_s.get(EXPOSED, 0.0)
-
-
 def _unpriced(step: Step, gpu: Gpu) -> int:
     """Collectives whose link is unknown."""
     found = sum(isinstance(entry.op, Collective) and not is_priced(entry.op, gpu) for entry in step.ops)
@@ -142,7 +138,7 @@ def _unpriced(step: Step, gpu: Gpu) -> int:
 
 
 def _communication_s(step: Step, estimate: StepEstimate, parts: int) -> float:
-    return _exposed_s(estimate) + parts * sum(
+    return estimate.bound_time_s.get(EXPOSED, 0.0) + parts * sum(
         priced.time_s
         for entry, priced in zip(step.ops, estimate.ops, strict=True)
         if isinstance(entry.op, Collective)

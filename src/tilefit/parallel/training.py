@@ -149,25 +149,6 @@ class RankMemory:
         return held + self.activations + self.temporary + self.other
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """A block's times as a split makes them: compute, what is computed again, link time of either pass."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    forward_link_s: float
-    backward_link_s: float
-
-    @property
-    def forward(self) -> float:
-        return self.forward_s + self.forward_link_s
-
-    @property
-    def backward(self) -> float:
-        return self.backward_s + self.recompute_s + self.backward_link_s
-
-
 @dataclass(frozen=True)
 class Training:
     """A split of a model over a cluster.
@@ -235,15 +216,15 @@ class Training:
         return moved / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
 
     @cached_property
-    def _known(self) -> dict[int, _Times]:
-        """Times of the blocks, by identity: layers are the same ones again and again."""
+    def _known(self) -> dict[int, Block]:
+        """Blocks as the split runs them, by identity: layers are the same ones again and again."""
         blocks = (self.blocks.before, *self.blocks.layers, self.blocks.after)
         return {id(block): self._timed(block) for block in {id(each): each for each in blocks}.values()}
 
-    def _times(self, block: Block) -> _Times:
+    def _times(self, block: Block) -> Block:
         return self._known[id(block)]
 
-    def _timed(self, block: Block) -> _Times:
+    def _timed(self, block: Block) -> Block:
         forward_link_s, backward_link_s = block.forward_link_s, block.backward_link_s
         if self.split.context > 1 and block.input_bytes:
             # Keys and values of the other ranks, gathered and their gradients scattered.
@@ -252,15 +233,17 @@ class Training:
             forward_link_s += self.fabric.time_s(ALL_GATHER, size, group)
             backward_link_s += self.fabric.time_s(REDUCE_SCATTER, size, group)
         again_s = 0.0
-        if not self._is_end(block):
-            again_s = {
-                "none": 0.0,
-                "selective": max(0.0, block.forward_s - block.products_s),
-                "full": block.forward_s,
-            }[self.split.checkpoint]
-            backward_link_s += forward_link_s if self.split.checkpoint == "full" else 0.0
-        backward_s = block.backward_s + self._accumulated_s(block)
-        return _Times(block.forward_s, backward_s, again_s, forward_link_s, backward_link_s)
+        if self.split.checkpoint != "none" and not self._is_end(block):
+            full = self.split.checkpoint == "full"
+            again_s = block.forward_s if full else max(0.0, block.forward_s - block.products_s)
+            backward_link_s += forward_link_s if full else 0.0
+        return replace(
+            block,
+            backward_s=block.backward_s + self._accumulated_s(block),
+            recompute_s=again_s,
+            forward_link_s=forward_link_s,
+            backward_link_s=backward_link_s,
+        )
 
     # --- communication ----------------------------------------------------------------------------
 
@@ -331,7 +314,7 @@ class Training:
         ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
         yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
 
-    def _sharded_s(self, block: Block, times: _Times, kind: str, kept: bool) -> float:
+    def _sharded_s(self, block: Block, times: Block, kind: str, kept: bool) -> float:
         """A pass over a block with its copies from and into messages, or the host's work for it."""
         precision = self.precision
         messages = (kind == "B") + (not kept)
@@ -340,7 +323,7 @@ class Training:
             copied += precision.work + precision.gradient
         host_s = block.forward_host_s if kind == "F" else block.backward_host_s
         host_s += messages * FSDP_HOST_S * self._host_scale * bool(block.parameters)
-        time_s = times.forward if kind == "F" else times.backward
+        time_s = times.pass_s[kind == "B"]
         return max(time_s + self._copied_s(block.parameters, copied), host_s)
 
     @property
@@ -362,14 +345,14 @@ class Training:
             name = (kind, part, place)
             if kind == "F":
                 after = (("sent", "F", part, place - 1),) if place else ()
-                total_s = sum(each.forward for each in times[chunk])
+                total_s = sum(each.pass_s[0] for each in times[chunk])
                 yield Task(name, (stage, "compute"), total_s, after)
                 if place < places - 1:
                     yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
                 continue
             after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
             if part < parts - 1 or split.replicas == 1:
-                total_s = sum(each.backward for each in times[chunk])
+                total_s = sum(each.pass_s[1] for each in times[chunk])
                 yield Task(name, (stage, "compute"), total_s, after)
             else:
                 for task in self._last(stage, chunk, name, times[chunk], after):
@@ -384,7 +367,7 @@ class Training:
         stage: int,
         chunk: int,
         name: tuple[str, int, int],
-        times: list[_Times],
+        times: list[Block],
         after: tuple[object, ...],
     ) -> Iterator[Task]:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
@@ -405,12 +388,12 @@ class Training:
     def _is_ddp(self) -> bool:
         return self.framework.buckets and self.split.zero < 2 and self.split.replicas > 1
 
-    def _reduced_s(self, block: Block, times: _Times) -> float:
+    def _reduced_s(self, block: Block, times: Block) -> float:
         """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""
         if not self._is_ddp:
-            return times.backward
+            return times.pass_s[1]
         host_s = block.backward_host_s + block.tensors * DDP_HOST_S * self._host_scale
-        return max(times.backward + self._copied_s(block.parameters, 4 * self.precision.gradient), host_s)
+        return max(times.pass_s[1] + self._copied_s(block.parameters, 4 * self.precision.gradient), host_s)
 
     def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
         optimizer = ("optimizer", stage)
@@ -449,9 +432,7 @@ class Training:
     @cached_property
     def _slowest_s(self) -> float:
         """Of the stages' work for one micro-batch, the longest."""
-        return max(
-            sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages
-        )
+        return max(sum(sum(each.pass_s) for each in map(self._times, stage)) for stage in self.stages)
 
     def _run_s(self, parts: int, silent: bool) -> float:
         tasks = self.tasks(parts)
@@ -459,14 +440,14 @@ class Training:
             tasks = (
                 task if task.resource[1:] == ("compute",) else replace(task, time_s=0.0) for task in tasks
             )
-        return run(tasks).time_s
+        return max(run(tasks).values(), default=0.0)
 
     def time(self) -> StepTime:
         """The step's time, and what it consists of."""
         parts = self.split.parts
         time_s, silent_s = self.step_s(), self.step_s(silent=True)
         stages = [[self._times(block) for block in stage] for stage in self.stages]
-        slowest = max(stages, key=lambda times: sum(each.forward + each.backward for each in times))
+        slowest = max(stages, key=lambda times: sum(sum(each.pass_s) for each in times))
         compute_s = parts * sum(each.forward_s + each.backward_s for each in slowest)
         again_s = parts * sum(each.recompute_s for each in slowest)
         link_s = parts * sum(each.forward_link_s + each.backward_link_s for each in slowest)
@@ -480,7 +461,7 @@ class Training:
     def least_s(self) -> float:
         """No schedule is faster: what the slowest stage does, and filling the pipeline."""
         split = self.split
-        own = [sum(each.forward + each.backward for each in map(self._times, stage)) for stage in self.stages]
+        own = [sum(sum(each.pass_s) for each in map(self._times, stage)) for stage in self.stages]
         return split.parts * max(own) + (sum(own) - max(own)) / split.chunks * (split.parts >= split.pipeline)
 
     def memory(self) -> RankMemory:
