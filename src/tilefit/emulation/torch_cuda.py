@@ -274,6 +274,8 @@ def _modules_move_in_place() -> None:
             for name, tensor in names.items():
                 tensor._made_on = function(torch.empty(0)).device
                 store[name] = None
+        # What hooks made of parameters, as weight_norm's do, would hold them; it is made again.
+        vars(self).update({name: made.detach() for name, made in vars(self).items() if _has_history(made)})
         out = apply(self, function, *args, **kwargs)
         self._parameters.update(held)
         self._buffers.update(held_buffers)
@@ -301,6 +303,10 @@ def _modules_move_in_place() -> None:
         _torch.utils.swap_tensors(tensor, there)
 
     _torch.Tensor.data = property(data.__get__, take)
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _threads_see(device: Device) -> None:
