@@ -21,8 +21,8 @@ _INSTALL = f"Install it where tilefit runs ({sys.executable} -m pip install), or
 #: Nothing of a step depends on what they do.
 _INERT = frozenset(
     "aim clearml colorama comet_ml dotenv evaluate git imageio IPython matplotlib mlflow neptune plotly "
-    "prettytable pynvml rich seaborn swanlab tabulate tensorboard tensorboardX termcolor trackio visdom "
-    "wandb".split()
+    "prettytable pynvml rich seaborn swanlab tabulate tensorboard tensorboardX "
+    "tensorboard_logger termcolor trackio visdom wandb".split()
 )
 #: Likewise of these parts; others of the same library make data.
 _INERT_PARTS = frozenset(("sklearn.metrics",))

@@ -35,6 +35,8 @@ def load(name: str, options: TargetOptions) -> Target:
         config = _config(transformers, name, named_sizes(options.arguments, known, target))
     model_class, head = _model_class(transformers, config)
     notes = _without_values(config, options)
+    if head != "AutoModel" and not getattr(config, "architectures", None):
+        config.architectures = []  # where an Auto class has several models, it looks through them
     model = build(lambda: model_class(config), target, options.device)
     # It looks for padding in the input's values, only to warn.
     for part in model.modules():
