@@ -152,7 +152,9 @@ def drawn(count: int, seed: int) -> list[str]:
     import torchvision
     import transformers
 
-    heads = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
+    auto = transformers.models.auto.modeling_auto
+    kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
+    heads = {name for kind in kinds for name in getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
     libraries = {"hf": (heads, HF), "torchvision": (torchvision.models.list_models(), TORCHVISION)}
     libraries["timm"] = (timm.list_models(), TIMM)
     values = random.Random(seed)
