@@ -19,7 +19,7 @@ from tilefit.capture.program.scratch import Scratch
 from tilefit.capture.sites import short_path
 
 #: Images in a folder that is not there. One of masks has PNG files of the same names.
-_IMAGES = 64
+_IMAGES = 256
 _MASKS = re.compile("mask|label|annot|segm|^gt|ground.?truth|^anno")
 
 
