@@ -3,6 +3,7 @@
     python benchmarks/program_models.py                 # all
     python benchmarks/program_models.py hf:bert timm:   # those that begin so
     python benchmarks/program_models.py --draw 10 --seed 3   # ten of each library that are not listed
+    (that of seed 20261123 is in results/program_models_drawn.json)
     python benchmarks/program_models.py --cost          # also the price against the target's own capture
     python benchmarks/program_models.py --rows rows.json    # keeps what came of each; goes on where it was
 
