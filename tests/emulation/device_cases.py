@@ -169,6 +169,22 @@ def _():
     ]
 
 
+@case("checks hold")
+def _():
+    x = unknown(4, 4)
+    torch.distributions.Dirichlet(x)  # validates that all are positive
+    torch._check_tensor_all(x > 3)
+    assert (x > 3).all()
+    torch.set_default_device("cuda")
+    assert not (x < 3).any()
+    torch.set_default_device(None)
+    return [
+        bool((x > 3).all()),
+        x.sum().long().item(),
+        raised(lambda: torch._check_tensor_all(torch.zeros(2).cuda() > 3))[:38],
+    ]
+
+
 @case("weight_norm of old")
 def _():
     layer = torch.nn.utils.weight_norm(nn.Linear(4, 4)).cuda()

@@ -55,6 +55,7 @@ def _answers() -> dict[str, Any]:
             "torch.FloatTensor",
             [4],
         ],
+        "checks hold": [False, 1, "RuntimeError: Expected cond to be True"],
         "weight_norm of old": "cuda",
         "numpy raises": "TypeError: can't convert cuda:0 device type tensor to numpy",
         "known value": [3, 12, 5],

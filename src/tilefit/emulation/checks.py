@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 _OWN = str(Path(__file__).parents[1])
+#: What modes of PyTorch's, such as that of a default device, do on the way.
+_PASSING_ON = ("__torch_function__", "__torch_dispatch__", "handle_torch_function")
 #: Where an expression begins and ends: lines and columns.
 _Span = tuple[int, int, int, int]
 
@@ -17,7 +19,9 @@ def expected() -> bool | None:
     """What lets the program go on where the code that runs asks whether something is true; None where it goes
     on either way, or nobody can tell."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OWN) and frame.f_back is not None:
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_name in _PASSING_ON
+    ):
         frame = frame.f_back
     code = frame.f_code
     if frame.f_lineno not in _checks(code.co_filename):

@@ -169,7 +169,7 @@ def _types() -> None:
 
     def default(kind: Any) -> None:
         if kind not in kinds:
-            torch.set_default_device("cpu")
+            torch.set_default_device(None)
             set_default(kind)
             return
         torch.set_default_dtype(kinds[kind].dtype)
