@@ -2,6 +2,8 @@
 
     python benchmarks/program_models.py                 # all
     python benchmarks/program_models.py hf:bert timm:   # those that begin so
+    python benchmarks/program_models.py --draw 10 --seed 3   # ten of each library that are not listed
+    (that of seed 20261123 is in results/program_models_drawn.json)
     python benchmarks/program_models.py --cost          # also the price against the target's own capture
     python benchmarks/program_models.py --rows rows.json    # keeps what came of each; goes on where it was
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -49,13 +52,15 @@ sebotnet33ts_256 sequencer2d_s skresnet18 swin_tiny_patch4_window7_224 swinv2_ti
 tnt_s_patch16_224 tresnet_m twins_svt_small vgg11 visformer_tiny vit_small_patch16_224 volo_d1_224
 xception41 xcit_nano_12_p16_224""".split()
 SECONDS = 240
+#: Models that go through their tokens one by one in Python, and models that take no other number of them.
+TOKENS = dict.fromkeys(("mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba"), 64) | {"perceiver": 2048}
 
 _PROGRAM = """
 import torch
 from tilefit.capture.inputs import make
 from tilefit.capture.targets import load
 from tilefit.options import TargetOptions
-target = load({target!r}, TargetOptions(batch={batch}, on_cpu=True))
+target = load({target!r}, TargetOptions(batch={batch}, seq={seq}, on_cpu=True))
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = target.model.to(device).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -86,7 +91,7 @@ def program(target: str, batch: int, cost: bool, write: int) -> None:
 
     start = time.perf_counter()
     path = Path(tempfile.mkdtemp()) / "train.py"
-    path.write_text(_PROGRAM.format(target=target, batch=batch))
+    path.write_text(_PROGRAM.format(target=target, batch=batch, seq=TOKENS.get(target.partition(":")[2])))
 
     def done(step: object) -> None:
         if isinstance(step, TilefitError):
@@ -142,11 +147,32 @@ def forked(work: object, *arguments: object) -> dict[str, object]:
     return json.loads(text) if text else {"error": f"no answer ({'late' if not ready else status})"}
 
 
+def drawn(count: int, seed: int) -> list[str]:
+    """So many models of each library, none of those that are listed here."""
+    import timm
+    import torchvision
+    import transformers
+
+    auto = transformers.models.auto.modeling_auto
+    kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
+    heads = {name for kind in kinds for name in getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
+    libraries = {"hf": (heads, HF), "torchvision": (torchvision.models.list_models(), TORCHVISION)}
+    libraries["timm"] = (timm.list_models(), TIMM)
+    values = random.Random(seed)
+    return [
+        f"{library}:{name}"
+        for library, (names, known) in libraries.items()
+        for name in values.sample(sorted({*names} - {*known}), count)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--draw", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -164,6 +190,8 @@ def main() -> None:
         *(f"torchvision:{name}" for name in TORCHVISION),
         *(f"timm:{name}" for name in TIMM),
     ]
+    if arguments.draw:
+        targets = drawn(arguments.draw, arguments.seed)
     if arguments.only:
         targets = [each for each in targets if each.startswith(tuple(arguments.only))]
     path = arguments.rows

@@ -63,7 +63,10 @@ def test_processes_that_it_started_end_with_it(run: Callable[..., str], tmp_path
 
 
 def test_standard_input_is_empty_for_all(run: Callable[..., str]) -> None:
-    code = "assert os.read(0, 1) == b''\nassert sys.stdin.read() == ''\nsubprocess.run(['cat'], check=True)\n"
+    code = (
+        "assert os.read(0, 1) == b''\nassert sys.stdin.read() == ''\nsubprocess.run(['cat'], check=True)\n"
+        "assert os.popen('stty size').read().split() == ['24', '80']\n"  # progress bars of old ask so
+    )
     assert run(code) == "done"
 
 

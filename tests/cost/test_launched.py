@@ -47,6 +47,11 @@ def _conv(direction: str, channels: int = 64, **fields: bool) -> Op:
         (_conv(FORWARD), 4),
         (_conv(FORWARD, channels_last=True), 1),
         (_conv(BACKWARD_WEIGHT), 5),
+        # An image of one pixel is the same in NCHW and NHWC, and so are its filters.
+        (Conv2d(128, 512, 512, (1, 1), (3, 3), (1, 1), (1, 1)), 2),
+        (Conv2d(128, 256, 512, (2, 2), (3, 3), (2, 2), (1, 1)), 3),
+        (Conv2d(128, 256, 512, (2, 2), (1, 1), (2, 2), (0, 0), direction=BACKWARD_WEIGHT), 3),
+        (Conv2d(128, 256, 256, (2, 2), (3, 3), (1, 1), (1, 1), direction=BACKWARD_WEIGHT), 5),
         (Attention(8, 12, 128, 64), 1),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -123,6 +124,72 @@ def _():
     y = torch.spmm(torch.ones(5, 3).to_sparse().cuda(), weight)
     torch.sparse.mm(torch.ones(4, 5).to_sparse().cuda(), y).sum().backward()
     return [str(y.device), list(y.shape), list(weight.grad.shape)]
+
+
+@case("rows of a table")
+def _():
+    """Trained by optimizers for sparse gradients: the table is never written as a whole."""
+    tables = (
+        nn.Embedding(1000, 4, sparse=True).cuda(),
+        nn.EmbeddingBag(1000, 4, mode="mean", sparse=True).cuda(),
+    )
+    found = []
+    for table in tables:
+        for _ in range(2):
+            table(torch.randint(1000, (8, 3)).cuda()).sum().backward()
+        grad = table.weight.grad
+        found += [grad.is_sparse, list(grad.shape), grad._values().shape[0], grad.coalesce()._nnz() <= 48]
+        for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam):
+            kind(table.parameters(), 0.1).step()
+        clipped = raised(partial(torch.nn.utils.clip_grad_norm_, [table.weight], 1.0))
+        found.append(clipped.partition(":")[0])
+    return found
+
+
+@case("types of old")
+def _():
+    tensor = torch.cuda.FloatTensor
+    made = (
+        tensor(2, 3),
+        tensor([1.0, 2.0]),
+        tensor(torch.Size((4,))),
+        torch.ones(2).type(torch.cuda.LongTensor),
+    )
+    same = unknown(2).type("torch.cuda.HalfTensor"), unknown(2).type(torch.FloatTensor)
+    torch.set_default_tensor_type("torch.cuda.FloatTensor")
+    default = torch.zeros(2).type()
+    torch.set_default_tensor_type(torch.FloatTensor)
+    kinds = [isinstance(each, tensor) for each in (*made, torch.ones(2))]
+    return [
+        [each.type() for each in (*made, *same)],
+        kinds,
+        default,
+        torch.zeros(2).type(),
+        list(made[2].shape),
+    ]
+
+
+@case("checks hold")
+def _():
+    x = unknown(4, 4)
+    torch.distributions.Dirichlet(x)  # validates that all are positive
+    torch._check_tensor_all(x > 3)
+    assert (x > 3).all()
+    torch.set_default_device("cuda")
+    assert not (x < 3).any()
+    torch.set_default_device(None)
+    return [
+        bool((x > 3).all()),
+        x.sum().long().item(),
+        raised(lambda: torch._check_tensor_all(torch.zeros(2).cuda() > 3))[:38],
+    ]
+
+
+@case("weight_norm of old")
+def _():
+    layer = torch.nn.utils.weight_norm(nn.Linear(4, 4)).cuda()
+    layer(unknown(2, 4)).sum().backward()
+    return layer.weight_g.grad.device.type
 
 
 case("numpy raises")(lambda: raised(lambda: unknown(3).numpy()).split(". ")[0])

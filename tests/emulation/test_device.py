@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+_ROWS = [True, [1000, 4], 48, True, "CaptureError"]
 _CASES = Path(__file__).with_name("device_cases.py")
 
 
@@ -41,6 +42,21 @@ def _answers() -> dict[str, Any]:
         "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
         "sparse sums are refused": "CaptureError: add.Tensor of a sparse tensor",
         "sparse product": ["cuda:0", [5, 2], [3, 2]],
+        "rows of a table": [*_ROWS, *_ROWS],
+        "types of old": [
+            [
+                *["torch.cuda.FloatTensor"] * 3,
+                "torch.cuda.LongTensor",
+                "torch.cuda.HalfTensor",
+                "torch.FloatTensor",
+            ],
+            [True, True, True, False, False],
+            "torch.cuda.FloatTensor",
+            "torch.FloatTensor",
+            [4],
+        ],
+        "checks hold": [False, 1, "RuntimeError: Expected cond to be True"],
+        "weight_norm of old": "cuda",
         "numpy raises": "TypeError: can't convert cuda:0 device type tensor to numpy",
         "known value": [3, 12, 5],
         "known mask": [2, 4],

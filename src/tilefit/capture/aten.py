@@ -454,6 +454,16 @@ def _lookup(call: Call, recorder: Recording) -> list[Described]:
     return _streamed(call, recorder, role, inner=_row_length(call), read_bytes=read_bytes)
 
 
+@_describes("_embedding_bag _embedding_bag_forward_only")
+def _bags(call: Call, recorder: Recording) -> list[Described]:
+    """Of the table only the rows are read that are looked up."""
+    table, numbers, *others = _distinct(call.inputs, recorder)
+    rows = numbers.numel() * prod(table.shape[1:]) * table.element_size()
+    small = sum(map(touched_bytes, (numbers, *others)))
+    read_bytes = min(rows, touched_bytes(table)) + small
+    return _streamed(call, recorder, "indexing", inner=prod(table.shape[1:]), read_bytes=read_bytes)
+
+
 def _row_length(call: Call) -> int:
     """Elements that a lookup moves together."""
     x = call.inputs[0]
@@ -607,7 +617,7 @@ _BY_ROLE = {
         upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
         grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward
-        pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero_static diagonal_backward _embedding_bag
+        pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero_static diagonal_backward
     """,
     "pooling": """
         max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices

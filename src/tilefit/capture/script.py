@@ -97,7 +97,9 @@ def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetErro
         if isinstance(error.code, int) and error.code:
             return TargetError(f"the script left with exit code {error.code}", where=script)
         return TargetError(f"the script left, saying: {error.code}", where=script) if error.code else None
-    return TargetError(f"{type(error).__name__}: {error}", where=user_line(error) or script, hint=hint)
+    return TargetError(
+        f"{type(error).__name__}: {str(error).strip()}", where=user_line(error) or script, hint=hint
+    )
 
 
 def run_as_main(script: Path) -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections import deque
@@ -33,6 +34,8 @@ _SHOWN_BYTES, _LAST_BYTES = 1 << 16, 1 << 12
 _PIECE_BYTES = 1 << 16
 #: The worker's files beside its results: where it is, and what it is at.
 _STACK, _PROGRESS = "stack", "progress"
+#: How often input ends.
+_ENDS = 1000
 #: Seconds that it gets to say where it is, or for its last words to arrive.
 _GRACE_S = 1.0
 
@@ -223,14 +226,26 @@ def begin() -> tuple[Path, dict[str, Any]]:
     if not line:
         os._exit(1)  # who has started it is gone
     lifeline = os.dup(0)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # what asks for input must not wait for it
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - likewise
+    _no_input()
     threading.Thread(target=_live_with, args=(lifeline,), daemon=True).start()
     stack = open(folder / _STACK, "w")  # noqa: SIM115 - open until the end
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
     return folder, json.loads(line)
+
+
+def _no_input() -> None:
+    """What asks for input gets its end, of a terminal: programs also ask how wide that is."""
+    try:
+        master, terminal = os.openpty()
+    except OSError:  # a machine without
+        terminal = os.open(os.devnull, os.O_RDONLY)
+    else:
+        termios.tcsetwinsize(terminal, (24, 80))
+        # Never closed, which would hang up on who reads.
+        os.write(master, termios.tcgetattr(terminal)[6][termios.VEOF] * _ENDS)
+    os.dup2(terminal, 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the end
 
 
 def _live_with(lifeline: int) -> None:

@@ -145,14 +145,16 @@ def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int
 @counts(Conv)
 def count_conv(entry: StepOp, gpu: Gpu) -> int:
     """Kernels of cuDNN's (those of ``benchmarks/program_ops.py`` on an H200): what converts both operands to
-    NHWC and the result back, what adds the bias, and what prepares a weight gradient on Tensor Cores."""
+    NHWC and the result back, where one has more than a pixel and is not the same in both; what adds the bias;
+    and what prepares a weight gradient on Tensor Cores."""
     op = entry.op
     assert isinstance(op, Conv)
     bias = op.direction == FORWARD and len(entry.inputs) > 2
     aligned = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
     if op.is_narrow or _is_plain_product(op) or not aligned or not uses_tensor_cores(op.dtype, gpu):
         return 1 + bias
-    return 1 + bias + 3 * (not op.channels_last) + (op.direction == BACKWARD_WEIGHT)
+    converted = sum(prod(sizes) > 1 for sizes in (op.input_size, op.kernel_size, op.output_size))
+    return 1 + bias + converted * (not op.channels_last) + (op.direction == BACKWARD_WEIGHT)
 
 
 class _Path(NamedTuple):

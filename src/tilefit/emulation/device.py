@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilefit.emulation.checks import expected
 from tilefit.emulation.tensor import META, CudaTensor, replace_memory, takes_itself_apart
-from tilefit.emulation.value import Value
+from tilefit.emulation.value import State, Value
 from tilefit.emulation.values import (
     MOST_NUMBERS,
     Schema,
@@ -233,6 +234,9 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor.value = Value(known)
                 tensor.value.state.assumed = True
         if value is None or value.state.assumed or value.state.lost:
+            if tensor.dtype == torch.bool and not tensor.dim() and (wanted := expected()) is not None:
+                known = torch.tensor(wanted)
+                tensor.value = Value(known, State(assumed=True))
             self.watch.assumed(name, tensor, _described(known))
         return known.clone()
 

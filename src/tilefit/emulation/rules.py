@@ -13,7 +13,7 @@ import torch
 
 from tilefit.emulation.device import WHOLE, Device, Rule
 from tilefit.emulation.tensor import META, CudaTensor
-from tilefit.emulation.value import Value
+from tilefit.emulation.value import State, Value
 from tilefit.emulation.values import is_tensor, mapped
 from tilefit.ops.program import TO_GPU, TO_HOST
 
@@ -42,6 +42,16 @@ def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 @_rule("equal")
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return torch.equal(*(device.read(each, "equal") for each in args))
+
+
+@_rule("_is_all_true")
+def _holds(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of checks that end the program where something is not true: where nobody knows, it is."""
+    made = device.launch(func, args, kwargs)
+    value = made.value
+    if value is None or value.state.assumed or value.state.lost:
+        made.value = Value(torch.tensor(True), State(assumed=True))
+    return made
 
 
 @_rule("allclose")
@@ -185,10 +195,65 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 # ---- sparse matrices -------------------------------------------------------------------------------
 
 
+@_rule("_sparse_coo_tensor_with_dims_and_tensors")
+def _made_of_rows(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of a table of embeddings: what is made of numbers and rows is no more than they are."""
+    dims, _, shape, numbers, values = args
+    if dims != 1 or not isinstance(values, CudaTensor):
+        return NotImplemented
+    return CudaTensor.of_rows(torch.Size(shape), numbers, values)
+
+
+@_rule("_embedding_bag_backward")
+def _bag_backward(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Sparse: each row that was looked up gets the gradient of its bag.
+
+    As PyTorch does (ATen/native/EmbeddingBag.cpp).
+    """
+    grad, numbers, _, bags, sizes, _, count, _, mode, sparse, weights, *_ = args
+    if not sparse:
+        return NotImplemented
+    rows = grad.index_select(0, bags)
+    if mode == 1:  # the mean
+        rows *= sizes.to(rows.dtype).reciprocal().unsqueeze(1).index_select(0, bags)
+    if weights is not None:
+        rows *= weights.unsqueeze(1)
+    return CudaTensor.of_rows(torch.Size((count, *grad.shape[1:])), numbers.unsqueeze(0), rows)
+
+
+@_rule("add add_ mul mul_ div div_ clone zero_")
+def _of_rows(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows are added to a table one by one, to other rows by being put behind them."""
+    first, *rest = args
+    name = func._overloadpacket.__name__
+    added = rest[0].rows if name.startswith("add") and isinstance(rest[0], CudaTensor) else None
+    own = first.rows if isinstance(first, CudaTensor) else None
+    if own is None and added is not None and first.entries is None:
+        table = first if name == "add_" else first.clone()
+        return table.index_add_(0, added[0][0], added[1], **kwargs)
+    if own is None or (
+        added is None
+        and (name.startswith("add") or any(isinstance(each, CudaTensor) and each.rows for each in rest))
+    ):
+        return NotImplemented
+    if added is None:
+        own = own[0], func(own[1], *rest, **kwargs)
+    else:
+        others = added[1] * kwargs["alpha"] if "alpha" in kwargs else added[1]
+        own = torch.cat((own[0], added[0]), 1), torch.cat((own[1], others))
+    if not name.endswith("_"):
+        return CudaTensor.of_rows(first.shape, *own)
+    first.take_rows(*own)
+    return first
+
+
 @_rule("t transpose detach alias")
 def _view_of_sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if args[0].entries is None:
         return NotImplemented
+    if args[0].rows is not None:
+        turned = func._overloadpacket.__name__ in ("t", "transpose")
+        return NotImplemented if turned else CudaTensor.of_rows(args[0].shape, *args[0].rows)
     made = CudaTensor(func(args[0].on_meta, *args[1:], **kwargs))
     made.entries = args[0].entries
     return made

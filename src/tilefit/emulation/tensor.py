@@ -32,11 +32,13 @@ class CudaTensor(torch.Tensor):
         value: What is known of its values, or None.
         entries: How many elements a sparse tensor (COO) has; None for a dense one. Its matrix on ``meta`` has
             the memory of a single element.
+        rows: Numbers and values of the rows that it has, if it is sparse by rows; ``on_meta`` is the values'.
     """
 
     on_meta: torch.Tensor
     value: Value | None
     entries: int | None = None
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     #: Where no memory has an address yet.
     _free: ClassVar[int] = 0x7F00_0000_0000
@@ -60,6 +62,22 @@ class CudaTensor(torch.Tensor):
     def __init__(self, inner: torch.Tensor, value: Value | None = None) -> None:
         self.on_meta, self.value = inner, value
 
+    @classmethod
+    def of_rows(cls, shape: torch.Size, numbers: torch.Tensor, values: torch.Tensor) -> CudaTensor:
+        """A tensor of a shape that is sparse by rows: int64[1, entries] and [entries, …]."""
+        strides = torch.empty(shape, device=META).stride()
+        made: CudaTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=values.dtype, device=CUDA
+        )
+        made.value = None
+        made.take_rows(numbers, values)
+        return made
+
+    def take_rows(self, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Have these rows."""
+        assert isinstance(values, CudaTensor)
+        self.on_meta, self.entries, self.rows = values.on_meta, len(values), (numbers, values)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -69,6 +87,43 @@ class CudaTensor(torch.Tensor):
         if takes_itself_apart(types):
             return NotImplemented  # of which this one may be a part
         return CudaTensor.launched(func, args, kwargs or {})
+
+    # ---- sparse tensors, which PyTorch takes for dense ----------------------------------------------
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """As of any tensor."""
+        return self.entries is not None
+
+    def _nnz(self) -> int:
+        return super()._nnz() if self.entries is None else self.entries
+
+    def _indices(self) -> torch.Tensor:
+        return self.rows[0] if self.rows else super()._indices()
+
+    def _values(self) -> torch.Tensor:
+        return self.rows[1] if self.rows else super()._values()
+
+    def coalesce(self) -> torch.Tensor:
+        """Each row once: they are sorted, counted, for which the host waits, and summed."""
+        if self.rows is None:
+            return super().coalesce()
+        numbers, values = self.rows
+        known, where = torch.unique(numbers[0], return_inverse=True)
+        summed = values.new_empty(len(known), *values.shape[1:]).index_add_(0, where, values)
+        return CudaTensor.of_rows(self.shape, known[None], summed)
+
+    def new(self, *given: Any) -> torch.Tensor:  # type: ignore[override]
+        """Of a tensor that is sparse by rows, one of other rows."""
+        if self.rows is None or len(given) != 3:
+            return super().new(*given)
+        return CudaTensor.of_rows(torch.Size(given[2]), *given[:2])
+
+    def sparse_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """The rows that another tensor has."""
+        if not isinstance(mask, CudaTensor) or mask.rows is None:
+            return super().sparse_mask(mask)
+        return CudaTensor.of_rows(self.shape, mask.rows[0], self.index_select(0, mask.rows[0][0]))
 
     # ---- what reads memory past the dispatcher ---------------------------------------------------
 

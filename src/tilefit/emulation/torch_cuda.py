@@ -135,21 +135,47 @@ def _answer(gpu: Gpu, device: Device) -> None:
         setattr(accelerator, name, lambda *a, _answer=answer, **k: _answer)
 
 
+class _TensorType(type):
+    """A type of tensors as old code has them: called, it makes one."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *given: Any) -> torch.Tensor:
+        if given and not isinstance(given[0], int | torch.Size):
+            return torch.as_tensor(given[0], dtype=cls.dtype, device=CUDA)
+        return torch.empty(*given or (0,), dtype=cls.dtype, device=CUDA)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_ours = isinstance(instance, torch.Tensor) and instance.device.type == "cuda"
+        return is_ours and instance.dtype == cls.dtype
+
+
 def _types() -> None:
-    """Constructors of tensors by their type, as old code has them."""
+    """``torch.cuda.FloatTensor`` and its like, and what takes them."""
     names = {"Float": torch.float32, "Long": torch.int64, "Half": torch.float16, "Int": torch.int32}
     names |= {"Double": torch.float64, "Byte": torch.uint8, "Bool": torch.bool, "BFloat16": torch.bfloat16}
-
-    def constructor(dtype: torch.dtype) -> Any:
-        def make(*given: Any) -> torch.Tensor:
-            if given and not isinstance(given[0], int):
-                return torch.tensor(given[0], dtype=dtype, device=CUDA)
-            return torch.empty(*given, dtype=dtype, device=CUDA)
-
-        return make
-
+    kinds: dict[Any, _TensorType] = {}
     for name, dtype in names.items():
-        setattr(_torch.cuda, f"{name}Tensor", constructor(dtype))
+        kind = _TensorType(f"{name}Tensor", (), {"dtype": dtype, "__module__": "torch.cuda"})
+        kinds[kind] = kinds[f"torch.cuda.{name}Tensor"] = kind
+        setattr(_torch.cuda, f"{name}Tensor", kind)
+    as_type, set_default = _torch.Tensor.type, _torch.set_default_tensor_type
+
+    def typed(tensor: torch.Tensor, dtype: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        kind = kinds.get(dtype)
+        if kind is None:
+            return as_type(tensor, dtype, *rest, **kwargs)
+        return tensor.to(CUDA, kind.dtype, *rest, **kwargs)
+
+    def default(kind: Any) -> None:
+        if kind not in kinds:
+            torch.set_default_device(None)
+            set_default(kind)
+            return
+        torch.set_default_dtype(kinds[kind].dtype)
+        torch.set_default_device(CUDA)
+
+    _torch.Tensor.type, _torch.set_default_tensor_type = typed, default
 
 
 def _functions(device: Device) -> None:
@@ -249,6 +275,8 @@ def _modules_move_in_place() -> None:
             for name, tensor in names.items():
                 tensor._made_on = function(torch.empty(0)).device
                 store[name] = None
+        # What hooks made of parameters, as weight_norm's do, would hold them; it is made again.
+        vars(self).update({name: made.detach() for name, made in vars(self).items() if _has_history(made)})
         out = apply(self, function, *args, **kwargs)
         self._parameters.update(held)
         self._buffers.update(held_buffers)
@@ -276,6 +304,10 @@ def _modules_move_in_place() -> None:
         _torch.utils.swap_tensors(tensor, there)
 
     _torch.Tensor.data = property(data.__get__, take)
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _threads_see(device: Device) -> None:

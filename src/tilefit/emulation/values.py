@@ -253,6 +253,10 @@ class Values:
         shape = layouts[0][0]
         if name in _COMPARISONS and not shape:
             return [torch.tensor(False)]  # nothing is too large, or the best so far
+        if name == "_to_copy" and isinstance(known[0], _Unknown) and layouts[0][1] != torch.bool:
+            return [
+                torch.ones(shape, dtype=dtype) for shape, dtype in layouts
+            ]  # a length has one, and so has what is numbered
         sizes = [each.shape.numel() for each in known if isinstance(each, _Unknown)]
         results: list[torch.Tensor] | None = None
         if sum(sizes) <= _MOST_DRAWN:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +135,41 @@ def test_text_and_images_in_files(sources: Sources) -> None:
     assert Image.open("pictures/cat.jpg").size == (500, 375)
     names = os.listdir("photos")
     assert Image.open(os.path.join("photos", names[0])).mode == "RGB"
-    assert len(list(Path("masks").glob("*.png"))) == 64
+    assert sorted(Path(name).stem for name in names) == sorted(mask.stem for mask in Path("masks").iterdir())
+    assert set(np.unique(Image.open(next(Path("masks").glob("*.png"))))) == {0, 1}
+    assert {re.fullmatch(r"(.*)_\d+\.jpg", name)[1] for name in names} == set("01234567")
     assert not os.path.exists("best.pt")
+
+
+def test_what_logs_for_tensorboard_leaves_its_folder_and_traces_nothing(sources: Sources) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter("runs/first")
+    writer.add_graph(nn.Linear(2, 2), "not a tensor")
+    Path("runs/first/log.txt").write_text("kept")
+    assert os.path.isdir(writer.log_dir)
+
+
+def test_metrics_that_are_not_installed_do_nothing_and_what_makes_data_is_missed(sources: Sources) -> None:
+    if PathFinder.find_spec("sklearn") is not None:
+        pytest.skip("it is installed")
+    metrics = importlib.import_module("sklearn.metrics")
+    assert metrics.roc_auc_score([0], [1]) is not None
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module("sklearn.datasets")
+    assert "sklearn" in str(sources.explained(raised.value))
+
+
+def test_a_file_of_the_users_called_datasets_is_theirs(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["sh", "-c", "echo 'mine = 7' > datasets.py"], cwd=tmp_path, check=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = sys.modules.pop("datasets", None)
+    assert importlib.import_module("datasets").mine == 7
+    del sys.modules["datasets"]
+    if before is not None:
+        sys.modules["datasets"] = before
 
 
 def test_an_assertion_that_a_file_is_there_holds(sources: Sources) -> None:

@@ -233,6 +233,8 @@ for _ in range(5):
     assert "aten.sigmoid" not in names
     (gradient,) = (entry.op for entry in step.ops if entry.name == "aten._embedding_bag_backward")
     assert gradient.kernels == 22
+    (bag,) = (entry.op for entry in step.ops if entry.name == "aten._embedding_bag")
+    assert bag.read_bytes < 8 * 16 * (32 * 4 + 8) + 100  # the rows that are looked up
     assert step.program is not None
     assert [event.name for event in step.program.events if event.kind == WAIT] == ["bincount"] * 2
     assert {"aten.min", "aten.max", "aten.scatter_add_"} <= set(names)

@@ -15,9 +15,6 @@ from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import leaves
 from tilefit.errors import CaptureError
 
-#: Which argument says that the gradient is to be sparse.
-_SPARSE = {"embedding": 4, "embedding_bag": 5}
-
 
 class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records what runs on the ``meta`` tensors within the emulated GPU's."""
@@ -78,11 +75,6 @@ class ProgramCalls(SemanticMode):
                 result = replacement(self.fused, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if name in _SPARSE and any(args[_SPARSE[name] :][:1]) and isinstance(args[0], CudaTensor):
-            raise CaptureError(
-                "sparse gradients (Embedding(sparse=True)) are not known of the emulated GPU",
-                hint="Run the program on a GPU: tilefit profile.",
-            )
         self.asking = name
         return func(*args, **kwargs)
 

@@ -54,8 +54,10 @@ class Scratch:
         """Give the program a file."""
         twin = self.twin(path)
         self._parents(twin)
-        with self._open(twin, "wb") as file:
+        partial = f"{twin}.{os.getpid()}"  # processes of the program's may ask for it at once
+        with self._open(partial, "wb") as file:
             file.write(data)
+        self._os["rename"](partial, twin)
         self._given.add(twin)
 
     def read_path(self, path: Any) -> Any:

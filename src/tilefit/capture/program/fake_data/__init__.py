@@ -18,7 +18,7 @@ from tilefit.capture.program.scratch import redirected
 
 __all__ = ["Sources", "fake_data"]
 
-_PARTS = (vision, hub, pretrained, arrays, network)
+_PARTS = (vision, hub, pretrained, arrays, network, side_libraries)
 
 
 @contextmanager

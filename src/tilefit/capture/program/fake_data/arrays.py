@@ -97,6 +97,7 @@ def _torch(sources: Sources, serialization: ModuleType) -> None:
 
     fetched: dict[Any, str] = {}  # pretrained weights of torchvision and of torch.hub
     sources.answer(torch.hub, "download_url_to_file", lambda url, *a, **k: url, fetch)
+    sources.answer(torch.hub, "list", lambda repo, *a, **k: repo, lambda repo, *a, **k: [])
     sources.answer(torch, "load", lambda file, *a, **k: _file(file), load, when=wanted)
 
 

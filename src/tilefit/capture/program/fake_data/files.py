@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from tilefit.capture.program.fake_data import made
 from tilefit.capture.program.fake_data.sources import (
@@ -12,12 +13,14 @@ from tilefit.capture.program.fake_data.sources import (
     is_listed,
     is_prepared,
     is_required,
+    user_source,
 )
 from tilefit.capture.program.scratch import Scratch
 from tilefit.capture.sites import short_path
 
-#: Images in a folder that is not there; each as JPEG and as PNG, so that masks fit their images.
-_IMAGES = 64
+#: Images in a folder that is not there. One of masks has PNG files of the same names.
+_IMAGES = 256
+_MASKS = re.compile("mask|label|annot|segm|^gt|ground.?truth|^anno")
 
 
 class Files:
@@ -54,8 +57,8 @@ class Files:
         name = short_path(os.path.abspath(path))
         self._sources.note(name)
         if self._sources.fake:
-            self._fill(path)
-            self._sources.state(name, f"{_IMAGES} random images of 500 x 375")
+            kind = self._fill(path)
+            self._sources.state(name, f"{_IMAGES} random {kind} of 500 x 375")
         return self._sources.fake
 
     def make(self, path: str) -> bool:
@@ -68,9 +71,15 @@ class Files:
         self._sources.state(name, content[1])
         return True
 
-    def _fill(self, folder: str) -> None:
-        for suffix in (".jpg", ".png"):
-            data = made.content(f"image{suffix}")
-            assert data is not None
-            for index in range(_IMAGES):
-                self.scratch.write(os.path.join(folder, f"{index:05}{suffix}"), data[0])
+    def _fill(self, folder: str) -> str:
+        """Fill a folder, and tell with what."""
+        is_mask = _MASKS.search(os.path.basename(os.path.abspath(folder)).lower()) is not None
+        data, suffix = (made.encoded("PNG", mask=True), "png") if is_mask else (made.encoded("JPEG"), "jpg")
+        source = user_source().lower()
+        if not is_mask and ".png" in source and ".jpg" not in source and ".jpeg" not in source:
+            data, suffix = made.encoded("PNG"), "png"
+        for index in range(_IMAGES):
+            # Before a name's underscore, and in its first digits, programs look for a class.
+            name = f"{index % 8}_{index:05}.{suffix}"
+            self.scratch.write(os.path.join(folder, name), data)
+        return "masks" if is_mask else "images"

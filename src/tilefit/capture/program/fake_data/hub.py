@@ -59,6 +59,9 @@ def changes(sources: Sources) -> dict[str, Change]:
     """Answers ``datasets`` where it is installed."""
 
     def change(module: ModuleType) -> None:
+        if not is_installed(getattr(module, "__file__", "")):  # a file of the user's that is called so
+            return
+
         def made_rows(path: str, name: Any = None, *args: Any, split: Any = None, **kwargs: Any) -> Any:
             return _load(sources, path, name, split, module.Dataset.from_dict, module.DatasetDict)
 

@@ -57,6 +57,15 @@ def image(index: int = 0, mode: str = "RGB", size: tuple[int, int] = PHOTO) -> A
     return _images(mode, size)[index % _VARIETY].copy()
 
 
+@cache
+def encoded(format: str, *, mask: bool = False) -> bytes:
+    """An image as a file has it; ``mask``: in shades of grey, of the classes 0 and 1."""
+    stream = io.BytesIO()
+    made = image(0, "L").point(lambda value: value // 128) if mask else image()
+    made.save(stream, format)
+    return stream.getvalue()
+
+
 def labels(count: int, classes: int) -> NDArray[Any]:
     """Random classes, int64[count]."""
     import numpy as np
@@ -134,8 +143,7 @@ def content(name: str) -> tuple[bytes, str] | None:
     if path.name in _CORA:
         return _CORA[path.name]()
     if suffix in IMAGES:
-        image(len(path.stem)).save(stream, "PNG" if suffix == ".png" else "JPEG")
-        return stream.getvalue(), "a random image of 500 x 375"
+        return encoded("PNG" if suffix == ".png" else "JPEG"), "a random image of 500 x 375"
     if suffix in _TEXTS:
         return text().encode(), f"{WORDS:,} random words, {VOCABULARY:,} different ones"
     if packed := _ARCHIVES.get(".tgz" if path.name.endswith(".tar.gz") else suffix):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -14,14 +15,18 @@ from typing import Any
 from tilefit.capture.program.fake_data.hub import datasets_of
 from tilefit.capture.program.fake_data.network import requests_of
 from tilefit.capture.program.fake_data.sources import Sources, asked_by_user, is_prepared
+from tilefit.capture.program.late import Change
 
 _INSTALL = f"Install it where tilefit runs ({sys.executable} -m pip install), or run where it is found."
 #: Nothing of a step depends on what they do.
 _INERT = frozenset(
     "aim clearml colorama comet_ml dotenv evaluate git imageio IPython matplotlib mlflow neptune plotly "
-    "prettytable pynvml rich seaborn swanlab tabulate tensorboard tensorboardX termcolor trackio visdom "
-    "wandb".split()
+    "prettytable pynvml rich seaborn swanlab tabulate tensorboard tensorboardX "
+    "tensorboard_logger termcolor trackio visdom wandb".split()
 )
+#: Likewise of these parts; others of the same library make data.
+_INERT_PARTS = frozenset(("sklearn.metrics",))
+_WITH_PARTS = frozenset(each.partition(".")[0] for each in _INERT_PARTS)
 #: Has a stand-in that does what it does.
 _WORKING = frozenset(("datasets", "requests", "six", "tqdm"))
 
@@ -39,6 +44,24 @@ def answered(sources: Sources) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
+def changes(sources: Sources) -> dict[str, Change]:
+    """Answers what PyTorch writes for TensorBoard."""
+    return {"torch.utils.tensorboard.writer": lambda module: _writers(sources, module)}
+
+
+def _writers(sources: Sources, module: ModuleType) -> None:
+    """Its folder is there, as programs expect; a graph of the model is traced by values, which nobody has."""
+    kind = module.SummaryWriter
+    make = kind.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        os.makedirs(self.log_dir, exist_ok=True)
+
+    sources.replace(kind, "__init__", made)
+    sources.replace(kind, "add_graph", lambda *args, **kwargs: None)
+
+
 class _Finder(MetaPathFinder, Loader):
     """Finds what nobody else has found."""
 
@@ -48,13 +71,17 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         library = name.partition(".")[0]
-        if library not in self.made and not self._is_wanted(library):
+        if library not in self.made:
+            if name != library or not self._is_wanted(library):
+                return None
+        elif library in _WITH_PARTS and ".".join(name.split(".")[:2]) not in _INERT_PARTS:
+            self._sources.note(f"the library {library}", _INSTALL)
             return None
         self.made.add(name)
         return ModuleSpec(name, self, is_package=True)
 
     def _is_wanted(self, library: str) -> bool:
-        known = library in _INERT | _WORKING | {"google"}
+        known = library in _INERT | _WORKING | _WITH_PARTS | {"google"}
         # Other libraries look themselves for what is installed, and do without.
         for_tensorboard = library in ("google", "tensorboard") and "torch.utils.tensorboard" in sys.modules
         asked = asked_by_user() or for_tensorboard

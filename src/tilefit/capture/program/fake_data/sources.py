@@ -172,6 +172,12 @@ def user_line_now() -> str:
     return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
 
 
+def user_source() -> str:
+    """The file of the user's code that is running."""
+    frame = _user_frame()
+    return "".join(linecache.getlines(frame.f_code.co_filename)) if frame else ""
+
+
 def asked_by_user() -> bool:
     """Whether the user's code asks, itself or through Python's own library."""
     for frame in _frames():

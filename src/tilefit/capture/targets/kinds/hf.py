@@ -35,6 +35,8 @@ def load(name: str, options: TargetOptions) -> Target:
         config = _config(transformers, name, named_sizes(options.arguments, known, target))
     model_class, head = _model_class(transformers, config)
     notes = _without_values(config, options)
+    if head != "AutoModel" and not getattr(config, "architectures", None):
+        config.architectures = []  # where an Auto class has several models, it looks through them
     model = build(lambda: model_class(config), target, options.device)
     # It looks for padding in the input's values, only to warn.
     for part in model.modules():
@@ -85,6 +87,8 @@ def _without_values(config: Any, options: TargetOptions) -> list[str]:
     encodes = getattr(config, "is_encoder_decoder", False)
     if encodes and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    if getattr(config, "languages", None) and getattr(config, "default_language", "") is None:
+        config.default_language = config.languages[0]
     if getattr(config, "apply_spec_augment", False) and options.device == "meta":
         config.apply_spec_augment = False
         return ["SpecAugment is left out: which frames it masks depends on values."]
