@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
+from tilefit.fixes.assumed import Assumed
 from tilefit.fixes.behaviour import Changed, behaviours
 from tilefit.fixes.region import Region
 
@@ -369,7 +370,7 @@ def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Ite
     parent.__class__ = Reaching
     before = dict(vars(changed)) if isinstance(changed, Changed) else {}
     if before:
-        vars(changed).update(own=Reaching.forward, behaviours=regions)
+        vars(changed).update(assumed=Assumed.of(parent), behaviours=regions)
     try:
         yield
     finally:

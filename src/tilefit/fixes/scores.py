@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from functools import partial, reduce
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilefit.fixes.behaviour import OF_MODULES
+from tilefit.fixes.assumed import OF_MODULES
 from tilefit.fixes.calls import autocast_dtype
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.region import packing
@@ -451,7 +452,18 @@ def _functions(names: str) -> Iterator[Any]:
         for place in (torch, torch.Tensor, F):
             for form in (name, f"{name}_", f"__{name}__", f"__i{name}__"):
                 if callable(getattr(place, form, None)):
+                    _offered[place, form] = getattr(place, form)
                     yield getattr(place, form)
+
+
+#: The functions by where they are found.
+_offered: dict[tuple[Any, str], Any] = {}
+
+
+def are_torchs() -> bool:
+    """Whether nobody has put others in place of PyTorch's functions: one that calls the original is called
+    twice by what follows calls, for PyTorch then names it by where it is found."""
+    return list(starmap(getattr, _offered)) == list(_offered.values())
 
 
 #: What becomes of scores, by the function that is called.
