@@ -21,7 +21,7 @@ from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
 
 #: Host time that following the calls adds to a step for each attention, beside launches.
-HOST_S = 60e-6
+HOST_S = 66e-6
 
 
 class Fused(Behaviour):

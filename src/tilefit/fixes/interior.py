@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import NoneType
@@ -24,6 +24,8 @@ from torch.nn.modules import module as nn_module
 from tilefit.fixes.assumed import Assumed, is_torchs
 from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
 from tilefit.fixes.calls import is_followed
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -173,6 +175,17 @@ class Interior(Behaviour):
             assumed.reads_the_same(part) and _made_of(part) == made_of
             for part, assumed, made_of in self._others
         )
+
+
+def regions_of(model: nn.Module, paths: Iterable[str], edits: Edits) -> dict[str, Region]:
+    """Regions that calls of the modules at some paths open for their parts, by path."""
+    regions = {}
+    for path in dict.fromkeys(paths):
+        root = submodule(model, path)
+        interior = Interior.of(root)
+        edits.behave(root, interior)
+        regions[path] = interior.region
+    return regions
 
 
 def _made_of(part: nn.Module) -> Any:

@@ -33,8 +33,8 @@ LAYER_S = 150e-6
 #: The same for a layer that lays out its image in NHWC, or that looks for its region: a tenth of what a
 #: convolution's forward pass takes the host (13 of 119 us on a slow CPU).
 REGION_S = 5e-6
-#: For each module that is compared when a region is entered: 0.13 ms for 151 of them on a slow and busy CPU.
-COMPARED_S = 0.4e-6
+#: For each module that is compared when a region is entered: 0.18 ms for 150 of them on a slow CPU.
+COMPARED_S = 0.65e-6
 
 
 def real_size(channels: Channels) -> int:
