@@ -136,8 +136,11 @@ class Assumed:
         if torch.compiler.is_compiling():
             return True
         for owner, name, value in outside(self.kind, self.forward):
-            now = kind if owner is self.kind else owner
-            if now is not None and getattr(now, name, None) is not value:
+            if owner is None:
+                continue
+            now = getattr(kind if owner is self.kind else owner, name, None)
+            # What this package puts there for a while computes the same.
+            if now is not value and not str(getattr(now, "__module__", "")).startswith("tilefit."):
                 return False
         return True
 
