@@ -302,12 +302,6 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
     return _biased(scores, other) if alpha == 1 else NotImplemented
 
 
-def _sub(scores: Any, other: Any, *, alpha: float = 1) -> Any:
-    if not isinstance(scores, Scores) or alpha != 1 or not isinstance(other, torch.Tensor):
-        return NotImplemented
-    return _biased(scores, -other)
-
-
 def _biased(scores: Scores, bias: Any) -> Any:
     if scores.softmaxed or not _fits(bias, scores) or not bias.is_floating_point():
         return NotImplemented
@@ -409,10 +403,6 @@ def _with_lead(tensor: torch.Tensor, old: Any, new: Any) -> torch.Tensor:
     return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
 
 
-def _same(scores: Any) -> Any:
-    return {}
-
-
 def _expand_as(tensor: Any, scores: Any) -> Any:
     return tensor.expand(scores.sizes) if isinstance(tensor, torch.Tensor) else NotImplemented
 
@@ -473,7 +463,6 @@ _STEPS: dict[Any, Callable[..., Any]] = {
         ("mul multiply rmul", _mul),
         ("div divide true_divide truediv", _div),
         ("add radd", _add),
-        ("sub subtract", _sub),
         ("masked_fill", _masked_fill),
         ("where", _where),
         ("softmax", _softmax),
@@ -484,7 +473,7 @@ _STEPS: dict[Any, Callable[..., Any]] = {
         ("half", partial(_to, target=torch.float16)),
         ("bfloat16", partial(_to, target=torch.bfloat16)),
         ("view reshape", _view),
-        ("contiguous", _same),
+        ("contiguous", lambda scores: {}),
         ("expand_as", _expand_as),
         ("matmul bmm", _matmul),
         ("einsum", _einsum),

@@ -150,10 +150,6 @@ def _autocast(finding: Finding, context: Context, files: Files) -> Written:
     return UNSAFE, autocast_around(files, syntax, calls[0])
 
 
-def _tf32(finding: Finding, context: Context, files: Files) -> Written:
-    return UNSAFE, write_tf32(finding, context, files)
-
-
 # ---- the loop ----------------------------------------------------------------------------------
 
 
@@ -360,7 +356,7 @@ _WRITERS: dict[str, _Write] = {
     "LAY001": _channels_last,
     "NTC001": _compiled,
     "NTC003": _fused,
-    "PRC001": _tf32,
+    "PRC001": lambda *given: (UNSAFE, write_tf32(*given)),
     "PRC002": _autocast,
     "SYN001": _sums_on_gpu,
     "SYN002": _copies_unwaited,
