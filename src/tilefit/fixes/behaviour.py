@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -141,11 +141,3 @@ def behaves(module: nn.Module, kind: type[Behaviour]) -> bool:
 def is_replaced(module: nn.Module) -> bool:
     """Whether somebody else has put something in place of the module's ``forward``."""
     return not isinstance(vars(module).get("forward"), Changed | None)
-
-
-def changed_modules(model: nn.Module) -> Iterator[Changed]:
-    """What is changed in a model."""
-    for module in model.modules():
-        changed = vars(module).get("forward")
-        if isinstance(changed, Changed):
-            yield changed
