@@ -195,6 +195,13 @@ def test_a_buffer_that_changes_is_looked_at_again() -> None:
     torch.testing.assert_close(model(x), original(x))
 
 
+def test_a_method_of_tensors_that_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, args = made(extended).eval(), inputs(masked=True)
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: softmax(scores * 0.5, dim))
+    torch.testing.assert_close(fused(original)(**args), original(**args))
+
+
 def test_rows_without_any_key() -> None:
     """A finite number in every place of a row makes all its weights equal."""
     original, x = made(annotated), inputs(masked=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tilefit
@@ -15,6 +16,7 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes.cuda_graph import Graph, _leaves_of_our_own, _State
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
+from tilefit.fixes.stripping import strip
 
 
 def network() -> nn.Sequential:
@@ -177,3 +179,42 @@ def test_python_of_ones_own_is_a_reason() -> None:
     plan = tilefit.optimize(Own(), torch.empty(2, 4), gpu="h200", select=["cuda-graph"])
     assert not plan.fixes
     assert "Own" in plan.refused[0].reason
+
+
+def _freeze(model: nn.Sequential) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def _add_a_layer(model: nn.Sequential) -> None:
+    model.append(nn.ReLU())
+
+
+LATER: list[Callable[[nn.Sequential], object]] = [
+    _freeze,
+    _add_a_layer,
+    lambda model: model[1].eval(),
+    lambda model: setattr(model[1], "eps", 0.5),
+    lambda model: setattr(model[2], "forward", torch.sigmoid),
+    lambda model: setattr(model[2], "__class__", nn.Sigmoid),
+    lambda model: model[2].register_forward_hook(lambda module, args, output: None),
+    lambda model: model.register_forward_hook(lambda module, args, output: None),
+    lambda model: model.half(),
+    lambda model: strip(model),
+]
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_a_state_is_another_after_a_change(later: Callable[[nn.Sequential], object]) -> None:
+    model = graphed(network())
+    state = _State(model)
+    assert state.is_now()
+    later(model)
+    assert not state.is_now()
+
+
+def test_a_state_is_another_where_a_function_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _State(model := graphed(network()))
+    relu = F.relu
+    monkeypatch.setattr(F, "relu", lambda x, inplace=False: relu(x) * 2)
+    assert not state.is_now()
+    assert isinstance(model, nn.Sequential)

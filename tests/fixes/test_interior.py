@@ -194,6 +194,27 @@ def _parametrise(model: Any) -> None:
     parametrizations.weight_norm(model.encoder[0])
 
 
+def _count_iterations(model: Any) -> None:
+    """In training each look at the weight is one more iteration."""
+    torch.manual_seed(2)
+    parametrizations.spectral_norm(model.encoder[0])
+    parametrizations.spectral_norm(model.decoder)
+
+
+def _group(model: Any) -> None:
+    if isinstance(model.decoder, nn.Conv2d):
+        model.decoder.groups, model.decoder.in_channels = 13, 13
+        model.decoder.weight = nn.Parameter(torch.ones(13, 1, 3, 3))
+        model.decoder.bias = None
+
+
+def _change_its_class(model: Any) -> None:
+    centred = {"_conv_forward": lambda self, x, w, b: nn.Conv2d._conv_forward(self, x, w - w.mean(), b)}
+    for layer in (model.encoder[0], model.decoder):
+        if isinstance(layer, nn.Conv2d):
+            layer.__class__ = type("Centred", (nn.Conv2d,), centred)
+
+
 def _make_narrower(model: Any) -> None:
     with torch.no_grad():
         for layer, axis in ((model.encoder[0], 0), (model.decoder, 1)):
@@ -208,7 +229,7 @@ def _make_narrower(model: Any) -> None:
 LATER = [
     _flip_a_flag, _flip_in_a_config, _fill_a_list, _replace_an_activation, _replace_a_layer, _add_a_layer,
     _watch, _watch_backward, _replace_a_forward, _replace_a_containers_forward, _freeze_a_part, _prune,
-    _parametrise, _make_narrower,
+    _parametrise, _count_iterations, _group, _change_its_class, _make_narrower,
 ]  # fmt: skip
 
 
@@ -224,6 +245,24 @@ def test_what_is_done_to_a_model_afterwards(kind: str, later: Callable[[Any], No
         later(each)
     assert_same(model, changed, x)
     assert_same(model.eval(), changed.eval(), x)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(F, "linear"), (F, "conv2d"), (nn.Conv2d, "_conv_forward"), (F, "sigmoid")]
+)
+def test_a_function_that_was_exchanged(
+    kind: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes the mean of a tensor sees whether it is padded."""
+    model = Features(kind)
+    changed, x = padded(model), inputs(kind)
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: plain(*args) + sum(a.mean() for a in args[:2] if _has(a)))
+    assert_same(model, changed, x)
+
+
+def _has(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def test_a_hook_on_every_module(kind: str) -> None:

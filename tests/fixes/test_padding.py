@@ -105,3 +105,11 @@ def test_element_types_are_those_of_a_plain_layer() -> None:
         assert product_dtype(x.double(), weight) is None
         with torch.autocast("cpu", enabled=False):
             assert product_dtype(x) == torch.float32
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_what_the_compiler_is_given_is_the_same(places, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 5)
+    expected = wide(x, places)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(wide(x, places), expected)

@@ -9,12 +9,12 @@ import threading
 import weakref
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tilefit
@@ -58,13 +58,14 @@ def merged(model: nn.Module, least_rows: int = 0, names: tuple[str, ...] = ("q",
 def products(model: nn.Module, *args: Any) -> list[int]:
     """How many outputs each product has."""
     found = []
-    linear = F.linear
 
-    def recording(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        found.append(weight.shape[0])
-        return linear(x, weight, bias)
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.linear:
+                found.append(args[1].shape[0])
+            return func(*args, **(kwargs or {}))
 
-    with patch.object(F, "linear", recording):
+    with Recording():
         model(*args)
     return found
 

@@ -16,12 +16,12 @@ from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.interior import has_hooks
 from tilefit.fixes.modules import behave, common
 from tilefit.fixes.run import Run
-from tilefit.fixes.scores import Fusing
+from tilefit.fixes.scores import Fusing, are_torchs
 from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
 
 #: Host time that following the calls adds to a step for each attention, beside launches.
-HOST_S = 60e-6
+HOST_S = 66e-6
 
 
 class Fused(Behaviour):
@@ -30,7 +30,8 @@ class Fused(Behaviour):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A hook of a part would be handed scores that are not computed; one on gradients would make them an
         # argument of a ``Function``.
-        if is_followed() or any(has_hooks(part) for part in module.modules() if part is not module):
+        hooked = any(has_hooks(part) for part in module.modules() if part is not module)
+        if is_followed() or hooked or not are_torchs():
             return forward(*args, **kwargs)
         with Fusing(module) as mode:
             return mode.finished(forward(*args, **kwargs))

@@ -10,25 +10,22 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
 
 from tilefit.errors import TilefitError
-
-#: Attributes that a changed module has more than a plain one.
-OF_CHANGED = ("forward", "_replicate_for_data_parallel")
-#: What every module may have for itself.
-OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED))
+from tilefit.fixes.assumed import OF_CHANGED, Assumed
 
 
 class Behaviour(ABC):
     """A way to compute what a module computes. Instances are data that can be copied and pickled, and keep
     nothing from one call to the next."""
 
-    #: It computes the module's function itself. Others call ``forward``, and run around such a one.
+    #: It computes the module's function itself, as long as that is the one it was. Others call ``forward``,
+    #: and run around such a one.
     is_innermost: ClassVar[bool] = False
 
     @abstractmethod
@@ -43,14 +40,15 @@ class Changed:
         module: The module.
 
     Attributes:
-        own: The class's, as it was. Where the class has another by now, or the module another class, nothing
-            is known of what the module computes, and it runs as it is.
+        assumed: The module as it was. Where the class has another ``forward`` by now, nothing is known of
+            what the module computes, and it runs as it is; where that reads other attributes, or calls other
+            functions, it is run itself.
         behaviours: From the innermost to the outermost.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.__self__ = module
-        self.own = type(module).forward
+        self.assumed = Assumed.of(module)
         self.behaviours: tuple[Behaviour, ...] = ()
 
     @classmethod
@@ -97,8 +95,9 @@ class Changed:
         module = self.__self__
         own = type(module).forward
         forward: Callable[..., Any] = partial(own, module)
-        for behaviour in self.behaviours if own is self.own else ():
-            forward = partial(behaviour, module, forward)
+        for behaviour in self.behaviours if own is self.assumed.forward else ():
+            if not behaviour.is_innermost or self.assumed.holds(module):
+                forward = partial(behaviour, module, forward)
         return forward(*args, **kwargs)
 
     # ---- what people ask of a method -----------------------------------------------------------
@@ -108,7 +107,7 @@ class Changed:
         return inspect.signature(partial(type(self.__self__).forward, self.__self__))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__self__", "own", "behaviours") or name.startswith("__deepcopy__"):
+        if name in ("__self__", "assumed", "behaviours") or name.startswith("__deepcopy__"):
             raise AttributeError(name)
         # The compiler of TorchScript reads the source of functions, and resolves its names first.
         if name == "__globals__" and sys._getframe(1).f_globals["__name__"] == "torch._jit_internal":
@@ -142,11 +141,3 @@ def behaves(module: nn.Module, kind: type[Behaviour]) -> bool:
 def is_replaced(module: nn.Module) -> bool:
     """Whether somebody else has put something in place of the module's ``forward``."""
     return not isinstance(vars(module).get("forward"), Changed | None)
-
-
-def changed_modules(model: nn.Module) -> Iterator[Changed]:
-    """What is changed in a model."""
-    for module in model.modules():
-        changed = vars(module).get("forward")
-        if isinstance(changed, Changed):
-            yield changed

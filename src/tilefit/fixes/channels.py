@@ -14,7 +14,7 @@ from tilefit.fixes.channel_paths import Padding, Trace, paddings, traces
 from tilefit.fixes.convolution import CONVOLUTIONS, Convolution, Cropped, WideNorm
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.interior import Interior
+from tilefit.fixes.interior import regions_of
 from tilefit.fixes.modules import require_plain, submodule
 from tilefit.fixes.padding import COMPARED_S, LAYER_S
 from tilefit.fixes.region import Region
@@ -56,16 +56,10 @@ class PaddedChannels(ChangeSet):
         modules = [submodule(run.model, padding.path) for padding in self.paddings]
         for padding, module in zip(self.paddings, modules, strict=True):
             require_plain(module, padding.path, type(module))
-        interiors: dict[str, Interior] = {}
+        regions = regions_of(run.model, (p.root for p in self.paddings if p.root != p.path), edits)
         for padding, module in zip(self.paddings, modules, strict=True):
-            if padding.root != padding.path and padding.root not in interiors:
-                root = submodule(run.model, padding.root)
-                interiors[padding.root] = Interior.of(root)
-                edits.behave(root, interiors[padding.root])
-            inside = interiors.get(padding.root)
             old = next((each for each in behaviours(module) if isinstance(each, _BEHAVIOURS)), None)
-            new = _behaviour(padding, module, old, inside.region if inside else None)
-            edits.behave(module, new, old)
+            edits.behave(module, _behaviour(padding, module, old, regions.get(padding.root)), old)
 
 
 _BEHAVIOURS = Convolution | WideNorm | Cropped

@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tilefit.fixes.behaviour import Behaviour, is_replaced
+from tilefit.fixes.assumed import Assumed
+from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
 from tilefit.fixes.interior import has_hooks
@@ -148,14 +149,8 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._model = weakref.ref(model)  # which is the key by which this is found
-        self._classes = [(m, type(m)) for m in modules[1:]]
-        self._class = type(model)
-        self._options = [
-            (vars(m), name, value, _is_plain(value))
-            for m in modules
-            for name, value in vars(m).items()
-            if not isinstance(value, dict)
-        ]
+        self._parts = [(m, Assumed.of(m), _runs(m)) for m in modules[1:]]
+        self._own = Assumed.of(model), _runs(model)
         self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
         self._tensors = [
             (held, name, tensor, tensor.data_ptr(), tensor.requires_grad)
@@ -172,13 +167,11 @@ class _State:
     def is_now(self) -> bool:
         """Whether the model is in this state."""
         model = self._model()
+        assert model is not None  # it is being called
         return (
-            type(model) is self._class
-            and not has_hooks(model)
-            and all(type(m) is kind and not has_hooks(m) for m, kind in self._classes)
-            and all(
-                held.get(name) is value or (plain and held.get(name) == value)
-                for held, name, value, plain in self._options
+            all(
+                _runs(m) == runs and assumed.holds(m)
+                for m, assumed, runs in [(model, *self._own), *self._parts]
             )
             and all(held.get(name) is child for held, name, child in self._children)
             and all(
@@ -213,8 +206,11 @@ class _State:
             return None
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+def _runs(module: nn.Module) -> Any:
+    """What a call of a module runs: its class, mode, what was put in place of its ``forward``, and hooks."""
+    own = vars(module)
+    forward, compiled = own.get("forward"), own.get("_compiled_call_impl")
+    return type(module), module.training, id(forward), behaviours(module), id(compiled), has_hooks(module)
 
 
 def _kind(value: Any) -> Any:

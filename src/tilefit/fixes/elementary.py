@@ -17,7 +17,8 @@ from torch import nn
 
 from tilefit.capture.copies import copied
 from tilefit.capture.run import capture
-from tilefit.fixes.behaviour import OF_MODULES, Behaviour, behaviours, is_replaced
+from tilefit.fixes.assumed import OF_MODULES, is_plain, outside
+from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.calls import autocast_dtype, is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
@@ -60,13 +61,11 @@ class Elementary(Behaviour):
         epsilon: Of a normalization: what is added to the mean square.
         results: The element type of the result, for those of input, weight and autocast for which it was
             found to be the same function.
-        attributes: Of the module, with the values that they had then.
     """
 
     function: str
     epsilon: float
     results: tuple[tuple[_Types, torch.dtype], ...]
-    attributes: tuple[tuple[str, Any], ...]
     is_innermost = True
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
@@ -88,16 +87,14 @@ class Elementary(Behaviour):
             if type(weight) not in (nn.Parameter, torch.Tensor) or weight.device != x.device:
                 return None
             own = weight.dtype
-        found = next(
-            (result for types, result in self.results if types == (x.dtype, own, autocast_dtype(x))), None
-        )
-        return found if found is not None and _attributes(module) == self.attributes else None
+        now = x.dtype, own, autocast_dtype(x)
+        return next((result for types, result in self.results if types == now), None)
 
 
 def _attributes(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
     """A module's attributes, if nobody but the module itself can change what they hold."""
     own = tuple((name, value) for name, value in vars(module).items() if name not in OF_MODULES)
-    return own if all(isinstance(value, bool | int | float | str | None) for _, value in own) else None
+    return own if all(is_plain(value) and not isinstance(value, list) for _, value in own) else None
 
 
 # ---- which function a module computes ----------------------------------------------------------
@@ -138,7 +135,7 @@ def _found(module: nn.Module, size: int, attributes: Any, amp: str) -> Elementar
             agree = [dtype for dtype in _TOLERANCES if _agrees(module, kernel, size, dtype)]
             if {torch.float64, torch.float32} <= set(agree):
                 results = tuple(_results(module, size, agree, amp))
-                return Elementary(name, epsilon, results, attributes)
+                return Elementary(name, epsilon, results)
     except Exception:  # noqa: BLE001 - whatever it does with such an input, it is none of these functions
         return None
     finally:
@@ -214,33 +211,13 @@ def _results(
 
 
 def _is_closed(kind: type[nn.Module]) -> bool:
-    """Whether a module's ``forward`` reads nothing that others may change but its attributes: no number of
-    its class, of its file or of a function around it."""
-    waiting, seen = [kind.forward], set()
-    while waiting:
-        function = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        for value in _outside(kind, function):
-            if isinstance(value, types.FunctionType):
-                if not value.__module__.startswith("torch."):
-                    waiting.append(value)
-            elif not (callable(value) or isinstance(value, types.ModuleType | torch.dtype | property)):
-                return False
-    return True
-
-
-def _outside(kind: type, function: Any) -> Iterator[Any]:
-    yield from (cell.cell_contents for cell in function.__closure__ or ())
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        for name in code.co_names:
-            for place in (function.__globals__, vars(kind)):
-                if name in place and name != "__class__":
-                    yield place[name]
+    """Whether a module's ``forward`` reads nothing that others may change but its attributes, and calls of
+    which it is noticed."""
+    kinds = types.ModuleType | torch.dtype | property
+    read: Any = outside(kind, kind.forward)  # type: ignore[arg-type]
+    return all(
+        callable(value) or isinstance(value, kinds) or owner in (math, torch) for owner, _, value in read
+    )
 
 
 # ---- the fixes ---------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from types import NoneType
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +21,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
-from tilefit.fixes.behaviour import OF_CHANGED, OF_MODULES, Behaviour, Changed, behaviours
+from tilefit.fixes.assumed import Assumed, is_torchs
+from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
 from tilefit.fixes.calls import is_followed
+from tilefit.fixes.edits import Edits
+from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -72,7 +74,7 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> tuple[fx.
         return None
     parts = list(module.modules())
     modes = [part.training for part in parts]
-    kept = [_Attributes.of(part) for part in parts]
+    kept = [Assumed.of(part) for part in parts]
     before = [dict(vars(part)) for part in parts]
     graphs = []
     try:
@@ -81,7 +83,7 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> tuple[fx.
                 part.training = mode
             with _without_switches():
                 graphs.append(_Tracer(is_leaf).trace(module))
-            if not all(each.are_same() for each in kept):
+            if not all(each.holds(part) for each, part in zip(kept, parts, strict=True)):
                 return None
     except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
         return None
@@ -117,78 +119,6 @@ def _without_switches() -> Iterator[None]:
 # ---- whether a module is as it was -------------------------------------------------------------
 
 
-def _contents(value: Any) -> Any:
-    """What an attribute's value holds, one level deep, if that can be changed; None otherwise."""
-    if isinstance(value, list | dict | set):
-        return value
-    if isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
-        return None
-    return getattr(value, "__dict__", None)
-
-
-@dataclass(frozen=True, eq=False)
-class _Attributes:
-    """What a module is made of beyond what every module has, as it was."""
-
-    module: nn.Module
-    forward: Any
-    size: int
-    get: Callable[[Any], Any] | None
-    values: Any
-    holding: tuple[tuple[Any, Any], ...]
-    behaviours: tuple[Behaviour, ...]
-    children: tuple[nn.Module | None, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Attributes:
-        attributes = vars(module)
-        own = [name for name in attributes if name not in OF_MODULES]
-        get = itemgetter(*own) if own else None
-        holding = [(v, c.copy()) for v in map(attributes.get, own) if (c := _contents(v)) is not None]
-        return cls(
-            module,
-            type(module).forward,
-            len(attributes.keys() - OF_CHANGED),
-            get,
-            get(attributes) if get else None,
-            tuple(holding),
-            _acting(module),
-            tuple(module._modules.values()),
-        )
-
-    def are_same(self) -> bool:
-        attributes = vars(self.module)
-        forward = attributes.get("forward")
-        size = self.size if forward is None else self.size + len(OF_CHANGED)
-        if len(attributes) != size or type(forward) not in _FORWARDS:
-            return False
-        if type(self.module).forward is not self.forward:
-            return False
-        if tuple(attributes["_modules"].values()) != self.children or _acting(self.module) != self.behaviours:
-            return False
-        try:
-            if self.get is not None and self.get(attributes) != self.values:
-                return False
-            return all(_contents(value) == copy for value, copy in self.holding)
-        except (
-            KeyError,
-            RuntimeError,
-            ValueError,
-        ):  # another name; tensors and arrays compare to many values
-            return False
-
-    def restore(self) -> None:
-        for value, copy in self.holding:
-            held = _contents(value)
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(copy)
-
-
-def _acting(module: nn.Module) -> tuple[Behaviour, ...]:
-    """Behaviours that do more than open a space."""
-    return tuple(each for each in behaviours(module) if not isinstance(each, Region | Interior))
-
-
 @dataclass(frozen=True, eq=False)
 class Interior(Behaviour):
     """A call of the module opens a region, if the module is as it was when its parts were changed.
@@ -199,8 +129,8 @@ class Interior(Behaviour):
 
     region: Region
     _hooks: tuple[dict[Any, Any], ...]
-    _leaves: tuple[tuple[nn.Module, Any], ...]
-    _attributes: tuple[_Attributes, ...]
+    _leaves: tuple[tuple[nn.Module, Assumed], ...]
+    _others: tuple[tuple[nn.Module, Assumed, Any], ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Interior:
@@ -208,13 +138,14 @@ class Interior(Behaviour):
         parts = list(module.modules())
         # The module's own hooks see what they always saw, and where there were hooks nothing is handed on.
         hooks = [vars(part)[name] for part in parts[1:] for name in _HOOKS]
-        leaves = {
-            id(part): (part, type(part).forward)
-            for part in parts[1:]
-            if _is_torchs(part) and not part._modules
-        }
-        attributes = tuple(_Attributes.of(part) for part in parts if id(part) not in leaves)
-        return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves.values()), attributes)
+        leaves: list[tuple[nn.Module, Assumed]] = []
+        others: list[tuple[nn.Module, Assumed, Any]] = []
+        for part in parts:
+            if is_torchs(part) and not part._modules and part is not module:
+                leaves.append((part, Assumed.of(part)))
+            else:
+                others.append((part, Assumed.of(part), _made_of(part)))
+        return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves), tuple(others))
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_followed() or not self._holds():
@@ -222,23 +153,45 @@ class Interior(Behaviour):
         return self.region(module, forward, *args, **kwargs)
 
     def _holds(self) -> bool:
-        if any(self._hooks):
+        if any(self._hooks) or (any(_GLOBAL_HOOKS) and any(map(_is_foreign, _GLOBAL_HOOKS))):
             return False
-        for leaf, own in self._leaves:
-            attributes = vars(leaf)
-            if type(attributes.get("forward")) not in _FORWARDS or "_compiled_call_impl" in attributes:
-                return False
-            if type(leaf).forward is not own:
-                return False
-        if any(_GLOBAL_HOOKS) and any(map(_is_foreign, _GLOBAL_HOOKS)):
+        try:
+            for part, assumed in self._leaves:  # at the least cost: there are many
+                attributes = part.__dict__
+                if type(attributes.get("forward")) not in _FORWARDS or "_compiled_call_impl" in attributes:
+                    return False
+                if type(part).forward is not assumed.forward or attributes["_modules"]:
+                    return False
+                if assumed.get(attributes) != assumed.values:
+                    return False
+        except KeyError:  # an attribute was deleted
             return False
-        modes = {each.module.training for each in self._attributes if not _is_torchs(each.module)}
-        return len(modes) < 2 and all(each.are_same() for each in self._attributes)
+        kinds = {(type(part), assumed.kind): assumed for part, assumed in self._leaves}
+        kinds |= {(type(part), assumed.kind): assumed for part, assumed, _ in self._others}
+        if not all(assumed.calls_the_same(kind) for (kind, _), assumed in kinds.items()):
+            return False
+        modes = {part.training for part, *_ in self._others if not is_torchs(part)}
+        return len(modes) < 2 and all(
+            assumed.reads_the_same(part) and _made_of(part) == made_of
+            for part, assumed, made_of in self._others
+        )
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether a module is one of ``torch.nn``, whose ``forward`` depends on nothing that people change."""
-    return type(module).__module__.startswith("torch.nn.")
+def regions_of(model: nn.Module, paths: Iterable[str], edits: Edits) -> dict[str, Region]:
+    """Regions that calls of the modules at some paths open for their parts, by path."""
+    regions = {}
+    for path in dict.fromkeys(paths):
+        root = submodule(model, path)
+        interior = Interior.of(root)
+        edits.behave(root, interior)
+        regions[path] = interior.region
+    return regions
+
+
+def _made_of(part: nn.Module) -> Any:
+    """The parts of a part, what it does beyond opening a space, and whether its ``forward`` was replaced."""
+    acting = (each for each in behaviours(part) if not isinstance(each, Region | Interior))
+    return (type(vars(part).get("forward")) in _FORWARDS, *part._modules.values(), *acting)
 
 
 def _is_foreign(hooks: dict[Any, Any]) -> bool:

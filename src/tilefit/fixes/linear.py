@@ -16,7 +16,7 @@ from tilefit.fixes.calls import is_transformed, product_dtype
 from tilefit.fixes.chains import chains
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.interior import Interior
+from tilefit.fixes.interior import regions_of
 from tilefit.fixes.modules import fewest_rows, require_plain, submodule
 from tilefit.fixes.padding import LAYER_S, REGION_S, Places, crop, widen
 from tilefit.fixes.region import Region
@@ -147,12 +147,7 @@ class Padding(ChangeSet):
         modules = [submodule(run.model, layer.path) for layer in self.layers]
         for layer, module in zip(self.layers, modules, strict=True):
             require_plain(module, layer.path, nn.Linear)
-        interiors = {}
-        for path in self.parents:
-            parent = submodule(run.model, path)
-            interiors[path] = Interior.of(parent)
-            edits.behave(parent, interiors[path])
-        regions = {path: interior.region for path, interior in interiors.items()}
+        regions = regions_of(run.model, self.parents, edits)
         for layer, module in zip(self.layers, modules, strict=True):
             takes, gives = (None if path is None else regions[path] for path in (layer.takes, layer.gives))
             edits.behave(module, PaddedProduct(layer.old, layer.new, layer.least_rows, takes, gives))

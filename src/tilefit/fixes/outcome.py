@@ -267,15 +267,7 @@ def as_json(outcome: Outcome) -> str:
         "plan": outcome.plan.to_dict() if outcome.plan else None,
         "call": outcome.call,
         "patches": [
-            {
-                "code": patch.code,
-                "level": patch.level,
-                "where": patch.where,
-                "summary": patch.summary,
-                "note": patch.note,
-                "gain_s": patch.gain_s,
-            }
-            for patch in patches.made
+            {name: value for name, value in vars(patch).items() if name != "change"} for patch in patches.made
         ],
         "findings": [asdict(each) for each in outcome.answers],
         "diff": patches.diff().decode(errors="replace"),

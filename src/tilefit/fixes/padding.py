@@ -31,10 +31,10 @@ SMALL = 1 << 23
 #: ``benchmarks/results/fix_gain_slow_hosts_h200.json``) took 0.15 to 0.3 ms each at 1.2 times those.
 LAYER_S = 150e-6
 #: The same for a layer that lays out its image in NHWC, or that looks for its region: a tenth of what a
-#: convolution's forward pass takes the host (13 of 119 us on a slow CPU).
-REGION_S = 5e-6
-#: For each module that is compared when a region is entered: 0.13 ms for 151 of them on a slow and busy CPU.
-COMPARED_S = 0.4e-6
+#: convolution's forward pass takes the host (13 of 119 us on a slow CPU), and 3 us to compare what it reads.
+REGION_S = 6e-6
+#: For each module that is compared when a region is entered: 0.18 ms for 150 of them on a slow CPU.
+COMPARED_S = 0.65e-6
 
 
 def real_size(channels: Channels) -> int:

@@ -20,6 +20,7 @@ from tilefit.ops import Step
 
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
+_SHOWN = "gpu speedup before_s after_s before_bytes after_bytes provenance".split()
 
 #: What makes a plan readable, by format: ``terminal``, ``text`` and ``html``. Renderers enter themselves.
 RENDERERS: dict[str, Callable[[Plan], Any]] = {}
@@ -145,13 +146,7 @@ class Plan:
         proof = self.verification
         return {
             "schema_version": PLAN_SCHEMA,
-            "gpu": self.gpu,
-            "speedup": self.speedup,
-            "before_s": self.before_s,
-            "after_s": self.after_s,
-            "before_bytes": self.before_bytes,
-            "after_bytes": self.after_bytes,
-            "provenance": self.provenance,
+            **{name: getattr(self, name) for name in _SHOWN},
             "fixes": [asdict(fix) for fix in self.fixes],
             "refused": [asdict(refused) for refused in self.refused],
             "verification": None if proof is None else {**asdict(proof), "ok": proof.ok},

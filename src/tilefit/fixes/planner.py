@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Unpack
@@ -159,16 +159,17 @@ def make_plan(
     deadline_s = time.monotonic() + budget if budget is not None else float("inf")
     if measure:
         require_cuda(run)
+    hosts = () if measure else HOSTS
     say("Pricing the step as it is")
     try:
-        planner = _Planner(run, run, gpu, fixes, min_gain, measured=measure, say=say)
+        planner = _Planner(run, run, gpu, fixes, min_gain, hosts, say)
     except CaptureError as error:
         if run.live_optimizer is not None:
             _blame(run.live_optimizer, run, error)
         if error.hint != ON_CPU:
             raise
         say("Pricing the step on real data, since its code reads values")
-        planner = _Planner(run, _on_real_data(run, error), gpu, fixes, min_gain, measured=measure, say=say)
+        planner = _Planner(run, _on_real_data(run, error), gpu, fixes, min_gain, hosts, say)
     with planner.edits.all_or_none():
         applied = None
         while applied is None:
@@ -285,6 +286,7 @@ def _of_model(state: _State) -> tuple[ChangeSet, ...]:
     return tuple(part for part in state.made[-1].change.parts if part.modules)
 
 
+@dataclass(eq=False)
 class _Planner:
     """The search: greedy, and lazy in that a change is priced again only when it could be the best.
 
@@ -292,31 +294,22 @@ class _Planner:
     else is left.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        tried: Run,
-        gpu: PricedGpu,
-        fixes: Sequence[Fix],
-        min_gain: float,
-        *,
-        measured: bool,
-        say: Say,
-    ) -> None:
-        self.run = run
-        #: The same model, as it is captured and proven.
-        self.tried = tried
-        self.gpu = gpu
-        self.fixes = fixes
-        self.min_gain = min_gain
-        # What is measured here need not pay on other hosts.
-        self.hosts = () if measured else HOSTS
-        self.say = say
-        self.refused: dict[RefusedFix, None] = {}
-        self.edits = Edits()
-        self._gains: dict[tuple[str, ChangeSet], float] = {}
-        self._unfit: set[tuple[str, ChangeSet]] = set()
-        self.first = self.now = self._state(tried.on_meta(), ())
+    run: Run
+    #: The same model, as it is captured and proven.
+    tried: Run
+    gpu: PricedGpu
+    fixes: Sequence[Fix]
+    min_gain: float
+    #: The step is priced on these, too: what is measured here need not pay on other hosts.
+    hosts: tuple[float, ...]
+    say: Say
+    refused: dict[RefusedFix, None] = field(default_factory=dict)
+    edits: Edits = field(default_factory=Edits)
+    _gains: dict[tuple[str, ChangeSet], float] = field(default_factory=dict)
+    _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.first = self.now = self._state(self.tried.on_meta(), ())
 
     # ---- the search ----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
+from tilefit.fixes.assumed import Assumed
 from tilefit.fixes.behaviour import Changed, behaviours
 from tilefit.fixes.region import Region
 
@@ -108,12 +109,8 @@ class Trial:
 
     def loss_of(self, output: Any) -> torch.Tensor | None:
         """The loss of an output; None where it has no gradient."""
-        floats = [
-            leaf
-            for _, leaf in leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
-        ]
-        if not floats:
+        trained = [leaf for leaf in floats(output) if leaf.requires_grad]
+        if not trained:
             return None
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if self.loss is not None or isinstance(own, torch.Tensor):
@@ -122,7 +119,7 @@ class Trial:
         generator = torch.Generator(self.device).manual_seed(_SEED)
         wide = torch.promote_types(self.dtype, torch.float32)
         total = torch.zeros((), device=self.device, dtype=wide)
-        for leaf in floats:
+        for leaf in trained:
             aim = torch.randn(leaf.shape, generator=generator, device=self.device, dtype=wide)
             total = total + (leaf.to(wide) - aim).square().mean()
         return total
@@ -130,8 +127,7 @@ class Trial:
     def passed(self, model: nn.Module, inputs: Any) -> Observed:
         """Output, loss and gradients of one pass."""
         output = self.called(model, inputs)
-        found: Observed = {f"output{path}": value for path, value in leaves(output)}
-        return found | self.gradients(model, self.loss_of(output), inputs)
+        return outputs(output) | self.gradients(model, self.loss_of(output), inputs)
 
     def gradients(self, model: nn.Module, loss: torch.Tensor | None, inputs: Any) -> Observed:
         """A loss, and the gradients of parameters and inputs."""
@@ -240,13 +236,12 @@ def _reused(trial: Trial, model: nn.Module) -> Observed:
     for mode in (torch.no_grad, torch.inference_mode):
         inputs = trial.fresh()
         with mode():
-            outputs = [trial.called(model, inputs), trial.called(model, inputs)]
-            for _, leaf in leaves(inputs):
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                    leaf.mul_(0.5)
-            outputs.append(trial.called(model, inputs))
-        for number, output in enumerate(outputs, start=1):
-            found |= {f"output{path} of call {number}, {mode.__name__}": v for path, v in leaves(output)}
+            made = [trial.called(model, inputs), trial.called(model, inputs)]
+            for leaf in floats(inputs):
+                leaf.mul_(0.5)
+            made.append(trial.called(model, inputs))
+        for number, output in enumerate(made, start=1):
+            found |= outputs(output, f" of call {number}, {mode.__name__}")
         found |= {f"input{path} afterwards, {mode.__name__}": v for path, v in leaves(inputs)}
     return found
 
@@ -270,7 +265,7 @@ def _views(trial: Trial, model: nn.Module) -> Observed:
 
     output = trial.called(model, tree_map(view, trial.fresh()))
     loss = trial.loss_of(output)
-    found = {f"output{path}": value for path, value in leaves(output)}
+    found = outputs(output)
     if loss is None or not views:
         return found
     gradients = torch.autograd.grad(loss, [*views, *wholes], retain_graph=True, allow_unused=True)
@@ -301,12 +296,10 @@ def _other_batch(trial: Trial, model: nn.Module) -> Observed:
 @_scenario("other weights loaded", most=_MANY)
 def _reloaded(trial: Trial, model: nn.Module) -> Observed:
     inputs = trial.fresh()
-    found: Observed = {}
     with torch.no_grad():
         trial.called(model, inputs)
         _load_others(model)
-        found |= {f"output{path}": value for path, value in leaves(trial.called(model, inputs))}
-    return found
+        return outputs(trial.called(model, inputs))
 
 
 def _load_others(model: nn.Module) -> None:
@@ -369,7 +362,7 @@ def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Ite
     parent.__class__ = Reaching
     before = dict(vars(changed)) if isinstance(changed, Changed) else {}
     if before:
-        vars(changed).update(own=Reaching.forward, behaviours=regions)
+        vars(changed).update(assumed=Assumed.of(parent), behaviours=regions)
     try:
         yield
     finally:
@@ -419,15 +412,11 @@ def _hooked(trial: Trial, model: nn.Module) -> Observed:
 @_scenario("a sample of NaN", most=_MANY)
 def _nan(trial: Trial, model: nn.Module) -> Observed:
     inputs = trial.fresh()
-    floats = [
-        v for _, v in leaves(inputs) if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim()
-    ]
+    given = [leaf for leaf in floats(inputs) if leaf.dim()]
     with torch.no_grad():
-        for leaf in floats:
+        for leaf in given:
             leaf[0].flatten()[:1] = torch.nan
-        return (
-            {f"output{path}": value for path, value in leaves(trial.called(model, inputs))} if floats else {}
-        )
+        return outputs(trial.called(model, inputs)) if given else {}
 
 
 @_scenario("second derivatives", most=_FEW, may_raise=True)
@@ -437,7 +426,7 @@ def _second(trial: Trial, model: nn.Module) -> Observed:
     if loss is None:
         return {}
     of: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
-    of += [v for _, v in leaves(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
+    of += floats(inputs)
     first = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
     total = sum(gradient.square().sum() for gradient in first if gradient is not None)
     if not isinstance(total, torch.Tensor) or not total.requires_grad:
@@ -449,8 +438,7 @@ def _second(trial: Trial, model: nn.Module) -> Observed:
 @_scenario("in its own precision", working=True, most=_MANY)
 def _working(trial: Trial, model: nn.Module) -> Observed:
     with torch.no_grad():
-        output = trial.called(model, trial.fresh())
-    return {f"output{path}": value for path, value in leaves(output)}
+        return outputs(trial.called(model, trial.fresh()))
 
 
 @_scenario("huge and tiny numbers", working=True, finite=True, most=_MANY)
@@ -460,13 +448,13 @@ def _magnitudes(trial: Trial, model: nn.Module) -> Observed:
     for size in (_HUGE, _TINY):
         inputs = trial.fresh()
         with torch.no_grad():
-            given = [v for _, v in leaves(inputs) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+            given = list(floats(inputs))
             for tensor in given or tables:
                 tensor.mul_(size)
             output = trial.called(model, inputs)
             for tensor in () if given else tables:
                 tensor.div_(size)
-        found |= {f"output{path} at {size:g}": value for path, value in leaves(output)}
+        found |= outputs(output, f" at {size:g}")
     return found
 
 
@@ -479,6 +467,18 @@ def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in tree_flatten_with_path(_plain(tree))[0]:
         if isinstance(leaf, torch.Tensor | bool | int | float | str):
             yield "".join(map(str, path)), leaf
+
+
+def floats(tree: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of a tree."""
+    for _, leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            yield leaf
+
+
+def outputs(tree: Any, of: str = "") -> Observed:
+    """What a model returned, by name; ``of``: of which call."""
+    return {f"output{path}{of}": value for path, value in leaves(tree)}
 
 
 # ---- fp64 --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from functools import partial, reduce
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilefit.fixes.behaviour import OF_MODULES
+from tilefit.fixes.assumed import OF_MODULES
 from tilefit.fixes.calls import autocast_dtype
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.region import packing
@@ -301,12 +302,6 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
     return _biased(scores, other) if alpha == 1 else NotImplemented
 
 
-def _sub(scores: Any, other: Any, *, alpha: float = 1) -> Any:
-    if not isinstance(scores, Scores) or alpha != 1 or not isinstance(other, torch.Tensor):
-        return NotImplemented
-    return _biased(scores, -other)
-
-
 def _biased(scores: Scores, bias: Any) -> Any:
     if scores.softmaxed or not _fits(bias, scores) or not bias.is_floating_point():
         return NotImplemented
@@ -408,10 +403,6 @@ def _with_lead(tensor: torch.Tensor, old: Any, new: Any) -> torch.Tensor:
     return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
 
 
-def _same(scores: Any) -> Any:
-    return {}
-
-
 def _expand_as(tensor: Any, scores: Any) -> Any:
     return tensor.expand(scores.sizes) if isinstance(tensor, torch.Tensor) else NotImplemented
 
@@ -451,7 +442,18 @@ def _functions(names: str) -> Iterator[Any]:
         for place in (torch, torch.Tensor, F):
             for form in (name, f"{name}_", f"__{name}__", f"__i{name}__"):
                 if callable(getattr(place, form, None)):
+                    _offered[place, form] = getattr(place, form)
                     yield getattr(place, form)
+
+
+#: The functions by where they are found.
+_offered: dict[tuple[Any, str], Any] = {}
+
+
+def are_torchs() -> bool:
+    """Whether nobody has put others in place of PyTorch's functions: one that calls the original is called
+    twice by what follows calls, for PyTorch then names it by where it is found."""
+    return list(starmap(getattr, _offered)) == list(_offered.values())
 
 
 #: What becomes of scores, by the function that is called.
@@ -461,7 +463,6 @@ _STEPS: dict[Any, Callable[..., Any]] = {
         ("mul multiply rmul", _mul),
         ("div divide true_divide truediv", _div),
         ("add radd", _add),
-        ("sub subtract", _sub),
         ("masked_fill", _masked_fill),
         ("where", _where),
         ("softmax", _softmax),
@@ -472,7 +473,7 @@ _STEPS: dict[Any, Callable[..., Any]] = {
         ("half", partial(_to, target=torch.float16)),
         ("bfloat16", partial(_to, target=torch.bfloat16)),
         ("view reshape", _view),
-        ("contiguous", _same),
+        ("contiguous", lambda scores: {}),
         ("expand_as", _expand_as),
         ("matmul bmm", _matmul),
         ("einsum", _einsum),

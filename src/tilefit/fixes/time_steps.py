@@ -31,7 +31,7 @@ from tilefit.rules.flow import Flow
 from tilefit.rules.recurrent.loops import Repeated, repeated_weights
 
 #: Host time that this adds to a step for each call of a layer, beside launches.
-HOST_S = 10e-6
+HOST_S = 12e-6
 
 
 @dataclass(frozen=True, eq=False)

@@ -150,35 +150,46 @@ def _autocast(finding: Finding, context: Context, files: Files) -> Written:
     return UNSAFE, autocast_around(files, syntax, calls[0])
 
 
-def _tf32(finding: Finding, context: Context, files: Files) -> Written:
-    return UNSAFE, write_tf32(finding, context, files)
-
-
 # ---- the loop ----------------------------------------------------------------------------------
 
 
 def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Written:
     """``zero_grad(set_to_none=False)``: ``zero_grad()``."""
-    syntax, line = _at(finding.source, files)
-    for call in _calls(syntax, line):
-        argument = keyword(call, "set_to_none")
-        if argument is not None and syntax.code(argument.value) == "False":
-            note = "a parameter that gets no gradient in a step is then passed over, not stepped with zeros"
-            edit = syntax.replaced(argument.value, "True")
-            return UNSAFE, Change.of([(syntax, edit)], line, "set_to_none=True", note)
-    raise RefusedError(f"line {line} of {syntax.file.name} does not say set_to_none=False")
+
+    def given(syntax: Syntax, call: cst.Call) -> cst.Arg | None:
+        return keyword(call, "set_to_none")
+
+    note = "a parameter that gets no gradient in a step is then passed over, not stepped with zeros"
+    return _turned(finding, files, given, "set_to_none={}", True, note)
 
 
 def _anomaly_off(finding: Finding, context: Context, files: Files) -> Written:
     """``set_detect_anomaly(True)``: ``False``."""
+
+    def given(syntax: Syntax, call: cst.Call) -> cst.Arg | None:
+        is_switch = any(name.endswith("set_detect_anomaly") for name in syntax.means(call.func))
+        return call.args[0] if is_switch and call.args else None
+
+    note = "a NaN in the backward pass is then no error"
+    return _turned(finding, files, given, "set_detect_anomaly({})", False, note)
+
+
+def _turned(
+    finding: Finding,
+    files: Files,
+    given: Callable[[Syntax, cst.Call], cst.Arg | None],
+    form: str,
+    value: bool,
+    note: str,
+) -> Written:
+    """The change of an argument, in the line of a finding, that is ``not value``."""
     syntax, line = _at(finding.source, files)
     for call in _calls(syntax, line):
-        is_switch = any(name.endswith("set_detect_anomaly") for name in syntax.means(call.func))
-        if is_switch and call.args and syntax.code(call.args[0].value) == "True":
-            note = "a NaN in the backward pass is then no error"
-            edit = syntax.replaced(call.args[0].value, "False")
-            return UNSAFE, Change.of([(syntax, edit)], line, "set_detect_anomaly(False)", note)
-    raise RefusedError(f"line {line} of {syntax.file.name} is not set_detect_anomaly(True)")
+        argument = given(syntax, call)
+        if argument is not None and syntax.code(argument.value) == str(not value):
+            edit = syntax.replaced(argument.value, str(value))
+            return UNSAFE, Change.of([(syntax, edit)], line, form.format(value), note)
+    raise RefusedError(f"line {line} of {syntax.file.name} does not say {form.format(not value)}")
 
 
 def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Written:
@@ -345,7 +356,7 @@ _WRITERS: dict[str, _Write] = {
     "LAY001": _channels_last,
     "NTC001": _compiled,
     "NTC003": _fused,
-    "PRC001": _tf32,
+    "PRC001": lambda *given: (UNSAFE, write_tf32(*given)),
     "PRC002": _autocast,
     "SYN001": _sums_on_gpu,
     "SYN002": _copies_unwaited,
