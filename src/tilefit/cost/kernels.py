@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from tilefit.cost.tiles import SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
@@ -23,6 +24,13 @@ _FP64_CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 #: the sm80 family.
 _TMA = ("sm90", "sm100")
 
+#: Rate at which the L2 hands operands to a multiprocessor [bytes per clock], which limits small tiles: 47 on
+#: the A100 by NVIDIA's whitepaper. With 45, dense NHWC convolutions take 1.06 times what the H200's networks
+#: say in the median (653 forward passes of timm's models, 0.90 to 1.27 from the 10th to the 90th percentile).
+#: Before Ampere less: DeepBench's convolutions on V100 and T4, each of which takes it over from the other.
+#: TMA hands what it fetched to several.
+_FEED_BYTES_PER_CLOCK_PER_SM = 45.0
+_FEED_BEFORE_AMPERE = 16.0
 #: A misaligned operand is fetched in smaller pieces, and the instructions that fetch it become the limit: so
 #: many FLOP per clock and SM remain, whatever the Tensor Cores could do. From the times of 4096^3 products
 #: with one dimension changed on an H200 (PyTorch 2.11, CUDA 13.0, sm80 kernels), as the aligned product's
@@ -65,6 +73,7 @@ class Kernel(NamedTuple):
         alignment_bytes: Largest power of two, at most 128, that divides every leading dimension in bytes.
         reason: One sentence.
         feed_bytes_per_clock_per_sm: Rate at which operands reach a multiprocessor.
+        tiles, splits: Tiles of the output, and how many blocks may share one's contraction, that there are.
     """
 
     family: str
@@ -75,6 +84,8 @@ class Kernel(NamedTuple):
     alignment_bytes: int
     reason: str
     feed_bytes_per_clock_per_sm: float = inf
+    tiles: tuple[Tile, ...] = TILES
+    splits: tuple[int, ...] = SPLITS
 
     def ceiling(self, rows: int, columns: int, size: int) -> float:
         """The most FLOP per clock and SM that a tile reaches, of elements of so many bytes: for each element
@@ -89,6 +100,11 @@ def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
         return False
     # fp64 Tensor Cores are those of the data-centre parts from Ampere on.
     return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
+
+
+def feed(gpu: Gpu) -> float:
+    """Bytes per clock at which operands reach a multiprocessor whose threads fetch them."""
+    return _FEED_BYTES_PER_CLOCK_PER_SM if gpu.compute_capability >= (8, 0) else _FEED_BEFORE_AMPERE
 
 
 def on_cuda_cores(gpu: Gpu, reason: str) -> Kernel:
@@ -113,11 +129,11 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
             worst, worst_bytes = operand.name, aligned
     native = f"sm{gpu.compute_capability[0]}0"
     size = size_bytes(gemm.dtype)
+    fed = inf if native in _TMA else feed(gpu)
     if worst_bytes >= ALIGNMENT_BYTES or size == 8:
         share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
-        return Kernel(
-            native, 0.0, share, 1.0, "", worst_bytes, "all leading dimensions are multiples of 16 bytes"
-        )
+        reason = "all leading dimensions are multiples of 16 bytes"
+        return Kernel(native, 0.0, share, 1.0, "", worst_bytes, reason, fed)
     operand = next(o for o in gemm.operands if o.name == worst)
     if "cublas" in gpu.aligned_only:
         length = operand.leading_dimension
@@ -143,4 +159,5 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         worst,
         worst_bytes,
         reason,
+        fed,
     )
