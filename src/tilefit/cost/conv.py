@@ -258,7 +258,7 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    kernel = Kernel(family, 0.0, 1.0, 1.0, "", LINE_BYTES, reason, feed(gpu))
+    kernel = Kernel(family, 0.0, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
     if gpu.compute_capability < (8, 0) and not weight_gradient:
         kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)

@@ -35,10 +35,10 @@ _FEED_BEFORE_AMPERE = 16.0
 #: many FLOP per clock and SM remain, whatever the Tensor Cores could do. From the times of 4096^3 products
 #: with one dimension changed on an H200 (PyTorch 2.11, CUDA 13.0, sm80 kernels), as the aligned product's
 #: FLOP per clock and SM over the slowdown. By element size and bytes of alignment, for layouts whose forward
-#: operand B is a transposed view (``TN``) and for the others. The same kernels run on Ampere and Ada, where
-#: the ceiling is the same but the Tensor Cores are slower, so the penalty is milder or nil: consistent with
-#: GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX 3090, and with odd sizes being
-#: no slower than even ones on an RTX 4090 (pytorch#181718).
+#: operand B is a transposed view (``TN``), unless C alone is misaligned, and for the others. The same kernels
+#: run on Ampere and Ada, where the ceiling is the same but the Tensor Cores are slower, so the penalty is
+#: milder or nil: consistent with GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX
+#: 3090, and with odd sizes being no slower than even ones on an RTX 4090 (pytorch#181718).
 _CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
     # (element bytes, alignment bytes): (TN, others)
     (2, 2): (530.0, 667.0),
@@ -52,9 +52,9 @@ _CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
     (1, 4): (1360.0, 1340.0),
     (1, 8): (1370.0, 1350.0),
 }
-#: Bytes arrive slower as well: products of one to a few rows of 4096 x 4096 weights take 1.6 to 2.2 times as
-#: long at 2 columns (4 bytes) as at 8 on an H200.
-_MISALIGNED_BANDWIDTH = {1: 0.4, 2: 0.4, 4: 0.5, 8: 0.5}
+#: Bytes arrive slower as well, in pieces: products of one to a few rows of 4096 x 4096 weights take 1.6 to
+#: 2.2 times as long at 2 columns (4 bytes) as at 8 on an H200. By bytes of alignment, per clock and SM.
+_MISALIGNED_BYTES_PER_CLOCK_PER_SM = {1: 6.8, 2: 6.8, 4: 8.5, 8: 8.5}
 #: A leading dimension of whole 128-byte lines beats one of 16 bytes by a few per cent (the H200's vocabulary
 #: table: 50264 against 50304 columns, +4 %).
 _PARTIAL_LINE = 0.97
@@ -68,7 +68,7 @@ class Kernel(NamedTuple):
             ``sm70``, ``sm80``, ``sm90`` (TMA and wgmma), ``sm100``, ``sm120``.
         ceiling_flop_per_clock_per_sm: What fetching misaligned operands leaves; 0 where nothing is lost.
         math_share: Share of the family's math rate that the alignment leaves otherwise.
-        bandwidth_share: Share of the memory rate.
+        bytes_per_clock_per_sm: The most that a multiprocessor fetches from the memory.
         misaligned: Name of the operand that decided (``A``, ``B``, ``C``); empty where all are aligned.
         alignment_bytes: Largest power of two, at most 128, that divides every leading dimension in bytes.
         reason: One sentence.
@@ -79,7 +79,7 @@ class Kernel(NamedTuple):
     family: str
     ceiling_flop_per_clock_per_sm: float
     math_share: float
-    bandwidth_share: float
+    bytes_per_clock_per_sm: float
     misaligned: str
     alignment_bytes: int
     reason: str
@@ -110,14 +110,14 @@ def feed(gpu: Gpu) -> float:
 def on_cuda_cores(gpu: Gpu, reason: str) -> Kernel:
     """What runs a product of a type that has Tensor Cores where the library does not use them."""
     ceiling = gpu.peak_flop_per_s("fp32") / (gpu.sms * gpu.boost_clock_hz)
-    return Kernel(SIMT, ceiling, 1.0, 1.0, "", LINE_BYTES, reason)
+    return Kernel(SIMT, ceiling, 1.0, inf, "", LINE_BYTES, reason)
 
 
 def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     """The kernels that run a product."""
     if not uses_tensor_cores(gemm.dtype, gpu):
         missing = "fp32 runs" if gemm.dtype == "fp32" else f"{gpu.name} multiplies {gemm.dtype}"
-        return Kernel(SIMT, 0.0, 1.0, 1.0, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
+        return Kernel(SIMT, 0.0, 1.0, inf, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
     worst, worst_bytes = "", LINE_BYTES
     for operand in gemm.operands:
         # One row needs no distance between rows.
@@ -133,7 +133,7 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     if worst_bytes >= ALIGNMENT_BYTES or size == 8:
         share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
         reason = "all leading dimensions are multiples of 16 bytes"
-        return Kernel(native, 0.0, share, 1.0, "", worst_bytes, reason, fed)
+        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed)
     operand = next(o for o in gemm.operands if o.name == worst)
     if "cublas" in gpu.aligned_only:
         length = operand.leading_dimension
@@ -153,9 +153,9 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         reason += f": no {native} kernel can do that, older ones can"
     return Kernel(
         family,
-        tn if gemm.layout == "TN" else other,
+        tn if gemm.layout == "TN" and worst != "C" else other,
         _PARTIAL_LINE,
-        _MISALIGNED_BANDWIDTH[worst_bytes],
+        _MISALIGNED_BYTES_PER_CLOCK_PER_SM[worst_bytes],
         worst,
         worst_bytes,
         reason,
