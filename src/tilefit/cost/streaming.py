@@ -70,8 +70,8 @@ _SPREADS = {"sort": 1.5, "indexing": 0.8, "collective": 1.5, "other": 0.8, "embe
 _SPREAD = 0.4
 #: Clocks of a multiprocessor that the kernel takes for an element, beside its traffic, that applies given
 #: statistics of a batch norm (``batch_norm_transform_input``): in NCHW, and in NHWC. On an H200 an element
-#: took 3.1 to 3.3 ps, and 1.7 to 2.1, of which a pointwise kernel would be 1.0. On an H100, whose memory needs
-#: 1.43 times as long, it took 1.05 and 1.13 to 1.18 times as long in all, as times do that add as squares:
+#: took 3.1 to 3.3 ps, and 1.7 to 2.1, of which a pointwise kernel would be 1.0. On an H100, whose memory is
+#: 1.43 times as slow, it took 1.05 and 1.13 to 1.18 times as long in all, as times do that add as squares:
 #: 1.05 and 1.13 (``benchmarks/results/whole_steps_inference*.json``).
 _APPLIED_CLOCKS = {False: 0.72, True: 0.39}
 
