@@ -142,34 +142,30 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     )
 
 
-def is_large(op: Op, gpu: Gpu) -> bool:
-    """Whether a convolution's filter is one for which the library lacks its usual kernels."""
-    return (
-        isinstance(op, Conv)
-        and gpu.compute_capability == (9, 0)
-        and op.dtype in HALVES
-        and len(op.kernel_size) == 2
-        and prod(op.kernel_size) > _MOST_TAPS
-        and op.groups == max(*op.stride, *op.dilation) == 1
-        and min(op.group_channels) >= _MEASURED_CHANNELS
-    )
+def _large_filter_rate(op: Op, gpu: Gpu) -> float:
+    """FLOP per clock and SM that a large filter leaves; infinite where the library has its usual kernels."""
+    if not isinstance(op, Conv) or op.direction == BACKWARD_DATA or prod(op.kernel_size) <= _MOST_TAPS:
+        return inf
+    like_measured = gpu.compute_capability == (9, 0) and op.dtype in HALVES and len(op.kernel_size) == 2
+    plain = op.groups == max(*op.stride, *op.dilation) == 1
+    if not like_measured or not plain or min(op.group_channels) < _MEASURED_CHANNELS:
+        return inf
+    if op.weight_elements > _MOST_ELEMENTS:
+        return _FALLEN_FLOP_PER_CLOCK_PER_SM
+    return _LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM if op.direction == BACKWARD_WEIGHT else inf
 
 
 def falls(op: Op, gpu: Gpu) -> bool:
     """Whether a convolution pass falls to kernels without Tensor Cores although its sizes are aligned."""
-    if not (isinstance(op, Conv) and is_large(op, gpu)):
-        return False
-    return op.direction != BACKWARD_DATA and op.weight_elements > _MOST_ELEMENTS
+    return _large_filter_rate(op, gpu) == _FALLEN_FLOP_PER_CLOCK_PER_SM
 
 
 def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of an operation, or of the slower kernels that its large filter leaves."""
-    fallen = falls(op, gpu)
-    slow = fallen or (isinstance(op, Conv) and op.direction == BACKWARD_WEIGHT and is_large(op, gpu))
-    rate = _FALLEN_FLOP_PER_CLOCK_PER_SM if fallen else _LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM
-    time_s = op.flop / (gpu.sms * gpu.boost_clock_hz * rate)
-    if not slow or time_s <= estimate.time_s:
+    time_s = op.flop / (gpu.sms * gpu.boost_clock_hz * _large_filter_rate(op, gpu))
+    if time_s <= estimate.time_s:
         return estimate
+    fallen = falls(op, gpu)
     return replace(
         estimate,
         time_s=time_s,
@@ -178,9 +174,7 @@ def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         math_s=time_s,
         bound=MATH,
         kernel_family=SIMT if fallen else estimate.kernel_family,
-        reason="more filter taps and elements than cuDNN's Tensor Core kernels take: CUDA cores"
-        if fallen
-        else "more filter taps than cuDNN's fast weight gradients take",
+        reason=f"no {'Tensor Core kernel' if fallen else 'fast weight gradient'} for so large a filter",
     )
 
 

@@ -87,7 +87,8 @@ def _rows(entry: StepOp, op: Conv) -> tuple[StepOp, ...]:
     part = replace(op, kernel_size=(1, op.kernel_size[1]), padding=(0, op.padding[1]))
     part = replace(part, input_size=(op.output_size[0], op.input_size[1]))
     size = size_bytes(op.dtype)
-    copied = Streaming("copy", op.input_elements, *[op.input_elements * size] * 2, op.dtype, function="clone")
+    image = op.input_elements * size
+    copied = Streaming("copy", op.input_elements, image, image, op.dtype, function="clone")
     written = op.output_elements if op.direction == FORWARD else op.input_elements
     added = Streaming("pointwise", written, 2 * written * size, written * size, op.dtype, function="add")
     adds = 3 if op.direction == BACKWARD_DATA else 1
