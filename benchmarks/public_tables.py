@@ -52,7 +52,7 @@ FP32 = {
     "v100_pcie": "v100-pcie-16gb",
     "p100_pcie": "p100-pcie-16gb",
 }
-FIT_ROWS = 400
+FIT_ROWS = 200
 CALIBRATION_ROWS = 100
 #: A network is asked for each: evenly spaced ones will do.
 PRICED_ROWS = 3000
