@@ -20,8 +20,8 @@ from tilefit.ops.dtypes import HALVES, alignment_bytes, size_bytes
 
 _LARGEST_TILE = 256 * 128
 #: Elements of the tiles that are in work at a time on a multiprocessor's CUDA cores. With it NeuSight's fp32
-#: batched products are 7 % off in the median on a P100 (19 without), 23 on a V100 (64), 7 and 15 on A100s (16
-#: and 24).
+#: batched products are 7 % off in the median on a P100 (23 without), 19 on a V100 (54), 8 and 14 on A100s (18
+#: and 21); on L4 and T4 it changes little (``benchmarks/public_tables.py``).
 _RESIDENT = 2 * _LARGEST_TILE
 #: Half-widths of the 80 % interval, as a factor minus one: fp32 on CUDA cores (NeuSight's tables), and what
 #: few measurements support: misaligned products, other element types.
