@@ -45,14 +45,25 @@ from typing import Any
 import model_calls
 import torch
 import torch.nn.functional as F
+from kernels import ClockLog, CudaSession, HostSession, Launch, Session, main_kernel
 
 from tilefit.errors import TilefitError
-from tilefit.measure import kernels, streaming, suites, timer
-from tilefit.measure.clocks import ClockLog, driver_version
+from tilefit.measure import streaming, suites, timer
+from tilefit.measure.clocks import driver_version
+from tilefit.measure.kernels import short_name
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.pool import Pool
-from tilefit.measure.profiler import CudaSession, HostSession, Launch, Session
-from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Streaming
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Attention,
+    Conv,
+    Gemm,
+    Op,
+    Recurrent,
+    Streaming,
+)
 
 L2_SHARE = 48 << 20  # operands below this many bytes are also timed warm
 BATCH_S = 1.5  # predicted GPU time of one profiler session
@@ -175,12 +186,10 @@ def measure(
             if warm:
                 row["warm_us"] = statistics.median(duration_us(launches) for launches in calls[cold:])
             launches = calls[cold - 1]
-            main = kernels.main_kernel([(launch.name, launch.duration_ns) for launch in launches])
-            row["kernels"], row["kernel"] = len(launches), kernels.short_name(main)[:120]
+            main = main_kernel([(launch.name, launch.duration_ns) for launch in launches])
+            row["kernels"], row["kernel"] = len(launches), short_name(main)[:120]
             if len(launches) > 1:
-                row["all_kernels"] = ";".join(
-                    kernels.short_name(launch.name)[:60] for launch in launches[:12]
-                )
+                row["all_kernels"] = ";".join(short_name(launch.name)[:60] for launch in launches[:12])
             row["sm_mhz"] = clocks.sm_mhz(launches[0].start_ns)
             if case.elapsed:
                 row["elapsed_us"] = elapsed_us(case.build(pool), pool.device)
@@ -331,8 +340,33 @@ def streaming_cases(seed: int, pool: Pool) -> Iterator[Case]:
             )
 
 
+def recurrents(seed: int) -> Iterator[suites.Entry]:
+    """Endless distinct recurrent layers in their three passes: PyTorch's conditions for cuDNN's persistent
+    kernels (hidden size, batch, type, one layer, one direction) on both sides."""
+    rng, seen = Random(seed), set()
+    while True:
+        hidden = rng.choice(
+            [32, 64, 100, 128, 200, 256, 320, 384, 500, 512, 640, 650, 768, 1000, 1024, 1152, 1280]
+        )
+        hidden = rng.choice([hidden, hidden, hidden, 1500, 1536, 1760, 2048, 2560])
+        op = Recurrent(
+            rng.choices(["LSTM", "GRU", "RNN_TANH", "RNN_RELU"], [50, 32, 9, 9])[0],
+            rng.choice([hidden, hidden, 80, 128, 256, 300, 512, 1024]),
+            hidden,
+            rng.choice([16, 25, 50, 100, 128, 150, 256, 512]),
+            rng.choice([1, 2, 4, 8, 10, 16, 20, 32, 48, 64, 96, 128, 256]),
+            num_layers=rng.choice([1, 1, 1, 2, 2, 3, 4]),
+            bidirectional=rng.random() < 0.25,
+            dtype=rng.choices(["fp16", "bf16", "tf32", "fp32"], [40, 35, 15, 10])[0],
+        )
+        if op not in seen:
+            seen.add(op)
+            for direction in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT):
+                yield suites.Entry(replace(op, direction=direction), "grid-recurrent")
+
+
 def recurrent_cases(seed: int, pool: Pool) -> Iterator[Case]:
-    for entry in suites.recurrents(seed):
+    for entry in recurrents(seed):
         if guess_s(entry.op) < 40e-3:
             yield replace(_case(entry), elapsed=True)
 

@@ -35,12 +35,11 @@ from typing import Any
 
 import torch
 from collect_h200 import provenance
+from kernels import ClockLog, CudaSession, HostSession, Session, main_kernel
 
 from tilefit.measure import timer
-from tilefit.measure.clocks import ClockLog
-from tilefit.measure.kernels import main_kernel, short_name
+from tilefit.measure.kernels import short_name
 from tilefit.measure.pool import TORCH_DTYPES
-from tilefit.measure.profiler import CudaSession, HostSession, Session
 from tilefit.measure.suites import deepbench_gemm
 from tilefit.ops import Gemm
 

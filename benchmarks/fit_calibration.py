@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kernels import parse
 from numpy.typing import NDArray
 from pack_h200 import HELD_OUT, family, kernel_name
 from pack_h200 import rows as collected
@@ -48,7 +49,6 @@ from tilefit.cost import calibration
 from tilefit.cost.features import domain, features
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
-from tilefit.measure import kernels
 from tilefit.measure.calibration import as_captured
 from tilefit.ops import Attention, Conv, Gemm, Op, Streaming
 from tilefit.ops.dtypes import ALIGNMENT_BYTES
@@ -308,7 +308,7 @@ def relative(error: torch.Tensor) -> torch.Tensor:
 
 def labels_of(measured: list[Measured], kept: int) -> tuple[list[str], list[tuple[int, int] | None]]:
     """The family and the tile of the kernel that ran; tiles beyond the most frequent are None."""
-    parsed = {name: kernels.parse(name) for name in {kernel_name(each.row) for each in measured}}
+    parsed = {name: parse(name) for name in {kernel_name(each.row) for each in measured}}
     found = [parsed[kernel_name(each.row)] for each in measured]
     common = {tile for tile, _ in Counter(k.tile for k in found).most_common(kept)}
     return [k.family for k in found], [k.tile if k.tile in common else None for k in found]

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from collect_h200 import provenance
+from kernels import ClockLog
 
 from tilefit.errors import TilefitError
 from tilefit.measure import timer
 from tilefit.measure.choice import Choice, choose
-from tilefit.measure.clocks import ClockLog
 from tilefit.measure.pool import Pool
 from tilefit.measure.run import pool_for
 from tilefit.measure.suites import deepbench_gemm

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from tilefit.measure.kernels import main_kernel, parse
+from kernels import main_kernel, parse
 
 PARTS = ("gemm", "conv", "attention", "streaming", "recurrent")
 DROPPED = ("out_dtype", "ld_b", "packed", "proj_size", "error", "high_us", "low_us", "calls", "all_kernels")

@@ -38,6 +38,8 @@ RESULT = ROOT / "benchmarks" / "results" / "public_tables.json"
 
 #: Table by GPU.
 BF16 = {"a100-sxm-80gb": "a100", "h100-sxm": "h100", "h200": "h200", "l40s": "l40s"}
+#: Whose products fetch by their own threads: of the bandwidth they reach what the others of them do.
+WITHOUT_TMA = ("a100-sxm-80gb", "l40s")
 #: Fitted jointly for a GPU that is left out: those with HBM.
 HBM = ("a100-sxm-80gb", "h100-sxm", "h200")
 HOPPER = ("h100-sxm", "h200")
@@ -50,12 +52,10 @@ FP32 = {
     "v100_pcie": "v100-pcie-16gb",
     "p100_pcie": "p100-pcie-16gb",
 }
-FIT_ROWS = 400
+FIT_ROWS = 200
 CALIBRATION_ROWS = 100
 #: A network is asked for each: evenly spaced ones will do.
 PRICED_ROWS = 3000
-#: The L2 rate needs a GPU whose table is partly served by the L2; only the L40S's is.
-WITHOUT_L2 = tuple(name for name in RANGES if name != "l2_bytes_per_clock_per_sm")
 
 
 def read(path: Path) -> Iterable[dict[str, str]]:
@@ -135,9 +135,19 @@ def sample(rows: Sequence[Measured], count: int = FIT_ROWS) -> list[Measured]:
 def prior(tables: dict[str, list[Measured]], names: Iterable[str], gpu: Gpu) -> Constants:
     """Constants for a GPU from the tables of others."""
     rows = [row for name in names for row in sample(tables[name])]
-    fitted = fit(rows, GENERAL, WITHOUT_L2)
+    fitted = fit(rows, GENERAL)
+    if gpu.name in WITHOUT_TMA:
+        (other,) = (name for name in WITHOUT_TMA if name != gpu.name)
+        theirs = of_kind(fitted, gpus.get(other))
+        reached = fit(sample(tables[other]), theirs, ["memory_efficiency"], iterations=60).memory_efficiency
+        fitted = replace(fitted, memory_efficiency=reached)
+    return of_kind(fitted, gpu)
+
+
+def of_kind(fitted: Constants, gpu: Gpu) -> Constants:
+    """Constants for a GPU whose clocks its power budget may not sustain."""
     if gpu.compute_capability in GDDR_CAPABILITIES:
-        fitted = replace(fitted, math_efficiency=GDDR_MATH_EFFICIENCY)
+        return replace(fitted, math_efficiency=GDDR_MATH_EFFICIENCY)
     return fitted
 
 
@@ -265,12 +275,12 @@ def attention(data: Path, show: Callable[[str, dict[str, float]], None]) -> None
 def print_constants(data: Path) -> None:
     """The constants of ``tilefit.cost.constants``, fitted on all tables."""
     tables = {name: bf16_table(data, name) for name in BF16}
-    general = fit([row for name in HBM for row in sample(tables[name])], GENERAL, WITHOUT_L2)
-    hopper = fit([row for name in HOPPER for row in sample(tables[name])], general, WITHOUT_L2)
+    general = fit([row for name in HBM for row in sample(tables[name])], GENERAL)
+    hopper = fit([row for name in HOPPER for row in sample(tables[name])], general)
     named = {"GENERAL": general, "hopper": hopper}
     for name, rows in tables.items():
         start = hopper if name in HOPPER else general
-        fitted = fit(sample(rows, 800), start, RANGES if name == "l40s" else WITHOUT_L2)
+        fitted = fit(sample(rows, 800), start)
         named[name] = fitted
     for name, constants in named.items():
         ratio = [

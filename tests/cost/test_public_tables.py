@@ -60,7 +60,7 @@ def errors(rows: Iterator[tuple[Op, float]], gpu: Gpu) -> tuple[list[float], lis
     )
 
 
-PRODUCTS = [("a100", 9.0), ("h100", 7.0), ("h200", 7.0), ("l40s", 18.0)]
+PRODUCTS = [("a100", 9.0), ("h100", 7.0), ("h200", 7.0), ("l40s", 13.0)]
 ATTENTION = [("h100", 17.0), ("h200", 14.0)]
 
 

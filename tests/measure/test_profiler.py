@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from tilefit.errors import TilefitError
-from tilefit.measure.profiler import HostSession, Launch, split_at_markers
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from kernels import CudaSession, HostSession, Launch, parse, split_at_markers
 
 MARK = "void at::cuda::spin_kernel(long)"
 
@@ -43,9 +49,6 @@ def _fail() -> None:
 @pytest.mark.gpu
 def test_kernels_of_a_product_are_found() -> None:
     import torch
-
-    from tilefit.measure.kernels import parse
-    from tilefit.measure.profiler import CudaSession
 
     a = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
     with CudaSession() as session:

@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from tilefit.measure import suites
-from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Conv, Conv2d, Gemm, Recurrent
+from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Conv, Conv2d, Gemm
 
 
 def test_deepbench_has_its_published_shapes() -> None:
@@ -80,7 +80,6 @@ def test_the_grid_of_products_covers_what_matters() -> None:
         (suites.gemms, Gemm),
         (suites.convs, Conv),
         (suites.attentions, Attention),
-        (suites.recurrents, Recurrent),
     ],
 )
 def test_a_seed_gives_the_same_shapes_and_another_seed_others(generator, kind) -> None:  # type: ignore[no-untyped-def]

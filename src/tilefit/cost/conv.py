@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import (
     ALIGNMENTS,
     FIXED_S,
@@ -21,18 +21,14 @@ from tilefit.cost.features import (
     tiling,
 )
 from tilefit.cost.gemm import schedule
-from tilefit.cost.kernels import SIMT, Kernel, on_cuda_cores, select, uses_tensor_cores
+from tilefit.cost.kernels import SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
-from tilefit.cost.tiles import STAGE_BYTES, ceil_div, count, round_up
+from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Settings, StepOp
-from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, Settings, StepOp
+from tilefit.ops.dtypes import HALVES, LINE_BYTES, elements_per_access, size_bytes
 
-#: Bytes of operands that reach a multiprocessor per clock: a tile that is narrow in channels reuses each
-#: gathered pixel less. With it dense NHWC passes of timm's models take 1.06 times what the H200's networks
-#: say in the median, 0.90 to 1.27 from the 10th to the 90th percentile (653 forward passes).
-_FEED_BYTES_PER_CLOCK_PER_SM = 45.0
 #: fp32 convolutions of 3 x 3 and 5 x 5 at stride 1 run by Winograd's algorithm: how much faster than the
 #: implicit product (DeepBench's V100 and T4, median of 29 layers), and the most it can save (F(2x2, 3x3)).
 _WINOGRAD_KERNELS = (3, 5)
@@ -73,15 +69,27 @@ _NARROW = {
     (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
 }
 _SPREAD = 0.4
-#: Tensor Core kernels of Volta and Turing, over those that the mechanism was fitted to: between what
-#: DeepBench's layers on V100 and T4 want (``benchmarks/public_tables.py`` states each one's errors left out).
-_BEFORE_AMPERE = {FORWARD: 1.27, BACKWARD_DATA: 1.4, BACKWARD_WEIGHT: 1.65}
+#: Before Ampere (cuDNN 7.6; DeepBench's layers on V100 and T4) a contraction is split for weight gradients
+#: alone; data gradients have the large tiles alone, so that 8 images of 7 x 7 pixels take as long as 16; a
+#: weight gradient is a product for each tap, whose channels fill whole tiles of so many.
+_TAP_TILE = {(7, 0): 64, (7, 5): 128}
+_LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 * 128)
 #: Grouped convolutions in NHWC, over the product of all groups: packed ones share a tile, others run group
 #: by group, but for forward passes of groups of whole tiles. From the profile of an H200 (medians of the
 #: layers of 50 models: 0.5, and 3 to 6).
 _PACKED, _GROUP_BY_GROUP = 0.55, 4.0
 _FEW_GROUPS = 4
 _WIDE_GROUP = 64
+#: Dense filters of more than 32 taps on Hopper in 16 bits (``benchmarks/results/large_filters_h100.jsonl``):
+#: forward passes and weight gradients of more than 2^20 elements fall to kernels without Tensor Cores,
+#: whatever the layout and the autotuner (1.2 million do, 0.99 million do not; between is a guess), and weight
+#: gradients of fewer have slow ones. FLOP per clock and SM: geometric means of 6 and of 4 passes, which took
+#: 0.7 to 1.4 times as long. Fewer channels were not measured.
+_MOST_TAPS, _MOST_ELEMENTS = 32, 2**20
+_FALLEN_FLOP_PER_CLOCK_PER_SM = 102.0
+_LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM = 484.0
+_FALLEN_SPREAD = 1.45
+_MEASURED_CHANNELS = 24
 
 #: What tells passes apart for the networks.
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
@@ -116,8 +124,6 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
-    if tensor_cores and gpu.compute_capability < (8, 0):
-        factor *= _BEFORE_AMPERE[op.direction]
     if op.groups > 1 and op.channels_last and uses_tensor_cores(op.dtype, gpu):
         width, out = op.group_channels
         whole = op.direction == FORWARD and width == out and width % _WIDE_GROUP == 0
@@ -133,6 +139,42 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
         tile=(plan.tile.rows, plan.tile.columns),
         waves=plan.blocks / gpu.sms,
         reason=path.kernel.reason,
+    )
+
+
+def _large_filter_rate(op: Op, gpu: Gpu) -> float:
+    """FLOP per clock and SM that a large filter leaves; infinite where the library has its usual kernels."""
+    if not isinstance(op, Conv) or op.direction == BACKWARD_DATA or prod(op.kernel_size) <= _MOST_TAPS:
+        return inf
+    like_measured = gpu.compute_capability == (9, 0) and op.dtype in HALVES and len(op.kernel_size) == 2
+    plain = op.groups == max(*op.stride, *op.dilation) == 1
+    if not like_measured or not plain or min(op.group_channels) < _MEASURED_CHANNELS:
+        return inf
+    if op.weight_elements > _MOST_ELEMENTS:
+        return _FALLEN_FLOP_PER_CLOCK_PER_SM
+    return _LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM if op.direction == BACKWARD_WEIGHT else inf
+
+
+def falls(op: Op, gpu: Gpu) -> bool:
+    """Whether a convolution pass falls to kernels without Tensor Cores although its sizes are aligned."""
+    return _large_filter_rate(op, gpu) == _FALLEN_FLOP_PER_CLOCK_PER_SM
+
+
+def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
+    """The estimate of an operation, or of the slower kernels that its large filter leaves."""
+    time_s = op.flop / (gpu.sms * gpu.boost_clock_hz * _large_filter_rate(op, gpu))
+    if time_s <= estimate.time_s:
+        return estimate
+    fallen = falls(op, gpu)
+    return replace(
+        estimate,
+        time_s=time_s,
+        low_s=time_s / _FALLEN_SPREAD,
+        high_s=time_s * _FALLEN_SPREAD,
+        math_s=time_s,
+        bound=MATH,
+        kernel_family=SIMT if fallen else estimate.kernel_family,
+        reason=f"no {'Tensor Core kernel' if fallen else 'fast weight gradient'} for so large a filter",
     )
 
 
@@ -186,10 +228,12 @@ def _on_cuda_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
 def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     access = elements_per_access(op.dtype)
     channels = op.group_channels
+    weight_gradient = op.direction == BACKWARD_WEIGHT
+    whole = _TAP_TILE.get(gpu.compute_capability, access) if weight_gradient and op.groups == 1 else access
     product = replace(
         op,
-        in_channels=round_up(channels[0], access) * op.groups,
-        out_channels=round_up(channels[1], access) * op.groups,
+        in_channels=round_up(channels[0], whole) * op.groups,
+        out_channels=round_up(channels[1], whole) * op.groups,
     ).implicit_gemm
     misaligned = any(c % access for c in channels)
     rate = 0.0
@@ -210,10 +254,11 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    kernel = Kernel(family, 0.0, 1.0, 1.0, "", LINE_BYTES, reason, _FEED_BYTES_PER_CLOCK_PER_SM)
+    kernel = Kernel(family, 0.0, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
-    if channels[0] <= access and op.groups == 1:
-        weight_gradient = op.direction == BACKWARD_WEIGHT
+    if gpu.compute_capability < (8, 0) and not weight_gradient:
+        kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)
+    if channels[0] <= access and op.groups == 1 and whole == access:
         rate = _FEW_CHANNELS_WEIGHT_GRADIENT if weight_gradient else _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM
         kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
         constants = replace(constants, prologue_bytes=0.0)

@@ -26,7 +26,6 @@ RANGES = {
     "prologue_bytes": (1.0, 800.0),
     "saturating_share": (0.02, 0.9),
     "overlap": (1.2, 12.0),
-    "l2_bytes_per_clock_per_sm": (4.0, 64.0),
 }
 #: How far a constant is expected to be from where the search starts, as a logarithm, and what straying that
 #: far costs: with few measurements the start decides, with many the measurements do.

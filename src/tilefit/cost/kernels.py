@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from tilefit.cost.tiles import SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
@@ -23,14 +24,21 @@ _FP64_CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 #: the sm80 family.
 _TMA = ("sm90", "sm100")
 
+#: Rate at which the L2 hands operands to a multiprocessor [bytes per clock], which limits small tiles: 47 on
+#: the A100 by NVIDIA's whitepaper. With 45, dense NHWC convolutions take 1.06 times what the H200's networks
+#: say in the median (653 forward passes of timm's models, 0.90 to 1.27 from the 10th to the 90th percentile).
+#: Before Ampere less: DeepBench's convolutions on V100 and T4, each of which takes it over from the other.
+#: TMA hands what it fetched to several.
+_FEED_BYTES_PER_CLOCK_PER_SM = 45.0
+_FEED_BEFORE_AMPERE = 16.0
 #: A misaligned operand is fetched in smaller pieces, and the instructions that fetch it become the limit: so
 #: many FLOP per clock and SM remain, whatever the Tensor Cores could do. From the times of 4096^3 products
 #: with one dimension changed on an H200 (PyTorch 2.11, CUDA 13.0, sm80 kernels), as the aligned product's
 #: FLOP per clock and SM over the slowdown. By element size and bytes of alignment, for layouts whose forward
-#: operand B is a transposed view (``TN``) and for the others. The same kernels run on Ampere and Ada, where
-#: the ceiling is the same but the Tensor Cores are slower, so the penalty is milder or nil: consistent with
-#: GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX 3090, and with odd sizes being
-#: no slower than even ones on an RTX 4090 (pytorch#181718).
+#: operand B is a transposed view (``TN``), unless C alone is misaligned, and for the others. The same kernels
+#: run on Ampere and Ada, where the ceiling is the same but the Tensor Cores are slower, so the penalty is
+#: milder or nil: consistent with GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX
+#: 3090, and with odd sizes being no slower than even ones on an RTX 4090 (pytorch#181718).
 _CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
     # (element bytes, alignment bytes): (TN, others)
     (2, 2): (530.0, 667.0),
@@ -44,9 +52,9 @@ _CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
     (1, 4): (1360.0, 1340.0),
     (1, 8): (1370.0, 1350.0),
 }
-#: Bytes arrive slower as well: products of one to a few rows of 4096 x 4096 weights take 1.6 to 2.2 times as
-#: long at 2 columns (4 bytes) as at 8 on an H200.
-_MISALIGNED_BANDWIDTH = {1: 0.4, 2: 0.4, 4: 0.5, 8: 0.5}
+#: Bytes arrive slower as well, in pieces: products of one to a few rows of 4096 x 4096 weights take 1.6 to
+#: 2.2 times as long at 2 columns (4 bytes) as at 8 on an H200. By bytes of alignment, per clock and SM.
+_MISALIGNED_BYTES_PER_CLOCK_PER_SM = {1: 6.8, 2: 6.8, 4: 8.5, 8: 8.5}
 #: A leading dimension of whole 128-byte lines beats one of 16 bytes by a few per cent (the H200's vocabulary
 #: table: 50264 against 50304 columns, +4 %).
 _PARTIAL_LINE = 0.97
@@ -60,21 +68,24 @@ class Kernel(NamedTuple):
             ``sm70``, ``sm80``, ``sm90`` (TMA and wgmma), ``sm100``, ``sm120``.
         ceiling_flop_per_clock_per_sm: What fetching misaligned operands leaves; 0 where nothing is lost.
         math_share: Share of the family's math rate that the alignment leaves otherwise.
-        bandwidth_share: Share of the memory rate.
+        bytes_per_clock_per_sm: The most that a multiprocessor fetches from the memory.
         misaligned: Name of the operand that decided (``A``, ``B``, ``C``); empty where all are aligned.
         alignment_bytes: Largest power of two, at most 128, that divides every leading dimension in bytes.
         reason: One sentence.
         feed_bytes_per_clock_per_sm: Rate at which operands reach a multiprocessor.
+        tiles, splits: Tiles of the output, and how many blocks may share one's contraction, that there are.
     """
 
     family: str
     ceiling_flop_per_clock_per_sm: float
     math_share: float
-    bandwidth_share: float
+    bytes_per_clock_per_sm: float
     misaligned: str
     alignment_bytes: int
     reason: str
     feed_bytes_per_clock_per_sm: float = inf
+    tiles: tuple[Tile, ...] = TILES
+    splits: tuple[int, ...] = SPLITS
 
     def ceiling(self, rows: int, columns: int, size: int) -> float:
         """The most FLOP per clock and SM that a tile reaches, of elements of so many bytes: for each element
@@ -91,17 +102,22 @@ def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
     return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
 
 
+def feed(gpu: Gpu) -> float:
+    """Bytes per clock at which operands reach a multiprocessor whose threads fetch them."""
+    return _FEED_BYTES_PER_CLOCK_PER_SM if gpu.compute_capability >= (8, 0) else _FEED_BEFORE_AMPERE
+
+
 def on_cuda_cores(gpu: Gpu, reason: str) -> Kernel:
     """What runs a product of a type that has Tensor Cores where the library does not use them."""
     ceiling = gpu.peak_flop_per_s("fp32") / (gpu.sms * gpu.boost_clock_hz)
-    return Kernel(SIMT, ceiling, 1.0, 1.0, "", LINE_BYTES, reason)
+    return Kernel(SIMT, ceiling, 1.0, inf, "", LINE_BYTES, reason)
 
 
 def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     """The kernels that run a product."""
     if not uses_tensor_cores(gemm.dtype, gpu):
         missing = "fp32 runs" if gemm.dtype == "fp32" else f"{gpu.name} multiplies {gemm.dtype}"
-        return Kernel(SIMT, 0.0, 1.0, 1.0, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
+        return Kernel(SIMT, 0.0, 1.0, inf, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
     worst, worst_bytes = "", LINE_BYTES
     for operand in gemm.operands:
         # One row needs no distance between rows.
@@ -113,11 +129,11 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
             worst, worst_bytes = operand.name, aligned
     native = f"sm{gpu.compute_capability[0]}0"
     size = size_bytes(gemm.dtype)
+    fed = inf if native in _TMA else feed(gpu)
     if worst_bytes >= ALIGNMENT_BYTES or size == 8:
         share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
-        return Kernel(
-            native, 0.0, share, 1.0, "", worst_bytes, "all leading dimensions are multiples of 16 bytes"
-        )
+        reason = "all leading dimensions are multiples of 16 bytes"
+        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed)
     operand = next(o for o in gemm.operands if o.name == worst)
     if "cublas" in gpu.aligned_only:
         length = operand.leading_dimension
@@ -137,10 +153,11 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         reason += f": no {native} kernel can do that, older ones can"
     return Kernel(
         family,
-        tn if gemm.layout == "TN" else other,
+        tn if gemm.layout == "TN" and worst != "C" else other,
         _PARTIAL_LINE,
-        _MISALIGNED_BANDWIDTH[worst_bytes],
+        _MISALIGNED_BYTES_PER_CLOCK_PER_SM[worst_bytes],
         worst,
         worst_bytes,
         reason,
+        fed,
     )

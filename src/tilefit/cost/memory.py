@@ -10,17 +10,30 @@ from tilefit.ops import Op
 L2_LIMIT_BYTES_PER_CLOCK_PER_SM = 64
 
 
-def rate_bytes_per_s(footprint_bytes: float, gpu: Gpu, constants: Constants) -> float:
+#: GPUs whose L2 cache is two partitions, each of which keeps what the multiprocessors beside it read, so that
+#: what all read is held twice (NVIDIA A100 whitepaper).
+_TWO_PARTITIONS = ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
+def rate_bytes_per_s(
+    footprint_bytes: float, gpu: Gpu, constants: Constants, passed_on: bool = False
+) -> float:
     """Rate at which an operation that touches so many bytes is served, at best.
 
     Small operands are still in the L2 cache from the operation before; the share served from it falls
     steeply once the bytes outgrow the cache, as in any cache that evicts the least recently used.
+
+    Args:
+        passed_on: They are what one operation passes on to the next, and all that is touched in between.
     """
     dram = gpu.memory_bandwidth_bytes_per_s * constants.memory_efficiency
     cache = gpu.sms * gpu.boost_clock_hz * constants.l2_bytes_per_clock_per_sm
     if cache <= dram or not gpu.l2_bytes:
         return dram
-    fill = footprint_bytes / (constants.l2_share * gpu.l2_bytes)
+    share = constants.l2_share
+    if passed_on:
+        share = 0.5 if gpu.compute_capability in _TWO_PARTITIONS else 1.0
+    fill = footprint_bytes / (share * gpu.l2_bytes)
     hit = 1.0 / (1.0 + fill * fill * fill * fill)
     return 1.0 / ((1.0 - hit) / dram + hit / cache)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from functools import cache
-from math import gcd, log2, prod
+from math import gcd, hypot, log2, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,12 +68,12 @@ _STRIDED_SHARE = 0.5
 #: the least certain.
 _SPREADS = {"sort": 1.5, "indexing": 0.8, "collective": 1.5, "other": 0.8, "embedding": 0.6}
 _SPREAD = 0.4
-#: What the kernel computes, beside its traffic, that applies given statistics of a batch norm: FLOP per
-#: element at the fp32 peak; in NCHW, and in NHWC. On an H200 (``benchmarks/results/
-#: whole_steps_inference.json``, kernels ``batch_norm_transform_input``) it took this much longer than a
-#: pointwise kernel: 2.1 and 2.3 ps an element in ResNet-50 and MobileNet, 1.3 ps in the small odd_cnn; in
-#: NHWC 0.7 and 1.1 ps in ResNet-50 and EfficientNet.
-_APPLIED_FLOP = {False: 145.0, True: 60.0}
+#: Clocks of a multiprocessor that the kernel takes for an element, beside its traffic, that applies given
+#: statistics of a batch norm (``batch_norm_transform_input``): in NCHW, and in NHWC. On an H200 an element
+#: took 3.1 to 3.3 ps, and 1.7 to 2.1, of which a pointwise kernel would be 1.0. On an H100, whose memory is
+#: 1.43 times as slow, it took 1.05 and 1.13 to 1.18 times as long in all, as times do that add as squares:
+#: 1.05 and 1.13 (``benchmarks/results/whole_steps_inference*.json``).
+_APPLIED_CLOCKS = {False: 0.72, True: 0.39}
 
 #: Functions that were measured; any other is described by its role alone.
 FUNCTIONS = """
@@ -130,13 +130,17 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of an operation, from that of its :func:`traffic`: what it computes comes on top."""
     if not isinstance(op, Streaming) or op.function not in (GENERATED, APPLIED):
         return estimate
-    flop = op.flop if op.function == GENERATED else op.elements * _APPLIED_FLOP[op.strided]
-    math_s = flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
+    if op.function == GENERATED:
+        math_s = op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
+        times_s = [each + math_s for each in (estimate.time_s, estimate.low_s, estimate.high_s)]
+    else:
+        math_s = op.elements * _APPLIED_CLOCKS[op.strided] / (gpu.sms * gpu.boost_clock_hz)
+        times_s = [hypot(each, math_s) for each in (estimate.time_s, estimate.low_s, estimate.high_s)]
     return replace(
         estimate,
-        time_s=estimate.time_s + math_s,
-        low_s=estimate.low_s + math_s,
-        high_s=estimate.high_s + math_s,
+        time_s=times_s[0],
+        low_s=times_s[1],
+        high_s=times_s[2],
         math_s=math_s,
         bound=MATH if math_s > estimate.time_s else estimate.bound,
     )

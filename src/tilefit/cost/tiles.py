@@ -37,6 +37,8 @@ TILES = tuple(
 )
 
 
+#: How many blocks may share one tile's contraction.
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.
 STAGE_BYTES = 128
 

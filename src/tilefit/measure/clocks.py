@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -39,8 +37,8 @@ THROTTLE_REASONS = {
 }
 
 
-def _nvml(index: int) -> tuple[Any, Any] | None:
-    """The module and a handle; None where there is no NVML or no such GPU."""
+def nvml(index: int) -> tuple[Any, Any] | None:
+    """NVML's module and a handle; None where there is no NVML or no such GPU."""
     try:
         import pynvml
     except ImportError:
@@ -52,7 +50,8 @@ def _nvml(index: int) -> tuple[Any, Any] | None:
         return None
 
 
-def _sample(pynvml: Any, handle: Any) -> ClockSample:
+def sample(pynvml: Any, handle: Any) -> ClockSample:
+    """A reading through the module and a handle."""
     return ClockSample(
         time.time_ns(),
         pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
@@ -64,42 +63,11 @@ def _sample(pynvml: Any, handle: Any) -> ClockSample:
 
 def read_clocks(index: int = 0) -> ClockSample | None:
     """One reading; None where NVML or the GPU is missing."""
-    found = _nvml(index)
-    return _sample(*found) if found else None
+    found = nvml(index)
+    return sample(*found) if found else None
 
 
 def driver_version() -> str:
     """The display driver's version; empty where NVML is missing."""
-    found = _nvml(0)
+    found = nvml(0)
     return str(found[0].nvmlSystemGetDriverVersion()) if found else ""
-
-
-@dataclass
-class ClockLog:
-    """Readings taken by a thread while a measurement runs; stays empty where NVML is missing."""
-
-    index: int = 0
-    period_s: float = 0.05
-    samples: list[ClockSample] = field(default_factory=list)
-
-    def start(self) -> None:
-        """Take readings until the process ends."""
-        found = _nvml(self.index)
-        if found is None:
-            return
-        pynvml, handle = found
-
-        def run() -> None:
-            while True:
-                self.samples.append(_sample(pynvml, handle))
-                time.sleep(self.period_s)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def sm_mhz(self, at_ns: int) -> int | None:
-        """The SM clock at a time since the epoch; None without readings."""
-        samples = self.samples
-        if not samples:
-            return None
-        index = bisect_left(samples, at_ns, key=lambda sample: sample.at_ns)
-        return samples[min(index, len(samples) - 1)].sm_mhz

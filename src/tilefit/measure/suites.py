@@ -500,34 +500,6 @@ def attentions(seed: int) -> Iterator[Entry]:
                 yield Entry(replace(op, direction=BACKWARD_DATA), source)
 
 
-# --- recurrent layers ------------------------------------------------------------------------------
-
-
-def recurrents(seed: int) -> Iterator[Entry]:
-    """Endless distinct recurrent layers in their three passes: PyTorch's conditions for cuDNN's persistent
-    kernels (hidden size, batch, type, one layer, one direction) on both sides."""
-    rng, seen = Random(seed), set()
-    while True:
-        hidden = rng.choice(
-            [32, 64, 100, 128, 200, 256, 320, 384, 500, 512, 640, 650, 768, 1000, 1024, 1152, 1280]
-        )
-        hidden = rng.choice([hidden, hidden, hidden, 1500, 1536, 1760, 2048, 2560])
-        op = Recurrent(
-            rng.choices(["LSTM", "GRU", "RNN_TANH", "RNN_RELU"], [50, 32, 9, 9])[0],
-            rng.choice([hidden, hidden, 80, 128, 256, 300, 512, 1024]),
-            hidden,
-            rng.choice([16, 25, 50, 100, 128, 150, 256, 512]),
-            rng.choice([1, 2, 4, 8, 10, 16, 20, 32, 48, 64, 96, 128, 256]),
-            num_layers=rng.choice([1, 1, 1, 2, 2, 3, 4]),
-            bidirectional=rng.random() < 0.25,
-            dtype=rng.choices(["fp16", "bf16", "tf32", "fp32"], [40, 35, 15, 10])[0],
-        )
-        if op not in seen:
-            seen.add(op)
-            for direction in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT):
-                yield Entry(replace(op, direction=direction), "grid-recurrent")
-
-
 # --- operations that stream memory -----------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from tilefit.measure.kernels import parse, short_name
+from tilefit.measure.kernels import family, short_name
 
 #: ``mma`` shapes by the generation that brought them.
 _MMA = re.compile(
@@ -118,8 +118,8 @@ def _generation(name: str, low: str) -> str:
         return f"sm{fmha[2]}"
     if "flash_fwd" in low or "flash_bwd" in low:
         return "sm80"
-    family = parse(name).family
-    if family.startswith("sm"):
-        return family
+    kind = family(name)
+    if kind.startswith("sm"):
+        return kind
     shape = _MMA.search(low)
     return _MMA_GENERATION[shape[1]] if shape else ""
