@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.errors import UsageError
-from tilefit.precision.events import LayerError
 from tilefit.precision.ledger import Ledger, Running
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import Look, Observers, Statistics
 from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.replay import gradients_of, hooked, judged, names_of, restored
+from tilefit.precision.rules.numerics import LayerLosesPrecision as _Lost
 from tilefit.precision.tensors import HALF
 from tilefit.report.watched import Table, Watched
 from tilefit.units import share
@@ -154,8 +154,8 @@ def _run(
     return modules, {name: gradient / scale for name, gradient in gradients_of(model).items()}
 
 
-def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[LayerError], dict[str, str]]:
-    found: list[LayerError] = []
+def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[_Lost], dict[str, str]]:
+    found: list[_Lost] = []
     left_out: dict[str, str] = {}
     for module, name in names.items():
         ran, ref = half[0].get(name), wide[0].get(name)
@@ -181,14 +181,14 @@ def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[L
 
 def _local(
     module: nn.Module, name: str, ran: _Ran, pairs: dict[str, tuple[Tensor | None, Tensor | None]]
-) -> Iterator[LayerError]:
+) -> Iterator[_Lost]:
     """The errors of a module's output and weight gradients, of each of which both runs' are given."""
     assert ran.output is not None
     eps = torch.finfo(ran.output.dtype).eps
     exact, moved = _alone(module, ran, 0.0), _alone(module, ran, eps)
     for key, (got, reference) in pairs.items():
         if got is not None and reference is not None and key in exact:
-            yield LayerError(
+            yield _Lost(
                 ran.source,
                 name,
                 what="output" if key == "output" else "weight gradient",

@@ -19,13 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.precision import events
 from tilefit.precision.degrees import base_name
 from tilefit.precision.ledger import Stepped, Stepping, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.rules.storage import ENOUGH
+from tilefit.precision.rules.storage import (
+    ENOUGH,
+    HalfAccumulator,
+    Movement,
+    OptimizerStateInHalf,
+    UpdateBelowUlp,
+)
 from tilefit.precision.tensors import (
     HALF,
     Notes,
@@ -113,7 +118,7 @@ class Weights(Tracker):
 
     def _judge(self, measured: list[_Moved]) -> None:
         for moved in measured:
-            moved.judge(self._recorder, parameter=True)
+            moved.judge(self._recorder, UpdateBelowUlp)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,23 +129,15 @@ class _Moved:
     module: str = ""
     dtype: str = ""
     steps: int = 0
-    values: int = 0
+    number: int = 0
     products: Tensor | None = None
 
-    def judge(self, recorder: Recorder, *, parameter: bool) -> None:
+    def judge(self, recorder: Recorder, rule: type[Movement]) -> None:
         """Say how far of what was intended. Waits for the device."""
         product, square = (0.0, 0.0) if self.products is None else self.products.tolist()
         if square > 0:
-            event = events.Movement(
-                self.source,
-                self.module,
-                dtype=self.dtype,
-                steps=self.steps,
-                projection=product / square,
-                parameter=parameter,
-                values=self.values,
-            )
-            recorder.emit(event)
+            of: dict[str, Any] = {"dtype": self.dtype, "steps": self.steps, "number": self.number}
+            recorder.emit(rule(self.source, self.module, projection=product / square, **of))
 
 
 class _Follower:
@@ -201,7 +198,7 @@ def _sampled(tensors: list[Tensor]) -> Tensor:
     return torch.cat([spread(tensor) for tensor in tensors]).float()
 
 
-def _half_states(optimizer: Optimizer) -> Iterator[events.HalfState]:
+def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
     """The constants of an optimizer of PyTorch's in the element types of its state."""
     for group in optimizer.param_groups:
         half = next((p for p in group["params"] if p.dtype in HALF and p.grad is not None), None)
@@ -216,23 +213,18 @@ def _half_states(optimizer: Optimizer) -> Iterator[events.HalfState]:
         shrink = 1 - float(lr) * float(decay) if decoupled and decay and lr is not None else None
         if dtype is None and shrink is None:
             continue
-        eps = float(group["eps"]) if dtype is not None and "eps" in group else None
-        beta2 = float(betas[1]) if dtype is not None and betas else None
-        yield events.HalfState(
-            user_line(),
-            name,
-            dtype=name_of(used),
-            eps=eps,
-            eps_rounded=_rounded(eps, used),
-            beta2=beta2,
-            beta2_rounded=_rounded(beta2, used),
-            decay=shrink,
-            decay_rounded=_rounded(shrink, half.dtype),
-        )
+        constants = {}
+        if dtype is not None and "eps" in group:
+            constants["eps"] = _rounded(float(group["eps"]), dtype)
+        if dtype is not None and betas:
+            constants["beta2"] = _rounded(float(betas[1]), dtype)
+        if shrink is not None:
+            constants["decay"] = _rounded(shrink, half.dtype)
+        yield OptimizerStateInHalf(user_line(), name, dtype=name_of(used), constants=constants)
 
 
-def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float64).to(dtype).item()
+def _rounded(value: float, dtype: torch.dtype) -> tuple[float, float]:
+    return value, torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +242,7 @@ class _Sum(_Moved):
         self.source, self.dtype = call.source, name_of(target.dtype)
         self.steps += 1
         self.fresh = True
-        self.values = moved.numel()
+        self.number = moved.numel()
 
 
 class Accumulators(Tracker, Observer):
@@ -370,9 +362,8 @@ class Accumulators(Tracker, Observer):
         own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
         half = next((w.dtype for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            place, rounded = (call.source, type(optimizer).__name__), _rounded(factor, half)
-            event = events.HalfState(*place, dtype=name_of(half), decay=factor, decay_rounded=rounded)
-            self._recorder.emit(event)
+            place, constants = (call.source, type(optimizer).__name__), {"decay": _rounded(factor, half)}
+            self._recorder.emit(OptimizerStateInHalf(*place, dtype=name_of(half), constants=constants))
 
     def end(self) -> None:
         self._products.clear()
@@ -389,7 +380,7 @@ class Accumulators(Tracker, Observer):
             known.looks += known.fresh
             known.fresh = False
             if known.storages and known.looks >= 2:
-                known.judge(self._recorder, parameter=False)
+                known.judge(self._recorder, HalfAccumulator)
 
 
 def _item(argument: Any, index: int) -> Any:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tilefit.errors import UsageError
-from tilefit.precision import events
 from tilefit.precision.ledger import Running
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.rules import all_rules
+from tilefit.precision.rules import PrecisionRule, all_rules
+from tilefit.precision.rules.numerics import FirstDivergence
+from tilefit.precision.rules.scaler import ScalerNotRestored
+from tilefit.precision.rules.storage import AccumulationNotAveraged
 from tilefit.precision.tensors import tensors_in
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.registry import pages
@@ -102,7 +104,7 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def judged(
-    title: str, found: Iterable[events.Event], *tables: Table, unchecked: tuple[str, ...] = ()
+    title: str, found: Iterable[PrecisionRule], *tables: Table, unchecked: tuple[str, ...] = ()
 ) -> Watched:
     """The report of a replay."""
     recorder = Recorder(all_rules())
@@ -164,7 +166,7 @@ def check_accumulation(
         raise UsageError("the gradients are all zero", hint="Use a batch the model can learn from.")
     projection, cosine = product / square, product / (square * other) ** 0.5
     place = sources[0], type(model).__name__
-    event = events.Accumulated(*place, passes=len(sources), factor=1.0, confirmed=projection)
+    event = AccumulationNotAveraged(*place, passes=len(sources), factor=1.0, confirmed=projection)
     table = Table(
         "Accumulated gradient against the joined batch's",
         ("backward passes", "projection", "cosine"),
@@ -209,7 +211,7 @@ def check_resume(
     steps = tuple(zip(range(1, STEPS_AFTER + 1), expected, got, strict=True))
     rows = tuple((str(step), f"{float(before):.9g}", f"{float(after):.9g}") for step, before, after in steps)
     found = [
-        events.ResumeDiffers(step=step, expected=float(before), got=float(after))
+        ScalerNotRestored(what="resumed", step=step, expected=float(before), got=float(after))
         for step, before, after in steps
         if not torch.equal(before, after)
     ]
@@ -235,7 +237,7 @@ def first_divergence(model: nn.Module, step: Callable[[], Tensor]) -> Watched:
         second = _trace(model, step)
     deterministic = torch.are_deterministic_algorithms_enabled()
     found = [
-        events.Diverged(source, name, calls=index, deterministic=deterministic)
+        FirstDivergence(source, name, calls=index, deterministic=deterministic)
         for index, (before, (name, source, digest)) in enumerate(zip(first, second, strict=False))
         if before != (name, source, digest)
     ]

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tilefit.precision import events
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
 from tilefit.precision.gradients import Gradient
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
 from tilefit.precision.marks import HAND, Cause, Kind, State
+from tilefit.precision.rules.protocol import ClipOnScaled, PenaltyOnScaled, WrongDivision, wrong_division
 from tilefit.precision.tensors import Notes, is_dense, is_plain, targets, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
@@ -202,7 +202,7 @@ class Window(Tracker, Observer):
             self._accept(gradients, Cause.WRITTEN)
         elif base_name(call.name) not in _SCALINGS:
             number, name = len(gradients), call.name
-            written = events.GradientsWritten(call.source, operation=name, scale=constant, parameters=number)
+            written = PenaltyOnScaled(call.source, operation=name, scale=constant, parameters=number)
             self._ledger.wait(constant, lambda: written)
             self._accept(gradients, Cause.KEPT)
         else:
@@ -227,8 +227,8 @@ class Window(Tracker, Observer):
     def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> events.WrongDivision:
-            return events.WrongDivision(kind=kind, scale=scale, parameters=len(those), by_hand=True)
+        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
+            return wrong_division(kind, scale, parameters=len(those), by_hand=True)
 
         for gradient in gradients:
             gradient.sure = True  # it is seen right now
@@ -246,7 +246,7 @@ class Window(Tracker, Observer):
         return before != by and any(abs(one - other) <= _CONSTANT * abs(other) for one, other in pairs)
 
     def _clipped(self, source: str, scale: float, *, certain: bool) -> None:
-        self._recorder.emit(events.GradientsClipped(source, limit=None, scale=scale, certain=certain))
+        self._recorder.emit(ClipOnScaled(source, threshold=None, scale=scale, certain=certain))
 
     def _judge(
         self, marks: Marks, degree: float, by: float, source: str, operation: str, parameters: int = 1
@@ -255,7 +255,7 @@ class Window(Tracker, Observer):
         number on a line has no source."""
         scale = self._ledger.scale_of(marks)
         if degree != 1:
-            event = events.GradientsWritten(source, operation=operation, scale=scale, parameters=parameters)
+            event = PenaltyOnScaled(source, operation=operation, scale=scale, parameters=parameters)
             self._recorder.emit(event)
         elif abs(by * scale - 1) < NEAR:
             return Cause.UNSCALED
