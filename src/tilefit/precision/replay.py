@@ -7,7 +7,7 @@ import copy
 import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +162,8 @@ def check_accumulation(
         raise UsageError(
             "no gradients to compare", hint="accumulate() must call backward(), and joined() return the loss."
         )
-    sums = torch.tensor([[(a * b).sum(), b.square().sum(), a.square().sum()] for a, b in pairs]).sum(0)
-    product, square, other = sums.tolist()
+    rows = [torch.stack([(a * b).sum(), b.square().sum(), a.square().sum()]) for a, b in pairs]
+    product, square, other = torch.stack(rows).sum(0).tolist()
     if not square or not other:
         raise UsageError("the gradients are all zero", hint="Use a batch the model can learn from.")
     projection, cosine = product / square, product / (square * other) ** 0.5
