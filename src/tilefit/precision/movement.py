@@ -9,8 +9,9 @@ Counting values that did not change would accuse stochastic rounding.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -235,11 +236,11 @@ class _Sum(_Moved):
     looks: int = 0
     fresh: bool = False
 
-    def add(self, call: Call, target: Tensor, moved: Tensor, intended: Tensor) -> None:
+    def add(self, source: str, dtype: torch.dtype, moved: Tensor, intended: Tensor) -> None:
         """It has moved."""
         products = torch.stack([(moved * intended).sum(), (intended * intended).sum()])
         self.products = products if self.products is None else self.products + products
-        self.source, self.dtype = call.source, name_of(target.dtype)
+        self.source, self.dtype = source, name_of(dtype)
         self.steps += 1
         self.fresh = True
         self.number = moved.numel()
@@ -256,6 +257,8 @@ class Accumulators(Tracker, Observer):
         self._old: list[tuple[Tensor, Tensor, Tensor]] = []
         #: Products of this step, in fp32, and what was multiplied.
         self._products: Notes[tuple[Tensor, Tensor]] = Notes()
+        #: Tensors made out of old ones in this step, which have moved if they are kept: what says so.
+        self._made_now: dict[tuple[Any, ...], tuple[StorageWeakRef, Callable[[], None]]] = {}
 
     def wants(self, func: Any, name: str) -> bool:
         return base_name(name) in ("add", "mul", "lerp", "sub", "copy", "clone")
@@ -283,7 +286,7 @@ class Accumulators(Tracker, Observer):
         for target, old, new in self._old:
             total = self._sums.get(_place(target)) or _Sum()
             self._keep(total, target)
-            total.add(call, target, spread(target).float() - old, new - old)
+            total.add(call.source, target.dtype, spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
         outs = call.out if isinstance(call.out, list | tuple) else [call.out]
@@ -294,9 +297,11 @@ class Accumulators(Tracker, Observer):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
             return
         if moved:
-            known = self._sums.get(_place(values[0])) if is_plain(values[0]) else None
+            place = _place(values[0]) if is_plain(values[0]) else ()
+            known = self._sums.get(place)
             if known is not None:
                 self._keep(known, call.out)
+                self._moves(place)
         elif not call.name.endswith("_"):
             for index, out in enumerate(outs):
                 if isinstance(out, Tensor) and out.dtype in HALF and has_values(out):
@@ -318,10 +323,17 @@ class Accumulators(Tracker, Observer):
         bases = [(self._products.of(tensor) or (None, tensor))[1] for tensor in (first, second)]
         found = [(known, base) for base in bases if (known := self._sums.get(_place(base))) is not None]
         for known, base in found[:1]:
-            old = spread(base).float()
-            known.add(call, out, spread(out).float() - old, new - old)
+            old, storage = spread(base).float(), StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
+            moved = partial(known.add, call.source, out.dtype, spread(out).float() - old, new - old)
+            self._made_now[_place(out)] = storage, moved
         # Where nothing has moved yet this may be the first of them.
         self._keep(found[0][0] if found else _Sum(), out)
+
+    def _moves(self, place: tuple[Any, ...]) -> None:
+        """What lies there is kept, if it still does."""
+        storage, moved = self._made_now.pop(place, (None, None))
+        if storage is not None and moved is not None and not storage.expired():  # type: ignore[no-untyped-call]
+            moved()
 
     def _wide(self, tensor: Tensor) -> Tensor:
         product = self._products.of(tensor)
@@ -367,6 +379,8 @@ class Accumulators(Tracker, Observer):
 
     def end(self) -> None:
         self._products.clear()
+        for place in list(self._made_now):
+            self._moves(place)
         for optimizer in self._ledger.optimizers:
             for state in list(optimizer.state.values()):
                 for value in state.values():
