@@ -70,7 +70,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "DEVICE", "cuda")
     torch.set_default_device("cuda")
     yield
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)
 
 
 @pytest.mark.gpu

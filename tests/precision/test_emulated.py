@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tilefit.precision.rules import all_rules
 from tilefit.report.watched import CANNOT
-
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU is lent to the CPU build alone")
 
 _VALUES = {rule.code for rule in all_rules() if rule.values}
 

@@ -99,7 +99,7 @@ def _train(
         w.stop()
         return losses, [p.detach().clone() for p in model.state_dict().values()], w
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
         torch.use_deterministic_algorithms(False)
 
 

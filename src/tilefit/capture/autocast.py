@@ -30,14 +30,19 @@ LOWER_PRECISION = frozenset(
 #: Operations whose inputs are cast to fp32.
 FP32 = frozenset(
     """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
-    layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+    layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
     poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
     smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
     triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
     logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
     upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()
-)
+) | {
+    # Later versions of PyTorch have them, too.
+    name
+    for name in ("rms_norm",)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+}
 
 #: Operations that compute in fp32 by way of their ``dtype`` argument, unless the caller gave one.
 FP32_BY_DTYPE = frozenset(

@@ -204,13 +204,13 @@ def _assumed(assumptions: Sequence[Assumption]) -> list[Table]:
 
 
 def _missed_a_gpu(error: TilefitError) -> bool:
-    """Whether a script has failed where PyTorch, built without CUDA, was asked for it."""
+    """Whether a script has failed where PyTorch was asked for CUDA, and there is none."""
     import torch
 
     cause, deepest = error.__cause__, None
     for frame, _ in traceback.walk_tb(None if cause is None else cause.__traceback__):
         deepest = frame.f_code
-    return torch.version.cuda is None and deepest is torch.cuda._lazy_init.__code__
+    return deepest is torch.cuda._lazy_init.__code__ and not torch.cuda.is_available()
 
 
 def _again_with_a_gpu(error: TilefitError) -> int:

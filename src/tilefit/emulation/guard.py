@@ -1,16 +1,18 @@
-"""Makes a PyTorch without CUDA take the device ``cuda`` for present, so that autograd and autocast run on it.
+"""Makes PyTorch take the device ``cuda`` for present, so that autograd and autocast run on it.
 
-Two things are missing in a CPU build, and both are exported data that can be filled in through ctypes: the
-guard that switches devices (an array of pointers in c10, one for each kind of device), and the object that
-answers whether there is CUDA, how many devices and so on (its table of virtual functions is copied, and some
-entries replaced). Where the entries stand is read from the header that PyTorch ships.
+Two objects of PyTorch's answer for a device, and both can be replaced as data: the guard that switches
+devices and streams (an array in c10 has one for each kind of device), and the hooks that say whether there is
+CUDA, how many devices and so on. In a build without CUDA the first is missing and the second says no; in a
+build with CUDA both would ask the driver.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import mmap
 import os
+import platform
 import re
 import sys
 from typing import Any
@@ -19,13 +21,22 @@ import torch
 
 from tilefit.errors import CaptureError
 
-#: Numbers of devices in c10/core/DeviceType.h.
-_CUDA, _PRIVATE = 1, 20
+#: The number of the device in c10/core/DeviceType.h.
+_CUDA = 1
+#: Machine code of a function that returns 1, and 0 in the second register of a result. By the calling
+#: convention that is true, one device, the kind of device CUDA, a ``c10::Device`` (a byte of kind, a byte of
+#: index: cuda:0) and a ``c10::Stream`` (a device, and the number of the default stream): whatever a guard is
+#: asked.
+_RETURN_1 = {
+    "x86_64": bytes.fromhex("b801000000 31d2 c3"),  # mov eax, 1; xor edx, edx; ret
+    "aarch64": bytes.fromhex("200080d2 010080d2 c0035fd6"),  # mov x0, 1; mov x1, 0; ret
+}
 _HOOKS = "include/ATen/detail/AcceleratorHooksInterface.h"
-#: More entries than any version's table of the hooks has are not copied.
+#: More entries than any version's tables of virtual functions have are not filled.
 _MOST_ENTRIES = 100
-#: What ctypes made must live as long as PyTorch may call it.
+#: What PyTorch may use until the process ends, after Python has.
 _kept: list[Any] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -41,41 +52,46 @@ def lend() -> None:
     """
     if _kept:
         return
-    if torch.version.cuda or torch.version.hip:
-        raise CaptureError(
-            "this PyTorch was built for GPUs, and the emulated one takes the place of theirs",
-            hint="Run it where the CPU build of PyTorch is installed.",
-        )
     try:
-        _lend_guard()
-        _lend_hooks()
-    except (AttributeError, OSError, ValueError, KeyError) as error:
+        yes = _returns_1()
+        _lend_guard(yes)
+        _lend_hooks(yes)
+    except (AttributeError, OSError, TypeError, ValueError, KeyError) as error:
         raise CaptureError(
             f"PyTorch {torch.__version__} on {sys.platform} cannot be lent a GPU ({error})",
-            hint="Programs run with the CPU build of PyTorch 2.9 or later on Linux; elsewhere give a "
-            "factory: file.py:factory.",
+            hint="Programs run with PyTorch 2.9 or later on Linux; elsewhere give a factory: "
+            "file.py:factory.",
         ) from error
 
 
-def _lend_guard() -> None:
-    """A guard written in Python is registered for the device that is there for extensions, and moved."""
+def _returns_1() -> int:
+    """The address of a function that returns 1."""
+    code = _RETURN_1[{"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())]
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(
+        ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC
+    ):
+        raise OSError(ctypes.get_errno(), "no memory may be made executable")
+    _kept.append(page)
+    return address
 
-    class Guard(torch._C._acc.DeviceGuard):
-        def type_(self) -> Any:
-            return torch._C._autograd.DeviceType.CUDA
 
-    guards = (ctypes.c_void_p * (_PRIVATE + 1)).in_dll(
+def _lend_guard(yes: int) -> None:
+    """A guard without state, whose every function is the same."""
+    functions = (ctypes.c_void_p * _MOST_ENTRIES)(*[yes] * _MOST_ENTRIES)
+    guard = ctypes.c_void_p(ctypes.addressof(functions))
+    _kept.extend((functions, guard))
+    guards = (ctypes.c_void_p * (_CUDA + 1)).in_dll(
         _library("c10"), "_ZN3c104impl26device_guard_impl_registryE"
     )
-    if guards[_CUDA] or guards[_PRIVATE]:
-        raise ValueError("it has a guard already")
-    _kept.append(Guard())
-    torch._C._acc.register_python_privateuseone_device_guard(_kept[-1])
-    guards[_CUDA], guards[_PRIVATE] = guards[_PRIVATE], None
+    guards[_CUDA] = ctypes.addressof(guard)
 
 
 def _entries() -> dict[str, int]:
-    """Where each virtual function stands in the table (Itanium ABI: a destructor takes two)."""
+    """Where each virtual function of the hooks stands in their table (Itanium: a destructor takes two)."""
     with open(os.path.join(os.path.dirname(torch.__file__), _HOOKS), encoding="utf-8") as header:
         names = re.findall(r"virtual\s[^;{=]*?(~?\w+)\s*\(", header.read())
     table, number = {}, 0
@@ -85,7 +101,7 @@ def _entries() -> dict[str, int]:
     return table
 
 
-def _lend_hooks() -> None:
+def _lend_hooks(yes: int) -> None:
     get = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
     get.restype = ctypes.c_void_p
     pointer = ctypes.c_void_p.from_address(get())
@@ -93,17 +109,12 @@ def _lend_hooks() -> None:
     assert before is not None
     size = _MOST_ENTRIES + 2  # before the functions stand an offset and the type
     table = (ctypes.c_void_p * size)(*(ctypes.c_void_p * size).from_address(before - 16))
-    this, index = ctypes.c_void_p, ctypes.c_byte
-    answers = {
-        "isBuilt": ctypes.CFUNCTYPE(ctypes.c_bool, this)(lambda _: True),
-        "isAvailable": ctypes.CFUNCTYPE(ctypes.c_bool, this)(lambda _: True),
-        "hasPrimaryContext": ctypes.CFUNCTYPE(ctypes.c_bool, this, index)(lambda _, __: False),
-        "deviceCount": ctypes.CFUNCTYPE(index, this)(lambda _: 1),
-    }
+    no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_byte)(lambda *_: False)
     entries = _entries()
-    for name, answer in answers.items():
-        table[entries[name] + 2] = ctypes.cast(answer, ctypes.c_void_p).value
-    _kept.extend((table, answers))
+    for name in ("isBuilt", "isAvailable", "deviceCount", "init"):
+        table[entries[name] + 2] = yes
+    table[entries["hasPrimaryContext"] + 2] = ctypes.cast(no, ctypes.c_void_p).value
+    _kept.extend((table, no))
     pointer.value = ctypes.addressof(table) + 16
 
     def restore() -> None:

@@ -122,6 +122,7 @@ def _answer(gpu: Gpu, device: Device) -> None:
     cudnn.is_acceptable = lambda tensor: True
     cudnn.version = lambda: 91002
     _torch.backends.cuda.is_built = lambda: True
+    _torch._use_cudnn_rnn_flatten_weight = lambda: False  # cuDNN would lay the weights out in memory
     _torch._C._scatter = lambda tensor, *_: (tensor.to(CUDA),)  # nn.DataParallel over one GPU
     _torch.distributed.is_nccl_available = lambda: True
     accelerator = torch.accelerator

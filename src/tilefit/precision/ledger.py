@@ -397,6 +397,8 @@ class Ledger:
         here.given = tuple(grads)
 
     def _backward(self, roots: Sequence[Tensor], grads: Any = (), *args: Any, **kw: Any) -> Running:
+        if torch._C._are_functorch_transforms_active():
+            return  # a function's derivative, which no parameter receives
         if any(isinstance(root, FakeTensor | FunctionalTensor) for root in roots):
             return  # a compiler traces
         here = self.here

@@ -72,6 +72,12 @@ def per_machine() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
 
 
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters that a module gathers; before PyTorch 2.12 one at most."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
 def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors into which ``fully_shard`` gathers parameters, by their names."""
     for prefix, root in roots:
@@ -80,7 +86,7 @@ def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tupl
             state: Any = getattr(module, "_get_fsdp_state", None)
             if state is None:
                 continue
-            for group in state()._fsdp_param_groups:
+            for group in _groups(state()):
                 for held in group.fsdp_params:
                     of = held._module_info
                     path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
