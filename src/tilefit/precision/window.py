@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from tilefit.precision import graph
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
 from tilefit.precision.gradients import Gradient
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
@@ -100,14 +99,6 @@ class Window(Tracker, Observer):
     def wants(self, func: Any, name: str) -> bool:
         return name not in _SCALERS_OWN
 
-    def wants_node(self, node: Any, kind: graph.Kind) -> bool:
-        return kind[0].endswith("AccumulateGrad")
-
-    def hook(self, node: Any) -> None:
-        """Weights that no optimizer holds have gradients too, of which those of master weights are made."""
-        if isinstance(node.variable, nn.Parameter):
-            self._ledger.follow(node.variable)
-
     def after(self, call: Call) -> None:
         if not (self._held or self._derived) or self._ledger.here.in_use:
             return
@@ -183,17 +174,8 @@ class Window(Tracker, Observer):
             return
         if name == "copy":
             args = args[1:]
-            sources = tensors_in(args)
-            found = [self._find(source) for source in sources]
-            if not any(found):
+            if not any(self._find(source) is not None for source in tensors_in(args)):
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
-                return
-            sizes = [None if g.value is None else g.value.numel() for g in gradients]
-            whole = sizes == [source.numel() for source in sources]
-            if whole and all(found) and not any(gradient.state.scaled for gradient in gradients):
-                for gradient, one in zip(gradients, found, strict=True):
-                    self._becomes(gradient, one)
-                self._ledger.written(gradients, ending=True)
                 return
         scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if not scaled:
@@ -292,17 +274,11 @@ class Window(Tracker, Observer):
             derived = self._derived.of(value) if value is not None else None
             if value is None or derived is None or gradient.value is value:
                 continue
+            cause = self._judge_derived(derived)
             del self._derived[id(value)]
             gradient.change()
-            self._becomes(gradient, derived)
+            gradient.state = State(Kind.SCALED, derived.marks).after(cause)[0]
             self._ledger.written([gradient])
-
-    def _becomes(self, gradient: Gradient, made: State | _Derived | None) -> None:
-        """A gradient becomes what is a scaled one, or was made of some."""
-        if isinstance(made, _Derived):
-            gradient.state = State(Kind.SCALED, made.marks).after(self._judge_derived(made))[0]
-        elif made is not None:
-            gradient.state = made
 
     def _judge_derived(self, derived: _Derived) -> Cause:
         """Judge what becomes a gradient; what that is to one with its marks."""

@@ -411,7 +411,7 @@ def multiplier_applied_before_clipping_by_hand():
     _multiplied(True, lambda g, by: g.mul_(by))
 
 
-def _masters(clip: Callable[[list[Tensor]], object], unscales: bool, copies: bool) -> None:
+def _masters(copies: bool) -> None:
     """The optimizer holds fp32 copies of a half model's weights, which get its gradients."""
     model = net().half()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
@@ -425,9 +425,8 @@ def _masters(clip: Callable[[list[Tensor]], object], unscales: bool, copies: boo
                 master.grad.copy_(p.grad)
             else:
                 master.grad = p.grad.detach().float()
-        if unscales:
-            s.unscale_(optimizer)
-        clip(masters)
+        s.unscale_(optimizer)
+        clip_grad_norm_(masters, 1.0)
         s.step(optimizer)
         s.update()
         with torch.no_grad():
@@ -435,24 +434,14 @@ def _masters(clip: Callable[[list[Tensor]], object], unscales: bool, copies: boo
                 p.copy_(master)
 
 
-@wrong(1)
-def master_weights_clipped_too_early():
-    _masters(lambda masters: clip_grad_norm_(masters, 1.0), unscales=False, copies=False)  # here
-
-
-@wrong(1)
-def master_weights_with_copied_gradients_clipped_too_early():
-    _masters(lambda masters: clip_grad_norm_(masters, 1.0), unscales=False, copies=True)  # here
-
-
 @right(1)
 def master_weights_clipped_after_unscaling():
-    _masters(lambda masters: clip_grad_norm_(masters, 1.0), unscales=True, copies=False)
+    _masters(copies=False)
 
 
 @right(1)
 def master_weights_with_copied_gradients():
-    _masters(lambda masters: clip_grad_norm_(masters, 1.0), unscales=True, copies=True)
+    _masters(copies=True)
 
 
 @right(1)
