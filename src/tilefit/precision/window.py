@@ -8,6 +8,7 @@ gradients.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _SCALERS_OWN = frozenset("_amp_foreach_non_finite_check_and_unscale_ _amp_update
 _AVERAGE = 1 << 20
 #: How near the products of a factor and a norm are from step to step, where one is made of the other.
 _CONSTANT = 1e-3
+#: Times the scale, a factor below this may have divided it out along with something else.
+_UNDONE = 16.0
 
 
 @dataclass(slots=True)
@@ -62,6 +65,8 @@ class Window(Tracker, Observer):
 
     def set_up(self) -> None:
         self._derived: Notes[_Derived] = Notes()
+        #: Where these begin in memory, for those that are written to by another name.
+        self._places: defaultdict[int, list[int]] = defaultdict(list)
         #: The gradients by where they begin in memory, and that in order.
         self._held: dict[int, Gradient] = {}
         self._starts: list[int] = []
@@ -78,7 +83,7 @@ class Window(Tracker, Observer):
             self._held = {}
 
     def end(self) -> None:
-        for kept in (self._derived, self._undone, self._read):
+        for kept in (self._derived, self._places, self._undone, self._read):
             kept.clear()
 
     def on_ended(self, ended: Ended | None) -> None:
@@ -107,6 +112,10 @@ class Window(Tracker, Observer):
         if gradients:
             self._written(call, gradients)
             return
+        for tensor in written:
+            for other in self._places.get(tensor.data_ptr(), ()) if is_dense(tensor) else ():
+                if other != id(tensor):
+                    self._derived.pop(other, None)  # it is written to through .data, say
         found = [one for tensor in call.tensors() if (one := self._find(tensor)) is not None]
         if call.name not in _READS:
             if found and not keeps_no_value(call.name):
@@ -154,15 +163,22 @@ class Window(Tracker, Observer):
         if base_name(call.name) in _SCALINGS and len(args) > 1:
             factor *= _by(call, args[1])
         marks: Marks = frozenset().union(*(one.marks for one in found))
+        factors = [call.kwargs.get("alpha", 1.0), *(one.factor for one in derived)]
+        # What no scale is on any more may be changed as one likes.
+        lose = degree != 1 and not lost and any(self._may_undo(by, marks) for by in factors)
         for out in written or tensors_in([call.out]):
             if not (out.is_floating_point() and is_dense(out) and out.numel()):
                 continue
             if self._gradient(out) is not None:
                 continue  # a view of a gradient
+            if lose:
+                self._derived.pop(id(out), None)
+                continue
             operation, source = (lost.operation, lost.source) if lost else (call.name, "")
             if not source and (degree != 1 or factor != 1):
                 source = call.source
             self._derived.note(out, _Derived(degree, marks, factor, operation, source))
+            self._places[out.data_ptr()].append(id(out))
 
     # ---- writing to gradients --------------------------------------------------------------
 
@@ -190,9 +206,12 @@ class Window(Tracker, Observer):
         else:
             self._note_product(scaled, by)
             number = isinstance(args[1], int | float)
-            if self._judge(marks, degree, by, source if number else "", call.name) is Cause.UNSCALED:
+            cause = self._judge(marks, degree, by, source if number else "", call.name)
+            if cause is Cause.UNSCALED:
                 self._divided(scaled, self._ledger.scale_of(marks))
                 return
+            self._accept(gradients, cause)
+            return
         self._accept(gradients, Cause.KEPT)
 
     def _written_plain(self, call: Call, gradients: list[Gradient], by: float) -> None:
@@ -264,7 +283,12 @@ class Window(Tracker, Observer):
             return Cause.UNSCALED
         elif source and by != 1 and self._is_coefficient(source, by):
             self._clipped(source, scale, certain=False)
-        return Cause.KEPT
+        return Cause.WRITTEN if degree == 1 and self._may_undo(by, marks) else Cause.KEPT
+
+    def _may_undo(self, by: Any, marks: Marks) -> bool:
+        """Whether a factor may have divided the scale out, along with an average, say."""
+        small = isinstance(by, int | float) and abs(by) <= 0.5
+        return small and abs(by) * self._ledger.scale_of(marks) < _UNDONE
 
     def _replaced(self) -> None:
         """Judge gradients that were replaced by a new tensor, before they are used."""
@@ -315,8 +339,12 @@ class Window(Tracker, Observer):
 
         def gave(result: Any) -> None:
             derived = self._derived.of(gradient if result is None else result)
-            if derived is not None and self._judge_derived(derived) is Cause.UNSCALED:
+            cause = Cause.WRITTEN if marks and result is not None else Cause.KEPT
+            if derived is not None:
+                cause = self._judge_derived(derived)
+            if cause is Cause.UNSCALED:
                 here.unscaled.add(id(parameter))
+            here.unknown |= cause is Cause.WRITTEN
 
         try:
             yield gave

@@ -444,6 +444,43 @@ def master_weights_with_copied_gradients():
     _masters(copies=True)
 
 
+def _unscaled_by_hand(unscaled: Callable[[nn.Parameter, float], Tensor]) -> None:
+    model, s = net(), scaler(init_scale=1024.0)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        for p in model.parameters():
+            p.grad = unscaled(p, s.get_scale())
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@right(2)
+def unscaled_by_hand_then_clamped():
+    _unscaled_by_hand(lambda p, scale: torch.nan_to_num(p.grad / scale).clamp_(-1, 1))
+
+
+@right(2)
+def unscaled_by_hand_then_decayed():
+    _unscaled_by_hand(lambda p, scale: torch.add(1e-3 * p.detach(), p.grad, alpha=1 / scale))
+
+
+@right(3)
+def unscaled_and_averaged_at_once():
+    _unscaled_by_hand(lambda p, scale: p.grad.div_(2 * scale))
+
+
+@right(3)
+def unscaled_by_hand_through_a_clones_data():
+    def unscaled(p: nn.Parameter, scale: float) -> Tensor:
+        gradient = p.grad.clone()
+        gradient.data.mul_(1 / scale)
+        return gradient
+
+    _unscaled_by_hand(unscaled)
+
+
 @right(1)
 def hand_made_scale_clipped_after_it_is_divided_out():
     model = net()
