@@ -15,8 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilefit.precision.comparison import compare
-    from tilefit.precision.replay import check_accumulation, check_resume, first_divergence
+    from tilefit.precision.replay import check_accumulation, check_resume, compare, first_divergence
     from tilefit.precision.watching import Watch, watch
 
 __all__ = ["Watch", "check_accumulation", "check_resume", "compare", "first_divergence", "watch"]
@@ -25,7 +24,7 @@ _HOMES = {
     "Watch": "watching",
     "check_accumulation": "replay",
     "check_resume": "replay",
-    "compare": "comparison",
+    "compare": "replay",
     "first_divergence": "replay",
     "watch": "watching",
 }

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tilefit.precision import events
 from tilefit.precision.graph import Kind
 from tilefit.precision.ledger import Begins, Stepped, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import Observer
+from tilefit.precision.rules.autocast import LossInHalfPrecision
+from tilefit.precision.rules.storage import AccumulationNotAveraged, LowPrecisionGradientSum
 from tilefit.precision.tensors import HALF, Notes, is_plain, name_of, spread
 
 #: Gradients whose sums are followed.
@@ -35,7 +36,7 @@ class Losses(Tracker, Observer):
 
     def set_up(self) -> None:
         self._passes: list[_Pass] = []
-        self._pending: events.LossInHalf | None = None
+        self._pending: LossInHalfPrecision | None = None
         self._sums: Notes[Tensor] = Notes()
 
     def on_begins(self, begins: Begins) -> None:
@@ -52,7 +53,7 @@ class Losses(Tracker, Observer):
             return
         operation, dtype, number = chain.half
         line = "" if self._ledger.look is None else self._ledger.look.line_of(number)
-        event = events.LossInHalf(
+        event = LossInHalfPrecision(
             source=line or source,
             operation=operation.removesuffix("0").removesuffix("Backward"),
             dtype=dtype.removeprefix("torch."),
@@ -77,12 +78,13 @@ class Losses(Tracker, Observer):
         place = passes[0].source, type(stepped.optimizer).__name__
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
         if factor is not None and self._ledger.closely and len(multiplied) == 1:
-            self._recorder.emit(events.Accumulated(*place, passes=count, factor=factor * multiplied.pop()))
+            factor *= multiplied.pop()
+            self._recorder.emit(AccumulationNotAveraged(*place, passes=count, factor=factor))
         values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
         half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})
         if half:
-            error = self._error()
-            self._recorder.emit(events.HalfSum(*place, dtype=half[0], terms=count, error=error))
+            what: dict[str, Any] = {"dtype": half[0], "terms": count, "error": self._error()}
+            self._recorder.emit(LowPrecisionGradientSum(*place, **what))
 
     def finish(self) -> None:
         """Say what was kept for a better line."""

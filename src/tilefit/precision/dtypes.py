@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilefit.precision import events
 from tilefit.precision.ledger import Ended, Tracker
 from tilefit.precision.lines import short, user_line
 from tilefit.precision.look import Call, Observer, function_of
+from tilefit.precision.rules.autocast import BackwardInOtherDtype, CacheDropsGradients
 from tilefit.precision.tensors import name_of
 
 #: Operations that autocast runs in half precision.
@@ -57,8 +57,8 @@ class Products(Tracker, Observer):
 
     def _judge(self, kind: str, name: str, forward: str, backward: str, *place: str) -> None:
         if forward not in ("", backward):
-            event = events.BackwardDtype(*place, kind=kind, name=name, forward=forward, backward=backward)
-            self._recorder.emit(event)
+            types: dict[str, Any] = {"forward": forward, "backward": backward}
+            self._recorder.emit(BackwardInOtherDtype(*place, kind=kind, name=name, **types))
 
     def _note_functions(self, dtype: str) -> None:
         frame: FrameType | None = sys._getframe(3)
@@ -115,7 +115,7 @@ class LostGradients(Tracker, Observer):
                 if p.requires_grad and p.ndim >= 2 and p.dtype == torch.float32
             ]
             if weights and all(weight.grad is None for weight in weights):
-                self._recorder.emit(events.GradientLost(source, name))
+                self._recorder.emit(CacheDropsGradients(source, name))
 
 
 def _unwrapped(function: Any) -> Any:

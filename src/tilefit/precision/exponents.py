@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tilefit.precision import events
 from tilefit.precision.graph import Kind
 from tilefit.precision.ledger import Tracker, Unscaled
 from tilefit.precision.look import Observer, function_of
+from tilefit.precision.rules.autocast import UnscaledFp16
 from tilefit.precision.tensors import HALF, is_plain, name_of, sampled
 from tilefit.report.watched import Table
 from tilefit.units import share
@@ -124,8 +124,8 @@ class Exponents(Tracker, Observer):
         found = self._count(torch.float16)
         total = max(1, found.total)
         low = sum(count for exponent, count in found.counts.items() if exponent < NORMAL) / total
-        source, zero = unscaled.source, found.zeros / total
-        self._recorder.emit(events.UnscaledHalf(source, values=found.total, subnormal=low, zero=zero))
+        zero = found.zeros / total
+        self._recorder.emit(UnscaledFp16(unscaled.source, number=found.total, subnormal=low, zero=zero))
 
     def tables(self) -> list[Table]:
         """What loss scales the gradients seen allow, a table for each element type."""

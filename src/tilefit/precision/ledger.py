@@ -25,12 +25,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.precision import events, graph
+from tilefit.precision import graph
 from tilefit.precision.gradients import SHARED, Gradient, move, sample
 from tilefit.precision.lines import user_line
 from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
 from tilefit.precision.patches import Patch
 from tilefit.precision.recorder import Recorder
+from tilefit.precision.rules import PrecisionRule
+from tilefit.precision.rules.protocol import (
+    ClipOnScaled,
+    DoubleStep,
+    MixedAccumulation,
+    StepWithoutUnscale,
+    WrongDivision,
+    wrong_division,
+)
 from tilefit.precision.tensors import has_values, parameters_of
 
 Marks = frozenset[Mark]
@@ -440,7 +449,7 @@ class Ledger:
                 source, marks = user_line(), frozenset(chain.marks)
                 self._recorder.once(
                     ("mixed loss", source),
-                    lambda: events.MixedLoss(source=source, scale=self.scale_of(marks)),
+                    lambda: MixedAccumulation(source, kind="loss", scale=self.scale_of(marks)),
                 )
         if factor not in (None, 1.0) and not here.chain.marks:
             here.reached.add(Mark(HAND, 0, factor))
@@ -471,7 +480,7 @@ class Ledger:
         here: Here,
         gradients: Iterable[Gradient],
         cause: Cause | Callable[[State], Cause],
-        make: Callable[[str, list[Gradient], Marks], events.Event],
+        make: Callable[[str, list[Gradient], Marks], PrecisionRule],
         module: str = "",
     ) -> None:
         """Let something use gradients, and say what is wrong with it where that is certain.
@@ -519,15 +528,12 @@ class Ledger:
         if self.repeats(optimizer, present, scaler=True):
             return
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> events.WrongDivision:
-            older, scale, previous = kind == "older", scale_of(scaler), known.previous
-            return events.WrongDivision(
-                kind=kind,
-                scale=scale,
-                carried=float(previous) if older and previous is not None else None,
-                other=other if older else "",
-                parameters=len(those),
-            )
+        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
+            figures: dict[str, Any] = {"parameters": len(those)}
+            if kind == "older":
+                carried = None if known.previous is None else float(known.previous)
+                figures |= {"carried": carried, "other": other}
+            return wrong_division(kind, scale_of(scaler), **figures)
 
         def cause(state: State) -> Cause:
             return Cause.UNSCALE_OWN if state.marks == {known.mark} else Cause.UNSCALE_OTHER
@@ -543,8 +549,7 @@ class Ledger:
         key, recorder = ("repeated", source, name), self._recorder
         if Kind.LEFT in kinds or recorder.knows(key):
             skipped = self._skipped_last.get(optimizer, False)
-            event = events.RepeatedStep(source=source, module=name, skipped=skipped, scaler=scaler)
-            recorder.once(key, lambda: event)
+            recorder.once(key, lambda: DoubleStep(source, name, skipped=skipped, scaler=scaler))
         elif not recorder.looking:
             recorder.suspect()
         return True
@@ -570,13 +575,12 @@ class Ledger:
     def _judge_scaled(self, here: Here, optimizer: Optimizer) -> None:
         name, group = type(optimizer).__name__, optimizer.param_groups[0]
 
-        def make(wrong: str, those: list[Gradient], marks: Marks) -> events.Event:
+        def make(wrong: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
             scale = self.scale_of(marks)
             if wrong == "mixed":
-                return events.WrongDivision(kind=wrong, scale=scale, parameters=len(those))
-            lr, eps, decay = (_number(group.get(key)) for key in ("lr", "eps", "weight_decay"))
-            adaptive = name.startswith(_ADAPTIVE)
-            return events.ScaledStep(scale=scale, lr=lr, eps=eps, weight_decay=decay, adaptive=adaptive)
+                return wrong_division(wrong, scale, parameters=len(those))
+            figures: dict[str, Any] = {key: _number(group.get(key)) for key in ("lr", "eps", "weight_decay")}
+            return StepWithoutUnscale(scale=scale, adaptive=name.startswith(_ADAPTIVE), **figures)
 
         self.judge(here, self.present(optimizer), Cause.STEPPED, make, name)
 
@@ -685,15 +689,15 @@ class Ledger:
         known = self.followed([parameters] if isinstance(parameters, Tensor) else list(parameters))
         present = [gradient for gradient in known if gradient.present]
 
-        def make(wrong: str, those: list[Gradient], marks: Marks) -> events.GradientsClipped:
-            return events.GradientsClipped(limit=float(max_norm), scale=self.scale_of(marks))
+        def make(wrong: str, those: list[Gradient], marks: Marks) -> ClipOnScaled:
+            return ClipOnScaled(threshold=float(max_norm), scale=self.scale_of(marks))
 
         self.judge(here, present, Cause.CLIPPED, make)
         with here.at_work():
             yield
         self.written(present)
 
-    def wait(self, constant: float, event: Callable[[], events.Event]) -> None:
+    def wait(self, constant: float, event: Callable[[], PrecisionRule]) -> None:
         """What was done to gradients is wrong if a constant that their loss was multiplied by is a scale."""
         if constant:
             self.pending.append((constant, lambda: self._recorder.emit(event())))

@@ -8,7 +8,7 @@ their state alone. A gradient changed by what nobody saw is *unknown*, and nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum, auto
+from enum import StrEnum
 from typing import NamedTuple
 
 #: The number that stands for a constant of the user's, in place of a scaler's.
@@ -23,52 +23,24 @@ class Mark(NamedTuple):
     factor: float = 0.0
 
 
-class Kind(StrEnum):
-    """What a gradient is made of.
+#: What a gradient is made of. ``none``: there is none, or zeros. ``plain``: no part carries a scale.
+#: ``scaled``: all carry the same one. ``mixed``: some carry one, some do not. ``spread``: they carry
+#: different ones. ``divided``: ``unscale_`` has divided it. ``used``: an optimizer used it, plain.
+#: ``spent``: used, not plain or not known. ``left``: used, and seen to be there unchanged. ``unknown``:
+#: changed by what was not seen.
+Kind = StrEnum("Kind", "NONE PLAIN SCALED MIXED SPREAD DIVIDED USED SPENT LEFT UNKNOWN")
 
-    ``none``: there is none, or zeros. ``plain``: no part carries a scale. ``scaled``: all carry the same one.
-    ``mixed``: some carry one, some do not. ``spread``: they carry different ones. ``divided``: ``unscale_``
-    has divided it. ``used``: an optimizer used it, plain. ``spent``: used, not plain or not known. ``left``:
-    used, and seen to be there unchanged. ``unknown``: changed by what was not seen.
-    """
-
-    NONE = auto()
-    PLAIN = auto()
-    SCALED = auto()
-    MIXED = auto()
-    SPREAD = auto()
-    DIVIDED = auto()
-    USED = auto()
-    SPENT = auto()
-    LEFT = auto()
-    UNKNOWN = auto()
-
-
-class Cause(StrEnum):
-    """What happens to a gradient.
-
-    A backward pass adds (``add_``) a part without a scale (``plain``), one with the gradient's own scale, or
-    with any where it has none (``same``), with ``other`` scales, or one of which nothing is known.
-    ``written``: by hand, unseen. ``kept``: by hand, by what commutes with the scale. ``unscaled``: by hand,
-    by the scale. ``unscale_own`` and ``unscale_other``: ``unscale_``, where the gradient carries the scale
-    that it divides by, or another. ``seen``: it is there as it was. ``stepped`` and ``used``: an optimizer's
-    step begins, or has ended.
-    """
-
-    ADD_PLAIN = auto()
-    ADD_SAME = auto()
-    ADD_OTHER = auto()
-    ADD_UNKNOWN = auto()
-    WRITTEN = auto()
-    KEPT = auto()
-    CLEARED = auto()
-    UNSCALED = auto()
-    UNSCALE_OWN = auto()
-    UNSCALE_OTHER = auto()
-    CLIPPED = auto()
-    STEPPED = auto()
-    USED = auto()
-    SEEN = auto()
+#: What happens to a gradient. A backward pass adds (``add_``) a part without a scale (``plain``), one with
+#: the gradient's own scale, or with any where it has none (``same``), with ``other`` scales, or one of
+#: which nothing is known. ``written``: by hand, unseen. ``kept``: by hand, by what commutes with the
+#: scale. ``unscaled``: by hand, by the scale. ``unscale_own`` and ``unscale_other``: ``unscale_``, where
+#: the gradient carries the scale that it divides by, or another. ``seen``: it is there as it was.
+#: ``stepped`` and ``used``: an optimizer's step begins, or has ended.
+Cause = StrEnum(
+    "Cause",
+    "ADD_PLAIN ADD_SAME ADD_OTHER ADD_UNKNOWN WRITTEN KEPT CLEARED UNSCALED UNSCALE_OWN UNSCALE_OTHER "
+    "CLIPPED STEPPED USED SEEN",
+)
 
 
 #: The state after each cause, by the state before; behind ``!`` what is wrong with it.

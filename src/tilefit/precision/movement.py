@@ -9,8 +9,9 @@ Counting values that did not change would accuse stochastic rounding.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.precision import events
 from tilefit.precision.degrees import base_name
 from tilefit.precision.ledger import Stepped, Stepping, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.rules.storage import ENOUGH
+from tilefit.precision.rules.storage import (
+    ENOUGH,
+    HalfAccumulator,
+    Movement,
+    OptimizerStateInHalf,
+    UpdateBelowUlp,
+)
 from tilefit.precision.tensors import (
     HALF,
     Notes,
@@ -113,7 +119,7 @@ class Weights(Tracker):
 
     def _judge(self, measured: list[_Moved]) -> None:
         for moved in measured:
-            moved.judge(self._recorder, parameter=True)
+            moved.judge(self._recorder, UpdateBelowUlp)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,23 +130,15 @@ class _Moved:
     module: str = ""
     dtype: str = ""
     steps: int = 0
-    values: int = 0
+    number: int = 0
     products: Tensor | None = None
 
-    def judge(self, recorder: Recorder, *, parameter: bool) -> None:
+    def judge(self, recorder: Recorder, rule: type[Movement]) -> None:
         """Say how far of what was intended. Waits for the device."""
         product, square = (0.0, 0.0) if self.products is None else self.products.tolist()
         if square > 0:
-            event = events.Movement(
-                self.source,
-                self.module,
-                dtype=self.dtype,
-                steps=self.steps,
-                projection=product / square,
-                parameter=parameter,
-                values=self.values,
-            )
-            recorder.emit(event)
+            of: dict[str, Any] = {"dtype": self.dtype, "steps": self.steps, "number": self.number}
+            recorder.emit(rule(self.source, self.module, projection=product / square, **of))
 
 
 class _Follower:
@@ -201,7 +199,7 @@ def _sampled(tensors: list[Tensor]) -> Tensor:
     return torch.cat([spread(tensor) for tensor in tensors]).float()
 
 
-def _half_states(optimizer: Optimizer) -> Iterator[events.HalfState]:
+def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
     """The constants of an optimizer of PyTorch's in the element types of its state."""
     for group in optimizer.param_groups:
         half = next((p for p in group["params"] if p.dtype in HALF and p.grad is not None), None)
@@ -216,23 +214,18 @@ def _half_states(optimizer: Optimizer) -> Iterator[events.HalfState]:
         shrink = 1 - float(lr) * float(decay) if decoupled and decay and lr is not None else None
         if dtype is None and shrink is None:
             continue
-        eps = float(group["eps"]) if dtype is not None and "eps" in group else None
-        beta2 = float(betas[1]) if dtype is not None and betas else None
-        yield events.HalfState(
-            user_line(),
-            name,
-            dtype=name_of(used),
-            eps=eps,
-            eps_rounded=_rounded(eps, used),
-            beta2=beta2,
-            beta2_rounded=_rounded(beta2, used),
-            decay=shrink,
-            decay_rounded=_rounded(shrink, half.dtype),
-        )
+        constants = {}
+        if dtype is not None and "eps" in group:
+            constants["eps"] = _rounded(float(group["eps"]), dtype)
+        if dtype is not None and betas:
+            constants["beta2"] = _rounded(float(betas[1]), dtype)
+        if shrink is not None:
+            constants["decay"] = _rounded(shrink, half.dtype)
+        yield OptimizerStateInHalf(user_line(), name, dtype=name_of(used), constants=constants)
 
 
-def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float64).to(dtype).item()
+def _rounded(value: float, dtype: torch.dtype) -> tuple[float, float]:
+    return value, torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 @dataclass(slots=True, eq=False)
@@ -243,14 +236,14 @@ class _Sum(_Moved):
     looks: int = 0
     fresh: bool = False
 
-    def add(self, call: Call, target: Tensor, moved: Tensor, intended: Tensor) -> None:
+    def add(self, source: str, dtype: torch.dtype, moved: Tensor, intended: Tensor) -> None:
         """It has moved."""
         products = torch.stack([(moved * intended).sum(), (intended * intended).sum()])
         self.products = products if self.products is None else self.products + products
-        self.source, self.dtype = call.source, name_of(target.dtype)
+        self.source, self.dtype = source, name_of(dtype)
         self.steps += 1
         self.fresh = True
-        self.values = moved.numel()
+        self.number = moved.numel()
 
 
 class Accumulators(Tracker, Observer):
@@ -264,6 +257,8 @@ class Accumulators(Tracker, Observer):
         self._old: list[tuple[Tensor, Tensor, Tensor]] = []
         #: Products of this step, in fp32, and what was multiplied.
         self._products: Notes[tuple[Tensor, Tensor]] = Notes()
+        #: Tensors made out of old ones in this step, which have moved if they are kept: what says so.
+        self._made_now: dict[tuple[Any, ...], tuple[StorageWeakRef, Callable[[], None]]] = {}
 
     def wants(self, func: Any, name: str) -> bool:
         return base_name(name) in ("add", "mul", "lerp", "sub", "copy", "clone")
@@ -291,7 +286,7 @@ class Accumulators(Tracker, Observer):
         for target, old, new in self._old:
             total = self._sums.get(_place(target)) or _Sum()
             self._keep(total, target)
-            total.add(call, target, spread(target).float() - old, new - old)
+            total.add(call.source, target.dtype, spread(target).float() - old, new - old)
         if self._old or self._ledger.here.in_use:
             return
         outs = call.out if isinstance(call.out, list | tuple) else [call.out]
@@ -302,9 +297,11 @@ class Accumulators(Tracker, Observer):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
             return
         if moved:
-            known = self._sums.get(_place(values[0])) if is_plain(values[0]) else None
+            place = _place(values[0]) if is_plain(values[0]) else ()
+            known = self._sums.get(place)
             if known is not None:
                 self._keep(known, call.out)
+                self._moves(place)
         elif not call.name.endswith("_"):
             for index, out in enumerate(outs):
                 if isinstance(out, Tensor) and out.dtype in HALF and has_values(out):
@@ -326,10 +323,17 @@ class Accumulators(Tracker, Observer):
         bases = [(self._products.of(tensor) or (None, tensor))[1] for tensor in (first, second)]
         found = [(known, base) for base in bases if (known := self._sums.get(_place(base))) is not None]
         for known, base in found[:1]:
-            old = spread(base).float()
-            known.add(call, out, spread(out).float() - old, new - old)
+            old, storage = spread(base).float(), StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
+            moved = partial(known.add, call.source, out.dtype, spread(out).float() - old, new - old)
+            self._made_now[_place(out)] = storage, moved
         # Where nothing has moved yet this may be the first of them.
         self._keep(found[0][0] if found else _Sum(), out)
+
+    def _moves(self, place: tuple[Any, ...]) -> None:
+        """What lies there is kept, if it still does."""
+        storage, moved = self._made_now.pop(place, (None, None))
+        if storage is not None and moved is not None and not storage.expired():  # type: ignore[no-untyped-call]
+            moved()
 
     def _wide(self, tensor: Tensor) -> Tensor:
         product = self._products.of(tensor)
@@ -370,12 +374,13 @@ class Accumulators(Tracker, Observer):
         own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
         half = next((w.dtype for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            place, rounded = (call.source, type(optimizer).__name__), _rounded(factor, half)
-            event = events.HalfState(*place, dtype=name_of(half), decay=factor, decay_rounded=rounded)
-            self._recorder.emit(event)
+            place, constants = (call.source, type(optimizer).__name__), {"decay": _rounded(factor, half)}
+            self._recorder.emit(OptimizerStateInHalf(*place, dtype=name_of(half), constants=constants))
 
     def end(self) -> None:
         self._products.clear()
+        for place in list(self._made_now):
+            self._moves(place)
         for optimizer in self._ledger.optimizers:
             for state in list(optimizer.state.values()):
                 for value in state.values():
@@ -389,7 +394,7 @@ class Accumulators(Tracker, Observer):
             known.looks += known.fresh
             known.fresh = False
             if known.storages and known.looks >= 2:
-                known.judge(self._recorder, parameter=False)
+                known.judge(self._recorder, HalfAccumulator)
 
 
 def _item(argument: Any, index: int) -> Any:

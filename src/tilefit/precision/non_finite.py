@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefit.precision import events
 from tilefit.precision.look import Call, Observer
 from tilefit.precision.recorder import Recorder
+from tilefit.precision.rules.numerics import NonFiniteOrigin
 from tilefit.precision.tensors import Notes, has_values, name_of, targets, tensors_in
 
 #: Operations that make or move values without computing: what they hold comes from elsewhere, or is meant.
@@ -38,7 +38,7 @@ class Origin(Observer):
         self._backward = backward
         self._flags: Notes[Tensor] = Notes()
         #: Of each result: whether its inputs and itself are finite, on the device; and where it was.
-        self._checked: list[tuple[list[Tensor], Tensor, events.NonFinite]] = []
+        self._checked: list[tuple[list[Tensor], Tensor, NonFiniteOrigin]] = []
         self._inputs: list[Tensor] = []
         flags = [_finite(weight) for weight in weights if has_values(weight)]
         self._weights = torch.stack([flag.cpu() for flag in flags]).all() if flags else None
@@ -65,12 +65,12 @@ class Origin(Observer):
                 flag = self._flags.note(out, _finite(out))
                 if call.name not in _INNOCENT:
                     place, dtype = (call.source, call.module), name_of(out.dtype)
-                    event = events.NonFinite(*place, operation=call.name, phase=phase, dtype=dtype)
+                    event = NonFiniteOrigin(*place, operation=call.name, phase=phase, dtype=dtype)
                     self._checked.append((self._inputs, flag, event))
 
     def end(self) -> None:
         if self.armed and self._weights is not None and not bool(self._weights):
-            self._recorder.emit(events.NonFinite(operation="weights", phase="", dtype=""))
+            self._recorder.emit(NonFiniteOrigin(operation="weights"))
         elif self.armed:
             # In order, so the first is the origin; waiting operation by operation is what such a step is for.
             origins = (

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tilefit.precision import events
 from tilefit.precision.ledger import Begins, Stepped, Stepping, Tracker, scale_of
 from tilefit.precision.lines import user_line
+from tilefit.precision.rules.storage import LowPrecisionGradientSum, RankDrift
 from tilefit.precision.tensors import is_plain
 
 #: How long rank 0 waits for what the others say of a step.
@@ -61,7 +61,7 @@ class Ranks(Tracker):
             place = user_line(), type(model).__name__
             for dtype in _compressed_to(model):
                 terms = ranks * max(1, passes)
-                self._recorder.emit(events.HalfSum(*place, dtype=dtype, terms=terms))
+                self._recorder.emit(LowPrecisionGradientSum(*place, dtype=dtype, terms=terms))
         optimizer, scaler = stepped.optimizer, stepped.scaler
         held = before[1] if before is not None and before[0] is optimizer else self._held(optimizer)
         scale = 0.0 if scaler is None else scale_of(scaler)
@@ -132,18 +132,18 @@ class Ranks(Tracker):
         for what in ("found_inf", "scale" if "scale" in differing else "steps"):
             if what in differing:
                 values = tuple(map(float, columns[what]))
-                self._recorder.emit(events.RanksDiffer(*place, what=what, ranks=ranks, values=values))
+                self._recorder.emit(RankDrift(*place, what=what, ranks=ranks, by_rank=values))
         for what in ("parameters", "gradients")[: 1 if "parameters" in differing else 2]:
             for parameter, *sums in zip(self._comparable(optimizer), *columns[what], strict=True):
                 if len(set(sums)) > 1:
                     name = self._recorder.names.get(id(parameter))
                     name = name or f"a parameter of shape {list(parameter.shape)}"
-                    self._recorder.emit(events.RanksDiffer(*place, what=what, ranks=ranks, name=name))
+                    self._recorder.emit(RankDrift(*place, what=what, ranks=ranks, name=name))
                     break
         same = "data" not in differing and columns["data"][0] != 0
         self._same_data = self._same_data + 1 if same else 0
         if self._same_data == 2:
-            self._recorder.emit(events.RanksDiffer(*place, what="data", ranks=ranks))
+            self._recorder.emit(RankDrift(*place, what="data", ranks=ranks))
 
 
 def _several_ranks() -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tilefit.precision.events import Event
 from tilefit.precision.rules import PrecisionRule
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 
@@ -42,12 +41,12 @@ class Recorder:
         unchecked: What could not be looked at, and the rules that needed it.
     """
 
-    def __init__(self, rules: Iterable[PrecisionRule[Any]]) -> None:
-        self.rules = tuple(rules)
+    def __init__(self, rules: Iterable[PrecisionRule]) -> None:
+        self.rules = {rule.code: rule for rule in rules}
         self._subscribers: defaultdict[type, list[Callable[[Any], object]]] = defaultdict(list)
         self._alarms: dict[_Place, Alarm] = {}
         self.unchecked: dict[str, tuple[str, ...]] = {}
-        self._known: dict[object, list[_Place]] = {}
+        self._known: dict[object, _Place | None] = {}
         self._suspicions = 0
         self._process = os.getpid()
         self.step = 0
@@ -92,35 +91,32 @@ class Recorder:
         """Whether a mistake was judged before."""
         return key in self._known
 
-    def once(self, key: object, make: Callable[[], Event], *, again: bool = False) -> None:
-        """Judge the event ``make()`` the first time; afterwards only count, unless it may have become worse.
+    def once(self, key: object, make: Callable[[], PrecisionRule], *, again: bool = False) -> None:
+        """Judge what ``make()`` makes the first time; afterwards only count, unless it may have become worse.
 
         Making an event may wait for the device, to read a scale. A mistake that is repeated in each step must
         not do that again and again.
         """
         if again or key not in self._known:
             self._known[key] = self.emit(make())
-            return
-        for place in self._known[key]:
+        elif (place := self._known[key]) is not None:
             alarm = self._alarms[place]
             self._alarms[place] = replace(alarm, steps=alarm.steps + 1)
 
-    def emit(self, event: Event) -> list[_Place]:
-        """Judge an event."""
-        places = []
-        for rule in self.rules:
-            for alarm in rule.judge(event):
-                module = alarm.module if rule.by_module or not alarm.source else ""
-                place = (alarm.code, alarm.source, module, alarm.fix)
-                places.append(place)
-                before = self._alarms.get(place)
-                if before is None:
-                    self._alarms[place] = replace(alarm, first_step=self.step)
-                    self._say(alarm)
-                    continue
-                worse = alarm if _ORDER.index(alarm.severity) >= _ORDER.index(before.severity) else before
-                self._alarms[place] = replace(worse, first_step=before.first_step, steps=before.steps + 1)
-        return places
+    def emit(self, event: PrecisionRule) -> _Place | None:
+        """Judge something that happened; where its alarm is kept, if it gives one."""
+        alarm = event.judge() if event.code in self.rules else None
+        if alarm is None:
+            return None
+        place = alarm.code, alarm.source, alarm.module * (event.by_module or not alarm.source), alarm.fix
+        before = self._alarms.get(place)
+        if before is None:
+            self._alarms[place] = replace(alarm, first_step=self.step)
+            self._say(alarm)
+        else:
+            worse = alarm if _ORDER.index(alarm.severity) >= _ORDER.index(before.severity) else before
+            self._alarms[place] = replace(worse, first_step=before.first_step, steps=before.steps + 1)
+        return place
 
     def _say(self, alarm: Alarm) -> None:
         if os.getpid() != self._process:

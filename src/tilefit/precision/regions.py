@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilefit.precision import events, graph
+from tilefit.precision import graph
 from tilefit.precision.ledger import Begins, Running, Stepped, Tracker, Unscaled
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch, of_all
+from tilefit.precision.rules.autocast import BackwardInOtherDtype, EvalTrainMismatch, StaleWeightCache
+from tilefit.precision.rules.scaler import HalfWeightsUnderAutocast, ScalerWithBf16
 from tilefit.precision.tensors import HALF, name_of, parameters_of
 
 
@@ -98,11 +100,8 @@ class Regions(Tracker):
             cycle, dtype = here.cycle, autocast.fast_dtype
             if self._ledger.here.depth:
                 if cycle.dtypes and dtype not in cycle.dtypes:
-                    forward, backward = _names(cycle.dtypes), name_of(dtype)
-                    event = events.BackwardDtype(
-                        user_line(), kind="region", name="", forward=forward, backward=backward
-                    )
-                    self._recorder.emit(event)
+                    types: dict[str, Any] = {"forward": _names(cycle.dtypes), "backward": name_of(dtype)}
+                    self._recorder.emit(BackwardInOtherDtype(user_line(), kind="region", name="", **types))
             elif torch.is_grad_enabled():
                 cycle.dtypes.add(dtype)
                 cycle.source = here.region.source
@@ -138,7 +137,7 @@ class Regions(Tracker):
             stepped = [g.parameter() for g in self._ledger.gradients if g.stepped_in == region.number]
             stale = sum(map(_is_cached, stepped))
             if stale and graph.scan(begins.roots).dtypes & set(HALF):
-                self._recorder.emit(events.StaleCache(region.source, parameters=stale))
+                self._recorder.emit(StaleWeightCache(region.source, parameters=stale))
         if self._recorder.looking:
             cycle, factor = self._here.cycle, here.chain.factor
             cycle.backward_at = user_line()
@@ -155,18 +154,16 @@ class Regions(Tracker):
             self._recorder.tell(Unscaled(cycle.backward_at))
         if not self._recorder.looking:
             return
-        if stepped.scaler is not None and cycle.dtypes:
-            source = self._ledger.scaler(stepped.scaler).scaled_at
-            emit(events.ScalerUsed(source, dtypes=frozenset(map(name_of, cycle.dtypes))))
+        if stepped.scaler is not None and cycle.dtypes == {torch.bfloat16}:
+            emit(ScalerWithBf16(self._ledger.scaler(stepped.scaler).scaled_at))
         parameters = parameters_of(stepped.optimizer)
         if any(parameter.dtype in HALF for parameter in parameters):
             self._recorder.facts.update(("half-precision weights", "half precision"))
         weights = [parameter for parameter in parameters if parameter.ndim >= 2 and parameter.requires_grad]
         half = [parameter.dtype for parameter in weights if parameter.dtype in HALF]
         if cycle.dtypes and 2 * len(half) > len(weights):
-            name, dtype = type(stepped.optimizer).__name__, name_of(half[0])
-            count, of = len(half), len(weights)
-            emit(events.HalfWeights(cycle.source, name, dtype=dtype, half=count, weights=of))
+            place, dtype = (cycle.source, type(stepped.optimizer).__name__), name_of(half[0])
+            emit(HalfWeightsUnderAutocast(*place, dtype=dtype, half=len(half), weights=len(weights)))
 
     # ---- evaluation ------------------------------------------------------------------------
 
@@ -218,8 +215,7 @@ class Regions(Tracker):
         training, evaluation = _names(self.trained), name_of(dtype)
         if evaluation not in training:
             place = user_line(), type(model).__name__
-            event = events.EvaluationDtype(*place, training=training, evaluation=evaluation)
-            self._recorder.emit(event)
+            self._recorder.emit(EvalTrainMismatch(*place, training=training, evaluation=evaluation))
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

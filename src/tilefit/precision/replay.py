@@ -1,4 +1,5 @@
-"""Running a piece of training again, on state that is put back afterwards."""
+"""Running a piece of training again, on state that is put back afterwards: runs that should agree, and each
+layer's error in the precision of training, against fp32."""
 
 from __future__ import annotations
 
@@ -6,22 +7,29 @@ import copy
 import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from tilefit.errors import UsageError
-from tilefit.precision import events
-from tilefit.precision.ledger import Running
+from tilefit.precision.ledger import Ledger, Running
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patches
+from tilefit.precision.look import Look, Observers, Statistics
+from tilefit.precision.patches import Patches, of_all
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.rules import all_rules
-from tilefit.precision.tensors import tensors_in
+from tilefit.precision.rules import PrecisionRule, all_rules
+from tilefit.precision.rules.numerics import FirstDivergence
+from tilefit.precision.rules.numerics import LayerLosesPrecision as _Lost
+from tilefit.precision.rules.scaler import ScalerNotRestored
+from tilefit.precision.rules.storage import AccumulationNotAveraged
+from tilefit.precision.tensors import HALF, tensors_in
 from tilefit.report.watched import Table, Watched
 from tilefit.rules.registry import pages
+from tilefit.units import share
 from tilefit.version import __version__
 
 #: Steps made before a checkpoint is taken, and after it.
@@ -47,16 +55,12 @@ def hooked(
     modules: Iterable[nn.Module], left: Callable[..., None], entered: Callable[..., None] | None = None
 ) -> Iterator[None]:
     """Within the block modules that are entered and left are noticed, with all that they are called with."""
-    handles: list[Any] = []
-    for module in modules:
-        handles.append(module.register_forward_hook(left, with_kwargs=True))
-        if entered is not None:
-            handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
-    try:
+    with ExitStack() as ends:
+        for module in modules:
+            ends.enter_context(module.register_forward_hook(left, with_kwargs=True))
+            if entered is not None:
+                ends.enter_context(module.register_forward_pre_hook(entered, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -102,7 +106,7 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def judged(
-    title: str, found: Iterable[events.Event], *tables: Table, unchecked: tuple[str, ...] = ()
+    title: str, found: Iterable[PrecisionRule], *tables: Table, unchecked: tuple[str, ...] = ()
 ) -> Watched:
     """The report of a replay."""
     recorder = Recorder(all_rules())
@@ -148,23 +152,23 @@ def check_accumulation(
     with restored(model) as again:
         with Patches().applied((torch.autograd, "_engine_run_backward", counted)):
             accumulate()
-        accumulated = {name: gradient.double() for name, gradient in gradients_of(model).items()}
+        accumulated = gradients_of(model)
         again()
         joined().backward()  # type: ignore[no-untyped-call]
-        whole = {name: gradient.double() for name, gradient in gradients_of(model).items()}
-    both = [p for p in whole if p in accumulated]
-    if not sources or not both:
+        pairs = [
+            (accumulated[p].double(), g.double()) for p, g in gradients_of(model).items() if p in accumulated
+        ]
+    if not sources or not pairs:
         raise UsageError(
             "no gradients to compare", hint="accumulate() must call backward(), and joined() return the loss."
         )
-    product = sum(float((accumulated[p] * whole[p]).sum()) for p in both)
-    square = sum(float(whole[p].square().sum()) for p in both)
-    other = sum(float(accumulated[p].square().sum()) for p in both)
+    rows = [torch.stack([(a * b).sum(), b.square().sum(), a.square().sum()]) for a, b in pairs]
+    product, square, other = torch.stack(rows).sum(0).tolist()
     if not square or not other:
         raise UsageError("the gradients are all zero", hint="Use a batch the model can learn from.")
     projection, cosine = product / square, product / (square * other) ** 0.5
     place = sources[0], type(model).__name__
-    event = events.Accumulated(*place, passes=len(sources), factor=1.0, confirmed=projection)
+    event = AccumulationNotAveraged(*place, passes=len(sources), factor=1.0, confirmed=projection)
     table = Table(
         "Accumulated gradient against the joined batch's",
         ("backward passes", "projection", "cosine"),
@@ -209,7 +213,7 @@ def check_resume(
     steps = tuple(zip(range(1, STEPS_AFTER + 1), expected, got, strict=True))
     rows = tuple((str(step), f"{float(before):.9g}", f"{float(after):.9g}") for step, before, after in steps)
     found = [
-        events.ResumeDiffers(step=step, expected=float(before), got=float(after))
+        ScalerNotRestored(what="resumed", step=step, expected=float(before), got=float(after))
         for step, before, after in steps
         if not torch.equal(before, after)
     ]
@@ -235,7 +239,7 @@ def first_divergence(model: nn.Module, step: Callable[[], Tensor]) -> Watched:
         second = _trace(model, step)
     deterministic = torch.are_deterministic_algorithms_enabled()
     found = [
-        events.Diverged(source, name, calls=index, deterministic=deterministic)
+        FirstDivergence(source, name, calls=index, deterministic=deterministic)
         for index, (before, (name, source, digest)) in enumerate(zip(first, second, strict=False))
         if before != (name, source, digest)
     ]
@@ -261,3 +265,232 @@ def _trace(model: nn.Module, step: Callable[[], Tensor]) -> list[tuple[str, str,
 def _digest(tensor: Tensor) -> bytes:
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()
+
+
+#: Containers do nothing themselves; what they hold is compared.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+#: Seed of the perturbation.
+_SEED = 20240607
+_SMALL = 1e-30
+
+
+@dataclass(slots=True)
+class _Ran:
+    """One module's run.
+
+    Attributes:
+        args, kwargs: What went in, detached.
+        output: Its first floating-point output, detached.
+        gradient: The gradient of that output, if it got one.
+        source: The line that called it.
+        calls: How often it ran; only the first is kept.
+    """
+
+    args: Any
+    kwargs: Any
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+    source: str = ""
+    calls: int = 1
+
+
+#: A forward and a backward pass: every module's run, and the parameters' gradients.
+_Run = tuple[dict[str, _Ran], dict[str, Tensor]]
+
+
+def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0) -> Watched:
+    """Run one batch as training does and once in fp32, and measure every layer's error.
+
+    Two errors are measured, of outputs and of weight gradients, as the root mean square of the difference
+    over that of the fp32 value: *end to end* includes what came before, and what comes back from behind;
+    *local* is the module's own, in fp32 on the input and the output gradient that it had in training's
+    precision. The tolerance is what perturbing input and weights by the element type's epsilon does to the
+    fp32 module. Of the gradients of outputs, the end-to-end error is listed. Weights, buffers, gradients and
+    random numbers are put back; dropout is off.
+
+    Args:
+        model: The model, with fp32 weights.
+        step: Runs the forward pass, with its own autocast, and returns the loss.
+        scale: The loss scale of the backward pass, a power of two for fp16; divided out again.
+
+    Returns:
+        A report with AMP027 for each module that is off by more than four times its tolerance, a table of all
+        modules, and a table of operations by element type.
+
+    Raises:
+        UsageError: the weights are in half precision, or nothing runs in half precision.
+    """
+    if any(parameter.dtype in HALF for parameter in model.parameters()):
+        raise UsageError(
+            "the weights are in half precision",
+            where=type(model).__name__,
+            hint="Compare a model with fp32 weights under autocast.",
+        )
+    names = names_of(model)
+    statistics = Statistics()
+    with restored(model) as again:
+        for module in names:
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        half = _run(model, names, step, scale, statistics)
+        again()
+        switched_off = of_all(torch.amp.autocast_mode.autocast, __enter__=_enter_switched_off)
+        with Patches().applied(*switched_off):
+            wide = _run(model, names, step, 1.0, None)
+            again()
+            errors, left_out = _errors(names, half, wide)
+    if not errors:
+        raise UsageError(
+            "nothing ran in half precision", hint="Enter autocast inside step(), as the training loop does."
+        )
+    both = ((name, ran.gradient, wide[0][name].gradient) for name, ran in half[0].items())
+    passed_back = tuple(
+        (name, "output gradient", "", share(_error(got, exact)), "")
+        for name, got, exact in both
+        if got is not None and exact is not None
+    )
+    rows = tuple(
+        (e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance))
+        for e in sorted(errors, key=lambda e: -e.local / max(e.tolerance, _SMALL))
+    )
+    table = Table(
+        "Error against fp32, the largest beyond its tolerance first",
+        ("module", "of its", "local", "end to end", "tolerance"),
+        (*rows, *passed_back),
+    )
+    unchecked = tuple(f"{name}: {why}" for name, why in left_out.items())
+    return judged(type(model).__name__, errors, table, statistics.table(), unchecked=unchecked)
+
+
+def _run(
+    model: nn.Module,
+    names: dict[nn.Module, str],
+    step: Callable[[], Tensor],
+    scale: float,
+    statistics: Statistics | None,
+) -> _Run:
+    modules: dict[str, _Ran] = {}
+
+    def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+        known = modules.get(names[module])
+        if known is not None:
+            known.calls += 1
+        else:
+            modules[names[module]] = _Ran(_detached(args), _detached(kwargs), source=user_line())
+
+    def left(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        ran = modules[names[module]]
+        tensor = _first(output)
+        if ran.calls > 1 or tensor is None or ran.output is not None:
+            return
+        ran.output = tensor.detach()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda g: setattr(ran, "gradient", g.detach() / scale))  # type: ignore[no-untyped-call]
+
+    look: AbstractContextManager[Any] = nullcontext()
+    if statistics is not None and Look.possible():
+        recorder = Recorder(())
+        look = Look(recorder, Ledger(recorder), Observers(statistics, ()), thorough=False)
+    with hooked(names, left, entered):
+        with look:
+            loss = step()
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+    return modules, {name: gradient / scale for name, gradient in gradients_of(model).items()}
+
+
+def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[_Lost], dict[str, str]]:
+    found: list[_Lost] = []
+    left_out: dict[str, str] = {}
+    for module, name in names.items():
+        ran, ref = half[0].get(name), wide[0].get(name)
+        if ran is None or ref is None or ran.output is None or ref.output is None:
+            continue
+        if ran.output.dtype not in HALF or isinstance(module, _CONTAINERS):
+            continue
+        if ran.calls > 1:
+            left_out[name] = f"runs {ran.calls} times in a step; its first run alone is compared"
+        # A parent's weights are its children's; they are compared there, and those of several runs nowhere.
+        alone = not list(module.children()) and ran.calls == 1
+        pairs = {
+            key: (half[1].get(f"{name}.{key}"), wide[1].get(f"{name}.{key}"))
+            for key, _ in module.named_parameters()
+        }
+        outputs = {"output": (ran.output, ref.output)}
+        try:
+            found += _local(module, name, ran, outputs | (pairs if alone else {}))
+        except (RuntimeError, TypeError, ValueError) as error:
+            left_out[name] = f"cannot be run by itself ({type(error).__name__})"
+    return found, left_out
+
+
+def _local(
+    module: nn.Module, name: str, ran: _Ran, pairs: dict[str, tuple[Tensor | None, Tensor | None]]
+) -> Iterator[_Lost]:
+    """The errors of a module's output and weight gradients, of each of which both runs' are given."""
+    assert ran.output is not None
+    eps = torch.finfo(ran.output.dtype).eps
+    exact, moved = _alone(module, ran, 0.0), _alone(module, ran, eps)
+    for key, (got, reference) in pairs.items():
+        if got is not None and reference is not None and key in exact:
+            yield _Lost(
+                ran.source,
+                name,
+                what="output" if key == "output" else "weight gradient",
+                local=_error(got, exact[key]),
+                end_to_end=_error(got, reference),
+                tolerance=_error(moved[key], exact[key]) + eps / 2,  # rounding of the result itself
+            )
+
+
+def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
+    """The module in fp32 on the inputs it had, perturbed by ``eps``: output and weight gradients."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def perturbed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        wide = value.float()
+        noise = torch.rand(wide.shape, generator=generator).to(wide.device) * 2 - 1
+        return wide * (1 + eps * noise)
+
+    parameters = dict(module.named_parameters())
+    weights = {key: perturbed(p.detach()).requires_grad_(p.requires_grad) for key, p in parameters.items()}
+    args, kwargs = tree_map(perturbed, (ran.args, ran.kwargs))
+    with torch.enable_grad():
+        output = _first(torch.func.functional_call(module, weights, args, kwargs))
+    if output is None:
+        raise ValueError("it gives no tensor")
+    found = {"output": output.detach()}
+    wanted = {key: weight for key, weight in weights.items() if weight.requires_grad}
+    if ran.gradient is not None and wanted and output.requires_grad:
+        gradients = torch.autograd.grad(
+            output, list(wanted.values()), ran.gradient.to(output.dtype), allow_unused=True
+        )
+        found |= {key: g for key, g in zip(wanted, gradients, strict=True) if g is not None}
+    return found
+
+
+def _enter_switched_off(autocast: Any) -> Running:
+    """An autocast region is entered switched off."""
+    enabled, autocast._enabled = autocast._enabled, False
+    try:
+        yield
+    finally:
+        autocast._enabled = enabled
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    """The root mean square of the difference over that of the exact value."""
+    got, exact = got.double(), exact.double()
+    size = float(exact.square().mean().sqrt())
+    return float((got - exact).square().mean().sqrt()) / max(size, _SMALL)
+
+
+def _detached(values: Any) -> Any:
+    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
+
+
+def _first(output: Any) -> Tensor | None:
+    """The first floating-point tensor of an output."""
+    leaves, _ = tree_flatten(output)
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)

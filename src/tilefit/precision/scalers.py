@@ -16,10 +16,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tilefit.precision import events, graph
+from tilefit.precision import graph
 from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch, of_all
+from tilefit.precision.rules.scaler import ScaleCollapse, ScalerNotRestored, ScheduleAdvancesOnSkip, refused
 from tilefit.precision.tensors import parameters_of
 
 #: From so many skipped steps in a row on, the losses are looked at.
@@ -136,8 +137,7 @@ class Scalers(Tracker):
         if bad or scale < 1:
             self._recorder.look_soon = True
             finite, skipped = False if bad else None, known.skipped
-            source = known.scaled_at
-            event = events.ScaleHistory(source, scale=scale, skipped=skipped, loss_finite=finite)
+            event = ScaleCollapse(known.scaled_at, scale=scale, skipped=skipped, loss_finite=finite)
             self._recorder.emit(event)
 
     @contextmanager
@@ -148,10 +148,9 @@ class Scalers(Tracker):
         except (RuntimeError, ValueError, AssertionError) as error:
             weights = parameters_of(optimizer) if optimizer else []
             half = sum(weight.dtype == torch.float16 for weight in weights)
-            what = events.ScalerRefused(
-                user_line(), method=method, error=str(error), half_weights=half, weights=len(weights)
-            )
-            self._recorder.emit(what)
+            what = refused(user_line(), method, str(error), half, len(weights))
+            if what is not None:
+                self._recorder.emit(what)
             raise
 
 
@@ -193,9 +192,9 @@ class Checkpoints(Tracker):
         """What was saved and loaded since the last step is complete now."""
         used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.scaled_at]
         if self._saved_at and not self._scaler_saved and used:
-            self._recorder.emit(events.ScalerNotSaved(source=self._saved_at))
+            self._recorder.emit(ScalerNotRestored(self._saved_at, what="saved"))
         if self._loaded_at and used and not any(known.loaded for known in used):
-            self._recorder.emit(events.ScalerNotLoaded(source=self._loaded_at))
+            self._recorder.emit(ScalerNotRestored(self._loaded_at, what="loaded"))
         self._saved_at, self._scaler_saved, self._loaded_at = "", False, ""
 
 
@@ -233,8 +232,8 @@ class Schedules(Tracker):
         if since == 1 and steps["last"]:
             steps["skipped"] += 1
             place = user_line(), type(optimizer).__name__
-            event = events.SchedulerStepped(*place, skipped=steps["skipped"], steps=steps["all"])
-            self._recorder.emit(event)
+            what = ScheduleAdvancesOnSkip(*place, skipped=steps["skipped"], steps=steps["all"])
+            self._recorder.emit(what)
 
 
 def _holds(obj: Any, is_it: Callable[[Any], bool], depth: int = _DEPTH) -> bool:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tilefit.precision import events
 from tilefit.precision.ledger import Tracker
 from tilefit.precision.look import FORWARD, OPEN, RECOMPUTED, Call, Observer
+from tilefit.precision.rules import PrecisionRule
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
+from tilefit.precision.rules.numerics import IntegerCollapse, MaskOverflow, NormOverflow, ReductionInHalf
 from tilefit.precision.tensors import HALF, Notes, has_values, is_plain, name_of, sampled, tensors_in
 
 #: Elements looked at of an operation's input, and of a table of integers.
@@ -41,6 +42,9 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
 _PASSING = frozenset(
     "view _unsafe_view expand unsqueeze slice select clone permute transpose t add_ sub_ copy_".split()
 )
+_NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+#: What an operation that was repeated is judged by.
+_FIGURES = ("operation", "dtype", "overflowed", "vanished", "error_ulp", "largest")
 _REDUCTIONS = frozenset(
     "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
 )
@@ -70,7 +74,7 @@ class Shadows(Tracker, Observer):
 
     def set_up(self) -> None:
         #: Measurements on the device, and what each shows.
-        self._pending: list[tuple[Tensor, Callable[[list[float]], events.Event | None]]] = []
+        self._pending: list[tuple[Tensor, Callable[[list[float]], PrecisionRule | None]]] = []
         self._calls: Counter[tuple[str, str]] = Counter()
         self._underflowed: Notes[Tensor] = Notes()
         self._masks: Notes[_Mask] = Notes()
@@ -133,16 +137,9 @@ class Shadows(Tracker, Observer):
                 continue
             steps = values.diff()
             if bool((values == values.floor()).all() & (steps >= 0).all() & (steps == 0).any()):
-                before, after = values.numel(), int((steps > 0).sum()) + 1
-                event = events.IntegersMerged(
-                    module=name,
-                    dtype=name_of(buffer.dtype),
-                    integral=True,
-                    largest=float(values.abs().max()),
-                    before=before,
-                    after=after,
-                )
-                self._recorder.emit(event)
+                largest, left = float(values.abs().max()), int((steps > 0).sum()) + 1
+                what: dict[str, Any] = {"dtype": name_of(buffer.dtype), "integral": True, "largest": largest}
+                self._recorder.emit(IntegerCollapse("", name, before=values.numel(), after=left, **what))
 
     # ---- shadow operations -----------------------------------------------------------------
 
@@ -185,19 +182,12 @@ class Shadows(Tracker, Observer):
         self._checked(call, call.name, dtype, overflowed, vanished, error, largest)
 
     def _checked(self, call: Call, operation: str, dtype: torch.dtype, *numbers: Tensor) -> None:
-        place, dtype_name = (call.source, call.module), name_of(dtype)
+        place, what = (call.source, call.module), (operation, name_of(dtype))
+        rule = NormOverflow if operation in _NORMS else ReductionInHalf
 
-        def shows(read: list[float]) -> events.OperationChecked:
-            overflowed, vanished, error, largest = read
-            return events.OperationChecked(
-                *place,
-                operation=operation,
-                dtype=dtype_name,
-                overflowed=overflowed,
-                vanished=vanished,
-                error_ulp=error,
-                largest=largest,
-            )
+        def shows(read: list[float]) -> PrecisionRule:
+            figures: dict[str, Any] = dict(zip(_FIGURES, (*what, *read), strict=True))
+            return rule(*place, **figures)
 
         self._pending.append((torch.stack(numbers), shows))
 
@@ -238,8 +228,8 @@ class Shadows(Tracker, Observer):
         rows = torch.isneginf(scores).all(call.args[1]).sum()
         source, dtype = known.source, name_of(known.dtype)
 
-        def shows(read: list[float]) -> events.MaskOverflowed | None:
-            return events.MaskOverflowed(source, dtype=dtype, rows=int(read[1])) if read[0] else None
+        def shows(read: list[float]) -> PrecisionRule | None:
+            return MaskOverflow(source, dtype=dtype, rows=int(read[1])) if read[0] else None
 
         self._pending.append((torch.stack([known.overflowed.float(), rows.float()]), shows))
 
@@ -277,7 +267,7 @@ class Shadows(Tracker, Observer):
         # A batch of features holds whole numbers by accident; positions lie along an axis.
         many, line = axes > 1, row.numel() >= LINE
 
-        def shows(read: list[float]) -> events.IntegersMerged | None:
+        def shows(read: list[float]) -> PrecisionRule | None:
             (integral, monotone, largest), counts = read[:3], map(int, read[3:])
             before, after, rounded = counts
             beyond = integral and largest > exact and rounded
@@ -285,7 +275,7 @@ class Shadows(Tracker, Observer):
             # What only divides, or is an image, may be rounded.
             if not (beyond or merged) or not into & (_ANGLES if integral else _TABLES):
                 return None
-            return events.IntegersMerged(
+            return IntegerCollapse(
                 *place,
                 dtype=dtype,
                 integral=bool(integral),

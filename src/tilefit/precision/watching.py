@@ -239,7 +239,7 @@ class Watch:
 
     def _checks(self) -> Iterator[Check]:
         """What each rule could look at, and what not and why."""
-        for rule in self._recorder.rules:
+        for rule in self._recorder.rules.values():
             missing = [need for need in rule.needs if need not in self._recorder.facts]
             unchecked = self._recorder.unchecked.items()
             blocked = [what for what, codes in unchecked if rule.code.startswith(codes or "-")]

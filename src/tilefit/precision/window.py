@@ -8,6 +8,7 @@ gradients.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tilefit.precision import events
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
 from tilefit.precision.gradients import Gradient
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
 from tilefit.precision.marks import HAND, Cause, Kind, State
+from tilefit.precision.rules.protocol import ClipOnScaled, PenaltyOnScaled, WrongDivision, wrong_division
 from tilefit.precision.tensors import Notes, is_dense, is_plain, targets, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
@@ -35,6 +36,8 @@ _SCALERS_OWN = frozenset("_amp_foreach_non_finite_check_and_unscale_ _amp_update
 _AVERAGE = 1 << 20
 #: How near the products of a factor and a norm are from step to step, where one is made of the other.
 _CONSTANT = 1e-3
+#: Times the scale, a factor below this may have divided it out along with something else.
+_UNDONE = 16.0
 
 
 @dataclass(slots=True)
@@ -62,6 +65,8 @@ class Window(Tracker, Observer):
 
     def set_up(self) -> None:
         self._derived: Notes[_Derived] = Notes()
+        #: Where these begin in memory, for those that are written to by another name.
+        self._places: defaultdict[int, list[int]] = defaultdict(list)
         #: The gradients by where they begin in memory, and that in order.
         self._held: dict[int, Gradient] = {}
         self._starts: list[int] = []
@@ -78,7 +83,7 @@ class Window(Tracker, Observer):
             self._held = {}
 
     def end(self) -> None:
-        for kept in (self._derived, self._undone, self._read):
+        for kept in (self._derived, self._places, self._undone, self._read):
             kept.clear()
 
     def on_ended(self, ended: Ended | None) -> None:
@@ -107,6 +112,10 @@ class Window(Tracker, Observer):
         if gradients:
             self._written(call, gradients)
             return
+        for tensor in written:
+            for other in self._places.get(tensor.data_ptr(), ()) if is_dense(tensor) else ():
+                if other != id(tensor):
+                    self._derived.pop(other, None)  # it is written to through .data, say
         found = [one for tensor in call.tensors() if (one := self._find(tensor)) is not None]
         if call.name not in _READS:
             if found and not keeps_no_value(call.name):
@@ -154,15 +163,22 @@ class Window(Tracker, Observer):
         if base_name(call.name) in _SCALINGS and len(args) > 1:
             factor *= _by(call, args[1])
         marks: Marks = frozenset().union(*(one.marks for one in found))
+        factors = [call.kwargs.get("alpha", 1.0), *(one.factor for one in derived)]
+        # What no scale is on any more may be changed as one likes.
+        lose = degree != 1 and not lost and any(self._may_undo(by, marks) for by in factors)
         for out in written or tensors_in([call.out]):
             if not (out.is_floating_point() and is_dense(out) and out.numel()):
                 continue
             if self._gradient(out) is not None:
                 continue  # a view of a gradient
+            if lose:
+                self._derived.pop(id(out), None)
+                continue
             operation, source = (lost.operation, lost.source) if lost else (call.name, "")
             if not source and (degree != 1 or factor != 1):
                 source = call.source
             self._derived.note(out, _Derived(degree, marks, factor, operation, source))
+            self._places[out.data_ptr()].append(id(out))
 
     # ---- writing to gradients --------------------------------------------------------------
 
@@ -190,9 +206,12 @@ class Window(Tracker, Observer):
         else:
             self._note_product(scaled, by)
             number = isinstance(args[1], int | float)
-            if self._judge(marks, degree, by, source if number else "", call.name) is Cause.UNSCALED:
+            cause = self._judge(marks, degree, by, source if number else "", call.name)
+            if cause is Cause.UNSCALED:
                 self._divided(scaled, self._ledger.scale_of(marks))
                 return
+            self._accept(gradients, cause)
+            return
         self._accept(gradients, Cause.KEPT)
 
     def _written_plain(self, call: Call, gradients: list[Gradient], by: float) -> None:
@@ -202,12 +221,15 @@ class Window(Tracker, Observer):
             self._accept(gradients, Cause.WRITTEN)
         elif base_name(call.name) not in _SCALINGS:
             number, name = len(gradients), call.name
-            written = events.GradientsWritten(call.source, operation=name, scale=constant, parameters=number)
+            written = PenaltyOnScaled(call.source, operation=name, scale=constant, parameters=number)
             self._ledger.wait(constant, lambda: written)
             self._accept(gradients, Cause.KEPT)
         else:
             self._note_product(gradients, by)
             self._ledger.settle(by)
+            if constant and self._is_coefficient(call.source, by):
+                clipped = ClipOnScaled(call.source, threshold=None, scale=constant, certain=False)
+                self._ledger.wait(constant, lambda: clipped)
             scales = [scale_of(scaler) for scaler, _ in self._ledger.scalers]
             undone = [scale for scale in scales if scale > 1 and abs(by * scale - 1) < NEAR]
             if constant and abs(by * constant - 1) < NEAR:
@@ -227,8 +249,8 @@ class Window(Tracker, Observer):
     def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> events.WrongDivision:
-            return events.WrongDivision(kind=kind, scale=scale, parameters=len(those), by_hand=True)
+        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
+            return wrong_division(kind, scale, parameters=len(those), by_hand=True)
 
         for gradient in gradients:
             gradient.sure = True  # it is seen right now
@@ -246,7 +268,7 @@ class Window(Tracker, Observer):
         return before != by and any(abs(one - other) <= _CONSTANT * abs(other) for one, other in pairs)
 
     def _clipped(self, source: str, scale: float, *, certain: bool) -> None:
-        self._recorder.emit(events.GradientsClipped(source, limit=None, scale=scale, certain=certain))
+        self._recorder.emit(ClipOnScaled(source, threshold=None, scale=scale, certain=certain))
 
     def _judge(
         self, marks: Marks, degree: float, by: float, source: str, operation: str, parameters: int = 1
@@ -255,13 +277,18 @@ class Window(Tracker, Observer):
         number on a line has no source."""
         scale = self._ledger.scale_of(marks)
         if degree != 1:
-            event = events.GradientsWritten(source, operation=operation, scale=scale, parameters=parameters)
+            event = PenaltyOnScaled(source, operation=operation, scale=scale, parameters=parameters)
             self._recorder.emit(event)
         elif abs(by * scale - 1) < NEAR:
             return Cause.UNSCALED
         elif source and by != 1 and self._is_coefficient(source, by):
             self._clipped(source, scale, certain=False)
-        return Cause.KEPT
+        return Cause.WRITTEN if degree == 1 and self._may_undo(by, marks) else Cause.KEPT
+
+    def _may_undo(self, by: Any, marks: Marks) -> bool:
+        """Whether a factor may have divided the scale out, along with an average, say."""
+        small = isinstance(by, int | float) and abs(by) <= 0.5
+        return small and abs(by) * self._ledger.scale_of(marks) < _UNDONE
 
     def _replaced(self) -> None:
         """Judge gradients that were replaced by a new tensor, before they are used."""
@@ -312,8 +339,12 @@ class Window(Tracker, Observer):
 
         def gave(result: Any) -> None:
             derived = self._derived.of(gradient if result is None else result)
-            if derived is not None and self._judge_derived(derived) is Cause.UNSCALED:
+            cause = Cause.WRITTEN if marks and result is not None else Cause.KEPT
+            if derived is not None:
+                cause = self._judge_derived(derived)
+            if cause is Cause.UNSCALED:
                 here.unscaled.add(id(parameter))
+            here.unknown |= cause is Cause.WRITTEN
 
         try:
             yield gave

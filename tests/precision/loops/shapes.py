@@ -383,6 +383,104 @@ def hand_made_scale_clipped_before_it_is_divided_out():
         optimizer.step()
 
 
+def _multiplied(scale_first: bool, scale: Callable[[Tensor, float], object]) -> None:
+    """A multiplier is kept beside the gradients, and applied before the clipping or after it."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (mse(model, *batch()) * 128.0).backward()
+        gradients = [p.grad for p in model.parameters()]
+        if scale_first:
+            torch._foreach_mul_(gradients, 1 / 128.0)
+        norm = torch.stack([g.norm() for g in gradients]).norm().item()
+        for g in gradients:
+            scale(g, 0.1 / norm)
+        if not scale_first:
+            torch._foreach_mul_(gradients, 1 / 128.0)
+        optimizer.step()
+
+
+@wrong(1)
+def multiplier_applied_after_clipping_by_hand():
+    _multiplied(False, lambda g, by: g.mul_(by))  # here
+
+
+@right(1)
+def multiplier_applied_before_clipping_by_hand():
+    _multiplied(True, lambda g, by: g.mul_(by))
+
+
+def _masters(copies: bool) -> None:
+    """The optimizer holds fp32 copies of a half model's weights, which get its gradients."""
+    model = net().half()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer, s = SGD(masters, lr=0.01), scaler(init_scale=1024.0)
+    for _ in range(STEPS):
+        x, y = batch()
+        model.zero_grad()
+        s.scale(nn.functional.mse_loss(model(x.half()).float(), y)).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            if copies and master.grad is not None:
+                master.grad.copy_(p.grad)
+            else:
+                master.grad = p.grad.detach().float()
+        s.unscale_(optimizer)
+        clip_grad_norm_(masters, 1.0)
+        s.step(optimizer)
+        s.update()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+
+
+@right(1)
+def master_weights_clipped_after_unscaling():
+    _masters(copies=False)
+
+
+@right(1)
+def master_weights_with_copied_gradients():
+    _masters(copies=True)
+
+
+def _unscaled_by_hand(unscaled: Callable[[nn.Parameter, float], Tensor]) -> None:
+    model, s = net(), scaler(init_scale=1024.0)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        for p in model.parameters():
+            p.grad = unscaled(p, s.get_scale())
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@right(2)
+def unscaled_by_hand_then_clamped():
+    _unscaled_by_hand(lambda p, scale: torch.nan_to_num(p.grad / scale).clamp_(-1, 1))
+
+
+@right(2)
+def unscaled_by_hand_then_decayed():
+    _unscaled_by_hand(lambda p, scale: torch.add(1e-3 * p.detach(), p.grad, alpha=1 / scale))
+
+
+@right(3)
+def unscaled_and_averaged_at_once():
+    _unscaled_by_hand(lambda p, scale: p.grad.div_(2 * scale))
+
+
+@right(3)
+def unscaled_by_hand_through_a_clones_data():
+    def unscaled(p: nn.Parameter, scale: float) -> Tensor:
+        gradient = p.grad.clone()
+        gradient.data.mul_(1 / scale)
+        return gradient
+
+    _unscaled_by_hand(unscaled)
+
+
 @right(1)
 def hand_made_scale_clipped_after_it_is_divided_out():
     model = net()

@@ -86,6 +86,46 @@ def average_out_of_place():
 
 
 @wrong(15)
+def average_moved_by_its_distance():
+    model = net()
+    average = _half(model)
+
+    @torch.no_grad()
+    def update():
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a.sub_((a - p.bfloat16()) * 1e-4)  # here
+
+    _train(model, update)
+
+
+@wrong(15)
+def average_with_a_distance_added():
+    model = net()
+    average = _half(model)
+
+    @torch.no_grad()
+    def update():
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a += 1e-4 * (p.bfloat16() - a)  # here
+
+    _train(model, update)
+
+
+@right(15)
+def distances_from_an_average_that_moves():
+    model = net()
+    average = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def update():
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            (a.bfloat16() - p.bfloat16()).abs().sum()
+            a.lerp_(p, 1e-4)
+
+    _train(model, update)
+
+
+@wrong(15)
 def average_cloned_into_a_dictionary():
     class Average:
         def __init__(self, model: nn.Module) -> None:

@@ -1,9 +1,8 @@
-"""The debugger's rules, by family, found without being listed. They see events, never a tensor."""
+"""The debugger's rules, by family, found without being listed. Without torch."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from tilefit.precision.rules.base import PrecisionRule
 from tilefit.rules.registry import discover
@@ -12,6 +11,6 @@ __all__ = ["PrecisionRule", "all_rules"]
 
 
 @cache
-def all_rules() -> tuple[PrecisionRule[Any], ...]:
+def all_rules() -> tuple[PrecisionRule, ...]:
     """Every rule, by code."""
     return discover(PrecisionRule, __name__)  # type: ignore[type-abstract]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from tilefit.precision import events
 from tilefit.precision.rules.base import LARGEST, PrecisionRule, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.units import count, share
 
 
-class UnscaledFp16(PrecisionRule[events.UnscaledHalf]):
+class UnscaledFp16(PrecisionRule, code="AMP007", needs=("fp16",)):
     """Gradients go through fp16, and no scale keeps small ones from becoming zero.
 
     What it sees: The forward pass ran in fp16 autocast, the gradients of the loss flow through fp16
@@ -37,21 +36,23 @@ class UnscaledFp16(PrecisionRule[events.UnscaledHalf]):
     Source: Micikevicius et al., "Mixed Precision Training" (2018), loss scaling.
     """
 
-    code = "AMP007"
     title = "fp16 gradients without a loss scale"
     fix = "Use torch.amp.GradScaler, or bf16, which has fp32's range."
-    needs = ("fp16",)
 
-    def check(self, event: events.UnscaledHalf) -> Alarm | None:
+    #: Gradient values looked at, and the shares that are too small for full precision, and exactly zero.
+    number: int
+    subnormal: float
+    zero: float
+
+    def judge(self) -> Alarm:
         measured = (
-            f"of {count(event.values)} fp16 gradient values {share(event.zero)} are zero and "
-            f"{share(event.subnormal)} below 6.1e-5, where fp16 loses bits"
+            f"of {count(self.number)} fp16 gradient values {share(self.zero)} are zero and "
+            f"{share(self.subnormal)} below 6.1e-5, where fp16 loses bits"
         )
-        message = "gradients go through fp16 without a loss scale"
-        return self.alarm(event, message, *([measured] if event.values else []))
+        return self.alarm("gradients go through fp16 without a loss scale", *[measured][: self.number])
 
 
-class StaleWeightCache(PrecisionRule[events.StaleCache]):
+class StaleWeightCache(PrecisionRule, code="AMP009", severity=ERROR, needs=("autocast",)):
     """One autocast region surrounds the whole loop, so every forward pass uses the first weights.
 
     What it sees: Weights are stepped inside an outermost autocast region with its cache on, and a later
@@ -81,18 +82,20 @@ class StaleWeightCache(PrecisionRule[events.StaleCache]):
     Source: PyTorch, `torch.autocast`, cache_enabled; regions should hold the forward pass and the loss alone.
     """
 
-    code = "AMP009"
     title = "autocast keeps using old weights"
-    severity = ERROR
     fix = "Enter the region in each iteration, around the forward pass and the loss alone."
-    needs = ("autocast",)
 
-    def check(self, event: events.StaleCache) -> Alarm | None:
-        copies = f"the half-precision copies of {event.parameters} weights from before they were stepped"
-        return self.alarm(event, f"this autocast region goes on with {copies}", "stepped inside the region")
+    #: Weights that were changed inside an autocast region that goes on using their old copies.
+    parameters: int
+
+    def judge(self) -> Alarm:
+        copies = f"the half-precision copies of {self.parameters} weights from before they were stepped"
+        return self.alarm(f"this autocast region goes on with {copies}", "stepped inside the region")
 
 
-class CacheDropsGradients(PrecisionRule[events.GradientLost]):
+class CacheDropsGradients(
+    PrecisionRule, code="AMP010", severity=ERROR, needs=("autocast",), by_module=True, closely=True
+):
     """A forward pass without gradients makes a later one in the same autocast region lose them.
 
     What it sees: A weight took part in a forward pass with gradients, the module's output received a
@@ -119,20 +122,15 @@ class CacheDropsGradients(PrecisionRule[events.GradientLost]):
     Source: PyTorch pull request 165068, which mended it at the end of 2025.
     """
 
-    code = "AMP010"
     title = "weights lose their gradient to autocast's cache"
-    severity = ERROR
     fix = "Give the forward pass without gradients a region of its own, or pass cache_enabled=False."
-    by_module = True
-    needs = ("autocast",)
-    closely = True
 
-    def check(self, event: events.GradientLost) -> Alarm | None:
+    def judge(self) -> Alarm:
         why = "a forward pass without gradients came first in this autocast region"
-        return self.alarm(event, f"{event.module} gets no gradient although its output does: {why}")
+        return self.alarm(f"{self.module} gets no gradient although its output does: {why}")
 
 
-class LossInHalfPrecision(PrecisionRule[events.LossInHalf]):
+class LossInHalfPrecision(PrecisionRule, code="AMP011"):
     """The loss is computed in fp16 or bf16, and rounded to it.
 
     What it sees: The number that ``backward()`` starts from, or one that it was computed from, is fp16 or
@@ -158,26 +156,33 @@ class LossInHalfPrecision(PrecisionRule[events.LossInHalf]):
     Source: PyTorch, "Autocast Op Reference": losses are in its fp32 list, arithmetic by hand is not.
     """
 
-    code = "AMP011"
     title = "the loss is computed in half precision"
     fix = (
         "Compute the loss in float32: cast the model's output before it, out.float(); or call a loss of "
         "torch.nn.functional inside the autocast block, which casts by itself."
     )
 
-    def check(self, event: events.LossInHalf) -> Alarm | None:
-        dtype, limit = event.dtype, LARGEST[event.dtype]
-        severity = ERROR if dtype == "float16" else WARNING if event.autocast else NOTE
+    #: The operation that made the scalar, and its type.
+    operation: str
+    dtype: str
+    #: An autocast region was active in the step.
+    autocast: bool
+    #: What the scaler multiplied it by, or None without one.
+    scale: float | None
+
+    def judge(self) -> Alarm:
+        dtype, limit = self.dtype, LARGEST[self.dtype]
+        severity = ERROR if dtype == "float16" else WARNING if self.autocast else NOTE
         bits, rounding = ("8", "0.4 %") if dtype == "bfloat16" else ("11", "0.05 %")
         arithmetic = [f"{dtype} keeps {bits} bits: the loss is rounded by up to {rounding}"]
-        if event.scale is not None and event.scale > limit:
-            start = f"backward() starts from the loss scale, {figure(event.scale)}"
+        if self.scale is not None and self.scale > limit:
+            start = f"backward() starts from the loss scale, {figure(self.scale)}"
             arithmetic.append(f"{start}, which is inf in {dtype}: the largest number is {limit:g}")
-        message = f"the loss is computed in {dtype}, not in float32 (by {event.operation})"
-        return self.alarm(event, message, *arithmetic, severity=severity)
+        message = f"the loss is computed in {dtype}, not in float32 (by {self.operation})"
+        return self.alarm(message, *arithmetic, severity=severity)
 
 
-class BackwardInOtherDtype(PrecisionRule[events.BackwardDtype]):
+class BackwardInOtherDtype(PrecisionRule, code="AMP017", needs=("half precision",), closely=True):
     """The backward pass computes in another precision than the forward pass.
 
     What it sees: A custom autograd Function whose matrix products have different element types forward and
@@ -208,26 +213,31 @@ class BackwardInOtherDtype(PrecisionRule[events.BackwardDtype]):
     Source: PyTorch, "Automatic Mixed Precision examples", autocast and custom autograd functions.
     """
 
-    code = "AMP017"
     title = "the backward pass runs in another precision"
     fix = (
         "Recompute under the forward pass's own autocast: torch.utils.checkpoint does so; by hand, pass "
         "device and dtype."
     )
-    needs = ("half precision",)
-    closely = True
 
-    def check(self, event: events.BackwardDtype) -> Alarm | None:
-        types = f"{event.forward} forward and {event.backward} backward"
-        if event.kind == "function":
+    #: ``function`` (a custom autograd Function), ``region`` (an autocast region entered while going backward)
+    #: or ``recompute`` (a module's second forward pass); and the class or the module.
+    kind: str
+    name: str
+    #: Element types.
+    forward: str
+    backward: str
+
+    def judge(self) -> Alarm:
+        types = f"{self.forward} forward and {self.backward} backward"
+        if self.kind == "function":
             fix = "Decorate forward with torch.amp.custom_fwd(device_type=...) and backward with custom_bwd."
             why = "autocast is off inside backward unless it is decorated"
-            return self.alarm(event, f"{event.name} multiplies in {types}", why, fix=fix)
-        what = event.name if event.kind == "recompute" else "what this region recomputes"
-        return self.alarm(event, f"{what} runs in {types}", severity=ERROR)
+            return self.alarm(f"{self.name} multiplies in {types}", why, fix=fix)
+        what = self.name if self.kind == "recompute" else "what this region recomputes"
+        return self.alarm(f"{what} runs in {types}", severity=ERROR)
 
 
-class EvalTrainMismatch(PrecisionRule[events.EvaluationDtype]):
+class EvalTrainMismatch(PrecisionRule, code="AMP025", needs=("autocast", "evaluation"), by_module=True):
     """The model is evaluated in another precision than it is trained in.
 
     What it sees: The autocast state of the forward passes after `model.eval()`, and of those with gradients.
@@ -251,12 +261,12 @@ class EvalTrainMismatch(PrecisionRule[events.EvaluationDtype]):
     Source: PyTorch, "Automatic Mixed Precision examples": inference belongs under autocast as well.
     """
 
-    code = "AMP025"
     title = "evaluation runs in another precision"
     fix = "Evaluate under the autocast of training, or compare metrics once and mute this rule."
-    by_module = True
-    needs = ("autocast", "evaluation")
 
-    def check(self, event: events.EvaluationDtype) -> Alarm | None:
-        types = f"trained in {event.training} and evaluated in {event.evaluation}"
-        return self.alarm(event, f"{event.module} is {types}")
+    #: Element types; ``float32`` means no autocast.
+    training: str
+    evaluation: str
+
+    def judge(self) -> Alarm:
+        return self.alarm(f"{self.module} is trained in {self.training} and evaluated in {self.evaluation}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import ClassVar, dataclass_transform
 
-from tilefit.precision.events import Event
 from tilefit.rules.finding import ERROR, WARNING, Alarm
 
 #: Largest finite value, and the smallest normal one, of the half-precision types.
@@ -14,56 +13,80 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 #: Bits of their significand, with the implicit one: integers are exact up to 2 to this power.
 SIGNIFICAND_BITS = {"float16": 11, "bfloat16": 8}
 
-E = TypeVar("E", bound=Event)
 
-
-class PrecisionRule(ABC, Generic[E]):
-    """A rule judges events of one type, or of several: ``PrecisionRule[Clipped | Written]``.
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
+@dataclass(frozen=True, eq=False)
+class PrecisionRule(ABC):
+    """A rule is a class, and its objects are what has happened in a run and may break it: plain data, without
+    torch. Scales are numbers, element types are written as in ``torch.float16`` without the ``torch.``.
 
     A subclass's docstring is its page: what it sees, why nobody notices, the wrong loop, the right loop, the
-    source. ``code`` is ``AMP`` and a number; ``title`` one line; ``severity`` and ``fix`` are an alarm's,
-    unless its check says otherwise; ``by_module`` says that modules that share a line are told apart.
-    ``needs`` are the facts of a run without all of which there is nothing to check, as the report says it;
-    ``closely`` says that it takes close looks, ``values`` that it takes numbers, which the emulated GPU has
-    none of; ``replay`` names the function that checks it, where that is
-    not done while training; ``limit`` is what it never sees.
+    source. ``title`` is one line; ``fix`` an alarm's advice, unless it says otherwise.
+
+    Attributes:
+        source: The line of the user's code, ``file:line``.
+        module: The module, parameter or optimizer it happened to, if known.
+        seen: Everything it was concluded from was seen; else a part is inferred.
     """
+
+    source: str = ""
+    module: str = ""
+    seen: bool = field(default=True, kw_only=True)
 
     code: ClassVar[str]
     title: ClassVar[str]
-    severity: ClassVar[str] = WARNING
+    severity: ClassVar[str]
     fix: ClassVar[str] = ""
-    sees: ClassVar[tuple[type[Event], ...]]
-    by_module: ClassVar[bool] = False
-    needs: ClassVar[tuple[str, ...]] = ()
-    closely: ClassVar[bool] = False
-    values: ClassVar[bool] = False
-    replay: ClassVar[str] = ""
-    limit: ClassVar[str] = ""
+    by_module: ClassVar[bool]
+    needs: ClassVar[tuple[str, ...]]
+    closely: ClassVar[bool]
+    values: ClassVar[bool]
+    replay: ClassVar[str]
+    limit: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        code: str = "",
+        severity: str = WARNING,
+        needs: tuple[str, ...] = (),
+        by_module: bool = False,
+        closely: bool = False,
+        values: bool = False,
+        replay: str = "",
+        limit: str = "",
+    ) -> None:
+        """Make a rule.
+
+        Args:
+            code: ``AMP`` and a number.
+            severity: An alarm's, unless it says otherwise.
+            needs: The facts of a run without all of which there is nothing to check, as the report says it.
+            by_module: Modules that share a line are told apart.
+            closely: It takes close looks.
+            values: It takes numbers, which the emulated GPU has none of.
+            replay: The function that checks it, where that is not done while training.
+            limit: What it never sees.
+        """
         super().__init_subclass__()
-        ((events,),) = (get_args(base) for base in vars(cls)["__orig_bases__"])
-        cls.sees = get_args(events) or (events,)
+        cls.code, cls.severity, cls.needs, cls.by_module = code, severity, needs, by_module
+        cls.closely, cls.values, cls.replay, cls.limit = closely, values, replay, limit
+        dataclass(frozen=True, kw_only=True, eq=False)(cls)
 
     @abstractmethod
-    def check(self, event: E) -> Alarm | None:
+    def judge(self) -> Alarm | None:
         """What is wrong, if anything is."""
 
-    def judge(self, event: Any) -> Iterator[Alarm]:
-        """The alarm that an event of any type gives rise to."""
-        if isinstance(event, self.sees) and (alarm := self.check(event)) is not None:  # type: ignore[arg-type]
-            yield alarm
-
-    def alarm(self, event: Event, message: str, *arithmetic: str, severity: str = "", fix: str = "") -> Alarm:
-        """An alarm at the event's place, of the rule's own severity and with its advice where nothing else is
-        said: an error only if all that it follows from was seen."""
+    def alarm(self, message: str, *arithmetic: str, severity: str = "", fix: str = "") -> Alarm:
+        """An alarm, of the rule's own severity and with its advice where nothing else is said: an error only
+        if all that it follows from was seen."""
         severity = severity or self.severity
+        severity = WARNING if severity == ERROR and not self.seen else severity
         return Alarm(
             code=self.code,
-            severity=WARNING if severity == ERROR and not event.seen else severity,
-            source=event.source,
-            module=event.module,
+            severity=severity,
+            source=self.source,
+            module=self.module,
             message=message,
             fix=fix or self.fix,
             arithmetic=arithmetic,

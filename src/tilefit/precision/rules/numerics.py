@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tilefit.precision import events
 from tilefit.precision.rules.base import LARGEST, SIGNIFICAND_BITS, PrecisionRule, ends, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.units import share
@@ -12,9 +11,11 @@ from tilefit.units import share
 LARGEST_ERROR_ULP = 8.0
 #: Share of results that are zero, and should not be, from which on it counts.
 VANISHED = 0.5
+#: A layer's own error counts from this multiple of the tolerance on.
+FLAGGED = 4.0
 
 
-class ReductionInHalf(PrecisionRule[events.OperationChecked]):
+class ReductionInHalf(PrecisionRule, code="AMP012", needs=("half precision",), closely=True, values=True):
     """A power, sum, exponential, logarithm or normalisation in half precision is wrong on the data seen.
 
     What it sees: On watched steps such operations of the forward pass are repeated in fp32 on samples of
@@ -36,36 +37,37 @@ class ReductionInHalf(PrecisionRule[events.OperationChecked]):
     Source: PyTorch, "Autocast Op Reference", operations that autocast to float32.
     """
 
-    code = "AMP012"
-    values = True
     title = "a half-precision operation is wrong on this data"
     fix = "Compute it in fp32: x.float(), or a fused function such as F.rms_norm, F.log_softmax, F.mse_loss."
-    needs = ("half precision",)
-    closely = True
 
-    def check(self, event: events.OperationChecked) -> Alarm | None:
-        what = f"{event.operation} in {event.dtype}"
-        if is_norm(event.operation):
-            return None
-        if event.overflowed:
-            message = f"{what} gives inf or NaN for {share(event.overflowed)} of its results"
-            limit = f"largest true result {figure(event.largest)}; {ends(event.dtype)}"
-            return self.alarm(event, f"{message}; in fp32 they are finite", limit)
-        if event.vanished > VANISHED:
-            message = f"gives 0 for {share(event.vanished)} of its results; in fp32 they are not 0"
-            return self.alarm(event, f"{what} {message}")
-        if event.error_ulp > LARGEST_ERROR_ULP:
-            message = f"is off by up to {figure(event.error_ulp)} units in the last place"
-            return self.alarm(event, f"{what} {message}")
+    #: The operation that was repeated in fp32, and its type.
+    operation: str
+    dtype: str
+    #: Share of results that are inf or NaN where fp32's are finite.
+    overflowed: float
+    #: Share of results that are zero where fp32's are not.
+    vanished: float
+    #: Largest error, in units of the element type's spacing at the result.
+    error_ulp: float
+    #: Largest finite result in fp32.
+    largest: float
+
+    def judge(self) -> Alarm | None:
+        what = f"{self.operation} in {self.dtype}"
+        if self.overflowed:
+            message = f"{what} gives inf or NaN for {share(self.overflowed)} of its results"
+            limit = f"largest true result {figure(self.largest)}; {ends(self.dtype)}"
+            return self.alarm(f"{message}; in fp32 they are finite", limit)
+        if self.vanished > VANISHED:
+            return self.alarm(
+                f"{what} gives 0 for {share(self.vanished)} of its results; in fp32 they are not 0"
+            )
+        if self.error_ulp > LARGEST_ERROR_ULP:
+            return self.alarm(f"{what} is off by up to {figure(self.error_ulp)} units in the last place")
         return None
 
 
-def is_norm(operation: str) -> bool:
-    """Whether an operation is a vector norm, which AMP031 judges."""
-    return operation in ("linalg_vector_norm", "norm", "_foreach_norm")
-
-
-class IntegerCollapse(PrecisionRule[events.IntegersMerged]):
+class IntegerCollapse(PrecisionRule, code="AMP016", needs=("half precision",), closely=True, values=True):
     """Positions, time steps or other whole numbers are cast to half precision, where neighbours merge.
 
     What it sees: A cast to half precision of values that are all whole numbers, some beyond 256 (bf16) or
@@ -89,28 +91,34 @@ class IntegerCollapse(PrecisionRule[events.IntegersMerged]):
     Source: IEEE 754 and bfloat16: 11 and 8 bits of significand.
     """
 
-    code = "AMP016"
-    values = True
     title = "whole numbers merge in half precision"
     fix = "Compute with them in fp32, inside torch.autocast(..., enabled=False); keep such buffers fp32."
-    needs = ("half precision",)
-    closely = True
 
-    def check(self, event: events.IntegersMerged) -> Alarm | None:
-        dtype, before, after = event.dtype, event.before, event.after
-        what = "whole numbers" if event.integral else "entries of a sorted table"
+    #: The element type cast to.
+    dtype: str
+    #: All values were whole numbers; else they were a sorted table.
+    integral: bool
+    #: The largest magnitude.
+    largest: float
+    #: Distinct values of those looked at, and how many are not exact any more.
+    before: int
+    after: int
+    rounded: int = 0
+    #: They are not used as positions or steps are: whole numbers by accident.
+    likely_data: bool = False
+
+    def judge(self) -> Alarm:
+        dtype, before, after = self.dtype, self.before, self.after
+        what = "whole numbers" if self.integral else "entries of a sorted table"
         merged = f"merges {what}: of {before} distinct ones {after} are left"
-        message = merged if after < before else f"rounds {what}: {event.rounded} of {before}"
+        message = merged if after < before else f"rounds {what}: {self.rounded} of {before}"
         whole = f"{dtype} holds every whole number up to {2 ** SIGNIFICAND_BITS[dtype]}"
-        return self.alarm(
-            event,
-            f"a cast to {dtype} {message}",
-            f"values up to {figure(event.largest)}; {whole}",
-            severity=NOTE if event.likely_data else WARNING,
-        )
+        severity = NOTE if self.likely_data else WARNING
+        figures = f"values up to {figure(self.largest)}; {whole}"
+        return self.alarm(f"a cast to {dtype} {message}", figures, severity=severity)
 
 
-class NonFiniteOrigin(PrecisionRule[events.NonFinite]):
+class NonFiniteOrigin(PrecisionRule, code="AMP026", severity=ERROR, closely=True, values=True):
     """The first operation that makes inf or NaN out of finite numbers.
 
     What it sees: After a loss that is not finite, or after three steps in a row that the scaler skipped with
@@ -134,28 +142,28 @@ class NonFiniteOrigin(PrecisionRule[events.NonFinite]):
     Source: IEEE 754: fp16 ends at 65504.
     """
 
-    code = "AMP026"
-    values = True
     title = "where inf or NaN comes from"
-    severity = ERROR
     fix = "Compute this operation in fp32, or bound its input."
-    closely = True
 
-    def check(self, event: events.NonFinite) -> Alarm | None:
-        if event.operation == "weights":
+    #: The first operation of a step whose inputs were finite and whose output was not; ``weights`` where the
+    #: weights were not finite before the step.
+    operation: str
+    #: ``forward`` or ``backward``.
+    phase: str = ""
+    dtype: str = ""
+
+    def judge(self) -> Alarm:
+        if self.operation == "weights":
             message = "the weights hold inf or NaN already: an earlier step brought them there"
-            fix = "Start again with watch(..., find_non_finite=True), or --find-non-finite."
-            return self.alarm(event, message, fix=fix)
-        what = f"{event.operation} makes inf or NaN out of finite inputs"
-        limit = [ends(event.dtype)] if event.dtype in LARGEST else []
-        return self.alarm(event, f"{what}, {event.phase}, in {event.dtype}", *limit)
+            return self.alarm(
+                message, fix="Start again with watch(..., find_non_finite=True), or --find-non-finite."
+            )
+        what = f"{self.operation} makes inf or NaN out of finite inputs"
+        limit = [ends(self.dtype)] if self.dtype in LARGEST else []
+        return self.alarm(f"{what}, {self.phase}, in {self.dtype}", *limit)
 
 
-#: A layer's own error counts from this multiple of the tolerance on.
-FLAGGED = 4.0
-
-
-class LayerLosesPrecision(PrecisionRule[events.LayerError]):
+class LayerLosesPrecision(PrecisionRule, code="AMP027", by_module=True, replay="compare"):
     """One layer loses far more precision than its element type explains.
 
     What it sees: `tilefit.precision.compare` runs a batch once as the training does and once in fp32, with
@@ -177,24 +185,29 @@ class LayerLosesPrecision(PrecisionRule[events.LayerError]):
     Source: TTrace: tolerances per tensor from perturbation by the machine epsilon.
     """
 
-    code = "AMP027"
     title = "a layer loses more precision than its type explains"
     fix = "Compute this module in fp32, or look for a cancellation or a sum by hand inside it."
-    by_module = True
-    replay = "compare"
 
-    def check(self, event: events.LayerError) -> Alarm | None:
-        if event.local <= FLAGGED * event.tolerance:
+    #: ``output`` or ``weight gradient``.
+    what: str
+    #: Relative error of the module fed with the half-precision input.
+    local: float
+    #: Relative error including what came before.
+    end_to_end: float
+    #: The error that perturbing its input by the element type's epsilon makes in fp32.
+    tolerance: float
+
+    def judge(self) -> Alarm | None:
+        if self.local <= FLAGGED * self.tolerance:
             return None
         return self.alarm(
-            event,
-            f"the {event.what} of {event.module} is off by {share(event.local)} on its own",
-            f"perturbing its input by the type's epsilon explains {share(event.tolerance)}",
-            f"with what came before it: {share(event.end_to_end)}",
+            f"the {self.what} of {self.module} is off by {share(self.local)} on its own",
+            f"perturbing its input by the type's epsilon explains {share(self.tolerance)}",
+            f"with what came before it: {share(self.end_to_end)}",
         )
 
 
-class FirstDivergence(PrecisionRule[events.Diverged]):
+class FirstDivergence(PrecisionRule, code="AMP028", replay="first_divergence"):
     """Two replays of the same step, with the same random numbers, differ.
 
     What it sees: `tilefit.precision.first_divergence` runs a step twice from the same state and compares a
@@ -215,18 +228,20 @@ class FirstDivergence(PrecisionRule[events.Diverged]):
     Source: PyTorch, "Reproducibility".
     """
 
-    code = "AMP028"
     title = "two equal runs part here"
     fix = "torch.use_deterministic_algorithms(True), and no state outside of torch's generators."
-    replay = "first_divergence"
 
-    def check(self, event: events.Diverged) -> Alarm | None:
-        message = f"two replays of the same step differ, first in {event.module}"
-        agree = f"{event.calls} module calls before it agree bit for bit"
-        return self.alarm(event, message, agree, severity=WARNING if event.deterministic else NOTE)
+    #: How many modules ran before the first that differs.
+    calls: int
+    deterministic: bool
+
+    def judge(self) -> Alarm:
+        message = f"two replays of the same step differ, first in {self.module}"
+        agree = f"{self.calls} module calls before it agree bit for bit"
+        return self.alarm(message, agree, severity=WARNING if self.deterministic else NOTE)
 
 
-class MaskOverflow(PrecisionRule[events.MaskOverflowed]):
+class MaskOverflow(PrecisionRule, code="AMP030", needs=("half precision",), closely=True, values=True):
     """Finite attention masks add up to -inf.
 
     What it sees: On watched steps, a half-precision sum of finite values that is -inf and goes into a
@@ -245,24 +260,24 @@ class MaskOverflow(PrecisionRule[events.MaskOverflowed]):
     Source: IEEE 754: -65504 - 65504 is -inf in fp16; so is -65504 - 16.
     """
 
-    code = "AMP030"
-    values = True
     title = "attention masks add up to -inf"
     fix = (
         "Combine boolean masks with | and fill once, or use F.scaled_dot_product_attention with a "
         "boolean mask."
     )
-    needs = ("half precision",)
-    closely = True
 
-    def check(self, event: events.MaskOverflowed) -> Alarm | None:
-        full = f"{event.rows} rows are -inf throughout: their softmax is NaN"
-        limit = f"{event.dtype} ends at -{figure(LARGEST[event.dtype])}"
-        message = f"finite values add up to -inf in {event.dtype} and go into a softmax"
-        return self.alarm(event, message, f"{limit}; {full if event.rows else 'no row is full yet'}")
+    dtype: str
+    #: Those that are -inf throughout.
+    rows: int
+
+    def judge(self) -> Alarm:
+        full = f"{self.rows} rows are -inf throughout: their softmax is NaN"
+        limit = f"{self.dtype} ends at -{figure(LARGEST[self.dtype])}"
+        message = f"finite values add up to -inf in {self.dtype} and go into a softmax"
+        return self.alarm(message, f"{limit}; {full if self.rows else 'no row is full yet'}")
 
 
-class NormOverflow(PrecisionRule[events.OperationChecked]):
+class NormOverflow(ReductionInHalf, code="AMP031", needs=("half precision",), closely=True, values=True):
     """The norm of finite gradients is inf, because it is computed in fp16.
 
     What it sees: On watched steps, a vector norm in half precision whose result is not finite and whose
@@ -283,15 +298,11 @@ class NormOverflow(PrecisionRule[events.OperationChecked]):
     Source: IEEE 754: fp16 ends at 65504; 3000 values of 1000 in each of three tensors have norm 94868.
     """
 
-    code = "AMP031"
-    values = True
     title = "a norm overflows in half precision"
     fix = "Compute norms in fp32: torch.linalg.vector_norm(x, dtype=torch.float32)."
-    needs = ("half precision",)
-    closely = True
 
-    def check(self, event: events.OperationChecked) -> Alarm | None:
-        if not is_norm(event.operation) or not event.overflowed:
+    def judge(self) -> Alarm | None:
+        if not self.overflowed:
             return None
-        message = f"a norm in {event.dtype} is inf although its inputs are finite"
-        return self.alarm(event, message, f"true norm {figure(event.largest)}; {ends(event.dtype)}")
+        message = f"a norm in {self.dtype} is inf although its inputs are finite"
+        return self.alarm(message, f"true norm {figure(self.largest)}; {ends(self.dtype)}")

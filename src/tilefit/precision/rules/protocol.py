@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import isinf
 from typing import Any
 
-from tilefit.precision import events
 from tilefit.precision.rules.base import PrecisionRule, figure, inverse
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 
+_SCALE = ("loss scale",)
 
-class ClipOnScaled(PrecisionRule[events.GradientsClipped]):
+
+class ClipOnScaled(PrecisionRule, code="AMP001", severity=ERROR, needs=_SCALE):
     """Gradients are clipped while they still carry the loss scale.
 
     What it sees: `clip_grad_norm_`, `clip_grad_value_` or clipping by hand between the scaled backward pass
@@ -40,27 +41,31 @@ class ClipOnScaled(PrecisionRule[events.GradientsClipped]):
     Source: PyTorch, "Automatic Mixed Precision examples", working with unscaled gradients.
     """
 
-    code = "AMP001"
     title = "gradients are clipped before they are unscaled"
-    severity = ERROR
     fix = "Call scaler.unscale_(optimizer) after backward() and before clipping."
-    needs = ("loss scale",)
 
-    def check(self, event: events.GradientsClipped) -> Alarm | None:
-        scale, limit = figure(event.scale), event.limit
+    #: The threshold, or None where the user clips with code of their own.
+    threshold: float | None
+    #: What the gradients were multiplied by.
+    scale: float
+    #: The factor is known to come from the gradients themselves.
+    certain: bool = True
+
+    def judge(self) -> Alarm:
+        scale, limit = figure(self.scale), self.threshold
         if limit is None:
             made = f"a factor made from their own norm while they carry the loss scale of {scale}"
-            severity = ERROR if event.certain else WARNING
-            return self.alarm(event, f"gradients are scaled by {made}", severity=severity)
+            return self.alarm(f"gradients are scaled by {made}", severity=ERROR if self.certain else WARNING)
         if isinf(limit):
             times = f"is {scale} times the gradients' own: they still carry the loss scale"
-            return self.alarm(event, f"the norm that is computed here {times}", severity=NOTE)
+            return self.alarm(f"the norm that is computed here {times}", severity=NOTE)
         message = f"clipped at {figure(limit)} while the gradients carry a loss scale of {scale}"
-        effect = f"effective limit {figure(limit)} / {scale} = {figure(limit / event.scale)}"
-        return self.alarm(event, message, effect)
+        return self.alarm(
+            message, f"effective limit {figure(limit)} / {scale} = {figure(limit / self.scale)}"
+        )
 
 
-class PenaltyOnScaled(PrecisionRule[events.GradientsWritten]):
+class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE, closely=True):
     """Something is added to, clamped in or put in place of gradients that still carry the loss scale.
 
     What it sees: Between the scaled backward pass and `unscale_`, an operation that writes to a gradient and
@@ -89,30 +94,27 @@ class PenaltyOnScaled(PrecisionRule[events.GradientsWritten]):
     Source: PyTorch, "Automatic Mixed Precision examples", gradient penalty.
     """
 
-    code = "AMP002"
     title = "scaled gradients are changed"
-    severity = ERROR
     fix = "Call scaler.unscale_(optimizer) first, or put the term into the loss."
-    needs = ("loss scale",)
-    closely = True
 
-    def check(self, event: events.GradientsWritten) -> Alarm | None:
-        by = f"by {event.operation}" if event.operation else "by hand"
-        scale = figure(event.scale)
-        changed = (
-            f"1 gradient is changed {by} while it carries"
-            if event.parameters == 1
-            else f"{event.parameters} gradients are changed {by} while they carry"
-        )
+    #: What does not commute with the scale and wrote to so many gradients that carry one.
+    operation: str
+    scale: float
+    parameters: int
+
+    def judge(self) -> Alarm:
+        by = f"by {self.operation}" if self.operation else "by hand"
+        one = self.parameters == 1
+        which = f"1 gradient is changed {by} while it carries"
+        which = which if one else f"{self.parameters} gradients are changed {by} while they carry"
         return self.alarm(
-            event,
-            f"{changed} a loss scale of {scale}",
-            f"what is added here acts as {inverse(event.scale)} of itself; an inf or NaN removed here is "
+            f"{which} a loss scale of {figure(self.scale)}",
+            f"what is added here acts as {inverse(self.scale)} of itself; an inf or NaN removed here is "
             "hidden from the scaler",
         )
 
 
-class StepWithoutUnscale(PrecisionRule[events.ScaledStep]):
+class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SCALE):
     """The optimizer steps on gradients that still carry the loss scale.
 
     What it sees: `optimizer.step()` itself is called while the gradients' scale has not been divided out.
@@ -136,28 +138,31 @@ class StepWithoutUnscale(PrecisionRule[events.ScaledStep]):
     Source: PyTorch, `torch.amp.GradScaler.step`.
     """
 
-    code = "AMP003"
     title = "the optimizer steps on scaled gradients"
-    severity = ERROR
     fix = "Call scaler.step(optimizer) instead of optimizer.step()."
-    needs = ("loss scale",)
 
-    def check(self, event: events.ScaledStep) -> Alarm | None:
-        scale, eps, lr, decay = event.scale, event.eps, event.lr, event.weight_decay
-        s = figure(scale)
-        effects = []
-        if event.adaptive and eps:
-            effects.append(f"eps acts as eps / S = {figure(eps)} / {s} = {figure(eps / scale)}")
-        if not event.adaptive and lr is not None:
-            effects.append(f"the learning rate acts as lr * S = {figure(lr)} * {s}")
-        if decay:
+    scale: float
+    #: The optimizer's, of its first group; None where it has none.
+    lr: float | None
+    eps: float | None
+    weight_decay: float | None
+    #: It divides by the gradients' own size, as Adam does.
+    adaptive: bool
+
+    def judge(self) -> Alarm:
+        scale, s, effects = self.scale, figure(self.scale), []
+        if self.adaptive and self.eps:
+            effects.append(f"eps acts as eps / S = {figure(self.eps)} / {s} = {figure(self.eps / scale)}")
+        if not self.adaptive and self.lr is not None:
+            effects.append(f"the learning rate acts as lr * S = {figure(self.lr)} * {s}")
+        if decay := self.weight_decay:
             acts = f"{figure(decay)} / {s} = {figure(decay / scale)} of what it is beside"
             effects.append(f"a weight decay through the gradient acts as {acts}")
-        message = f"{event.module} steps on gradients that carry a loss scale of {s}"
-        return self.alarm(event, message, *effects, "the check for inf and NaN is left out")
+        message = f"{self.module} steps on gradients that carry a loss scale of {s}"
+        return self.alarm(message, *effects, "the check for inf and NaN is left out")
 
 
-class DoubleStep(PrecisionRule[events.RepeatedStep]):
+class DoubleStep(PrecisionRule, code="AMP004", severity=ERROR):
     """The optimizer steps again on gradients that it has used already.
 
     What it sees: An optimizer step although no backward pass, and nothing else, has written to any gradient
@@ -180,28 +185,51 @@ class DoubleStep(PrecisionRule[events.RepeatedStep]):
     Source: PyTorch, `torch.amp.GradScaler.step`: it calls `optimizer.step()` itself.
     """
 
-    code = "AMP004"
     title = "the optimizer steps twice on the same gradients"
-    severity = ERROR
     fix = "Remove one of the two steps: scaler.step(optimizer) calls optimizer.step() itself."
 
-    def check(self, event: events.RepeatedStep) -> Alarm | None:
+    #: The scaler had skipped the step before because of inf or NaN.
+    skipped: bool
+    #: The second step went through the scaler, which divides by the scale once more.
+    scaler: bool
+
+    def judge(self) -> Alarm:
         skipped = "the scaler had skipped the step because of inf or NaN in them"
-        effects = [skipped if event.skipped else "no gradient has changed since its last step"]
-        if event.scaler:
+        effects = [skipped if self.skipped else "no gradient has changed since its last step"]
+        if self.scaler:
             effects.append("they are divided by the loss scale a second time")
-        return self.alarm(event, f"{event.module} steps again on gradients it has used already", *effects)
+        return self.alarm(f"{self.module} steps again on gradients it has used already", *effects)
 
 
-_REASONS = {
-    "already been called": "scaler.update() was not called since: it must end every step",
-    "after step": "scaler.update() was not called since the last step: it must end every step",
-    "prior to update": "scaler.update() was called without a scaler.step() since the last update",
-    "No inf checks": "the optimizer had no gradients, or scaler.update() came between unscale_ and step",
-}
+class WrongDivision(PrecisionRule):
+    """Gradients were divided by a scale that is not the one they carry."""
+
+    #: ``again`` (they had been divided before), ``older`` (they carry the scale before an update), ``mixed``
+    #: (parts with and without a scale), ``spread`` (parts of different scales), ``plain`` (they carry none);
+    #: ``loss``: before that, one backward pass starts from a sum of which a part was scaled; ``raised``: a
+    #: method of the scaler did.
+    kind: str
+    #: What they are divided by.
+    scale: float = 1.0
+    #: The scale they carry, where it is one and known.
+    carried: float | None = None
+    #: The optimizer that stepped between the backward pass and this division, if one did.
+    other: str = ""
+    #: How many gradients.
+    parameters: int = 0
+    #: It was the user's own code that divided.
+    by_hand: bool = False
+
+    def older(self, *arithmetic: str) -> Alarm:
+        """Gradients of an earlier scale are divided by a later one."""
+        carried = "an earlier one" if self.carried is None else figure(self.carried)
+        before = f"carry the loss scale from before the last update ({carried})"
+        now = f"are divided by the present one ({figure(self.scale)})"
+        message = f"the gradients of {self.module} {before} and {now}"
+        return self.alarm(message, *arithmetic, severity=WARNING if self.carried == self.scale else ERROR)
 
 
-class UpdateMisplaced(PrecisionRule[events.ScalerRefused | events.WrongDivision]):
+class UpdateMisplaced(WrongDivision, code="AMP005", severity=ERROR, needs=_SCALE):
     """`scaler.update()` comes too early, too often or not at all.
 
     What it sees: Gradients that are divided by the scale a second time because an `update()` between
@@ -226,38 +254,31 @@ class UpdateMisplaced(PrecisionRule[events.ScalerRefused | events.WrongDivision]
     Source: PyTorch, `torch.amp.GradScaler.update`: to be called once, at the end of the iteration.
     """
 
-    code = "AMP005"
     title = "scaler.update() is in the wrong place"
-    severity = ERROR
     fix = "Call scaler.update() once per step, after the last scaler.step()."
-    needs = ("loss scale",)
 
-    def check(self, event: events.ScalerRefused | events.WrongDivision) -> Alarm | None:
-        if isinstance(event, events.ScalerRefused):
-            reason = next((why for words, why in _REASONS.items() if words in event.error), "")
-            message = f"scaler.{event.method} raised: {reason}"
-            return self.alarm(event, message, event.error) if reason else None
-        if event.kind == "older" and not event.other:
-            return _older(self, event)
-        if event.kind != "again":
-            return None
+    #: Of ``raised``: the method of the scaler and why, and what it said.
+    raised: str = ""
+    error: str = ""
+
+    def judge(self) -> Alarm:
+        if self.kind == "raised":
+            return self.alarm(f"scaler.{self.raised}", self.error)
+        if self.kind == "older":
+            return self.older()
         forgot = "an update() between unscale_ and step made the scaler forget the first division"
-        reason = "unscale_ had divided them already" if event.by_hand else forgot
-        message = f"the gradients of {event.module} are divided by the loss scale a second time"
-        return self.alarm(event, message, f"they become {inverse(event.scale)} of their size: {reason}")
+        reason = "unscale_ had divided them already" if self.by_hand else forgot
+        message = f"the gradients of {self.module} are divided by the loss scale a second time"
+        return self.alarm(message, f"they become {inverse(self.scale)} of their size: {reason}")
 
 
-def _older(rule: PrecisionRule[Any], event: events.WrongDivision, *arithmetic: str) -> Alarm:
-    """Gradients of an earlier scale are divided by a later one."""
-    carried = "an earlier one" if event.carried is None else figure(event.carried)
-    before = f"carry the loss scale from before the last update ({carried})"
-    now = f"are divided by the present one ({figure(event.scale)})"
-    severity = WARNING if event.carried == event.scale else ERROR
-    message = f"the gradients of {event.module} {before} and {now}"
-    return rule.alarm(event, message, *arithmetic, severity=severity)
-
-
-class MixedAccumulation(PrecisionRule[events.MixedLoss | events.WrongDivision]):
+class MixedAccumulation(
+    WrongDivision,
+    code="AMP006",
+    severity=ERROR,
+    needs=_SCALE,
+    limit="a penalty that is differentiated from a scaled loss and not divided by the scale",
+):
     """A gradient is the sum of parts that carry different scales.
 
     What it sees: The gradients that one `unscale_` or step consumes come from backward passes with and
@@ -289,46 +310,36 @@ class MixedAccumulation(PrecisionRule[events.MixedLoss | events.WrongDivision]):
     while gradients accumulate.
     """
 
-    code = "AMP006"
     title = "scaled and unscaled gradients are mixed"
-    severity = ERROR
     fix = "Add the losses first and scale the sum: scaler.scale(loss1 + loss2)."
-    needs = ("loss scale",)
-    limit = "a penalty that is differentiated from a scaled loss and not divided by the scale"
 
-    def check(self, event: events.MixedLoss | events.WrongDivision) -> Alarm | None:
-        smaller = f"part counts {inverse(event.scale)} of itself"
-        if isinstance(event, events.MixedLoss):
-            message = "the loss is a sum of which only a part is scaled"
-            return self.alarm(event, message, f"the other {smaller}")
-        if event.kind not in _MIXTURES:
-            return None
-        what, fix, small = _MIXTURES[event.kind]
-        message = f"{event.parameters} gradients of {event.module} are {what}"
-        return self.alarm(event, message, *([f"that {smaller}"] if small else []), fix=fix)
+    def judge(self) -> Alarm:
+        smaller = f"part counts {inverse(self.scale)} of itself"
+        if self.kind == "loss":
+            return self.alarm("the loss is a sum of which only a part is scaled", f"the other {smaller}")
+        what, fix = _MIXTURES[self.kind]
+        small = [] if self.kind == "spread" else [f"that {smaller}"]
+        return self.alarm(f"{self.parameters} gradients of {self.module} are {what}", *small, fix=fix)
 
 
-#: What is wrong with gradients of several parts, what to do, and whether a part is too small.
+#: What is wrong with gradients of several parts, and what to do.
 _MIXTURES = {
     "mixed": (
         "sums of a scaled part and an unscaled one",
         "Scale every loss whose gradients add up, and unscale once, after the last backward().",
-        True,
     ),
     "spread": (
         "sums of parts with different loss scales",
         "Call scaler.update() only after the step that uses the accumulated gradients.",
-        False,
     ),
     "plain": (
         "divided by the loss scale and were never multiplied by it",
         "Call scaler.scale(loss).backward() for every loss this optimizer learns from.",
-        True,
     ),
 }
 
 
-class OneScalerManyOptimizers(PrecisionRule[events.WrongDivision]):
+class OneScalerManyOptimizers(WrongDivision, code="AMP019", needs=_SCALE):
     """The scaler is updated between the steps of two optimizers that learn from the same backward pass.
 
     What it sees: The gradients of an optimizer carry the scale from before an update, and another optimizer
@@ -352,12 +363,14 @@ class OneScalerManyOptimizers(PrecisionRule[events.WrongDivision]):
     optimizers.
     """
 
-    code = "AMP019"
     title = "one scaler is updated between two optimizers"
     fix = "Call scaler.update() once, after the last optimizer's step."
-    needs = ("loss scale",)
 
-    def check(self, event: events.WrongDivision) -> Alarm | None:
-        if event.kind != "older" or not event.other:
-            return None
-        return _older(self, event, f"{event.other} stepped, and the scaler was updated, in between")
+    def judge(self) -> Alarm:
+        return self.older(f"{self.other} stepped, and the scaler was updated, in between")
+
+
+def wrong_division(kind: str, scale: float, **figures: Any) -> WrongDivision:
+    """What a wrong division of a kind breaks; figures are the other fields."""
+    apart = OneScalerManyOptimizers if figures.get("other") else UpdateMisplaced
+    return (MixedAccumulation if kind in _MIXTURES else apart)(kind=kind, scale=scale, **figures)

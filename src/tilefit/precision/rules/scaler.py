@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from tilefit.precision import events
 from tilefit.precision.rules.base import PrecisionRule, figure
+from tilefit.precision.rules.protocol import UpdateMisplaced
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 
+#: So many skipped steps at the start are the scale finding its level.
+SETTLING = 3
 
-class ScalerWithBf16(PrecisionRule[events.ScalerUsed]):
+
+class ScalerWithBf16(PrecisionRule, code="AMP008", needs=("loss scale",)):
     """A gradient scaler is enabled although all autocast is bf16.
 
     What it sees: The scaler steps an optimizer, and every autocast region with gradients since the last step
@@ -31,23 +34,23 @@ class ScalerWithBf16(PrecisionRule[events.ScalerUsed]):
     Source: PyTorch, "Automatic Mixed Precision package", gradient scaling: it is for fp16's range.
     """
 
-    code = "AMP008"
     title = "a gradient scaler with bf16"
     fix = "Switch it off: GradScaler(enabled=dtype == torch.float16), or remove it."
-    needs = ("loss scale",)
 
-    def check(self, event: events.ScalerUsed) -> Alarm | None:
-        if event.dtypes != {"bfloat16"}:
-            return None
+    def judge(self) -> Alarm:
         return self.alarm(
-            event,
             "the loss is scaled although autocast uses bf16, which needs no scale",
             "bf16 reaches as far as fp32, 3.4e38; the scaler costs a pass over the gradients and a wait for "
             "the device in each step",
         )
 
 
-class ScalerNotRestored(PrecisionRule[events.ScalerNotSaved | events.ScalerNotLoaded | events.ResumeDiffers]):
+class ScalerNotRestored(
+    PrecisionRule,
+    code="AMP020",
+    needs=("loss scale",),
+    limit="what a resumed run does otherwise: tilefit.precision.check_resume replays it",
+):
     """A checkpoint holds the optimizer's state and not the scaler's.
 
     What it sees: `torch.save` or `torch.distributed.checkpoint.save` of something that holds an optimizer's
@@ -70,36 +73,38 @@ class ScalerNotRestored(PrecisionRule[events.ScalerNotSaved | events.ScalerNotLo
     Source: PyTorch, "Automatic Mixed Precision recipe", saving/resuming.
     """
 
-    code = "AMP020"
     title = "the scaler is missing from a checkpoint"
     fix = "Save and load everything a step changes: model, optimizer, scaler, scheduler, averages."
-    needs = ("loss scale",)
-    limit = "what a resumed run does otherwise: tilefit.precision.check_resume replays it"
 
-    def check(
-        self, event: events.ScalerNotSaved | events.ScalerNotLoaded | events.ResumeDiffers
-    ) -> Alarm | None:
-        if isinstance(event, events.ScalerNotSaved):
+    #: An optimizer's state was ``saved`` or ``loaded``, and that of the scaler that steps it was not; or a
+    #: run was ``resumed``, and gave another loss than the run that was saved,
+    what: str
+    #: so many steps after the checkpoint.
+    step: int = 0
+    expected: float = 0.0
+    got: float = 0.0
+
+    def judge(self) -> Alarm:
+        if self.what == "saved":
             message = "the optimizer's state is saved here, the gradient scaler's is not"
-            effect = "the scale starts at its initial value, with skipped steps or lost gradients"
+            effect = (
+                "after a resume the scale starts at its initial value, with skipped steps or lost gradients"
+            )
             fix = 'Save scaler.state_dict() too: {"scaler": scaler.state_dict(), ...}.'
-            return self.alarm(event, message, f"after a resume {effect}", fix=fix)
-        if isinstance(event, events.ScalerNotLoaded):
+            return self.alarm(message, effect, fix=fix)
+        if self.what == "loaded":
             message = (
                 "the optimizer's state was loaded here, the gradient scaler's was not before it was used"
             )
-            fix = 'Call scaler.load_state_dict(checkpoint["scaler"]) before the first step.'
-            return self.alarm(event, message, fix=fix)
-        message = f"the resumed run differs from the saved one, {event.step} steps after the checkpoint"
-        losses = f"loss {event.expected:.9g} uninterrupted, {event.got:.9g} resumed"
-        return self.alarm(event, message, losses, severity=ERROR)
+            return self.alarm(
+                message, fix='Call scaler.load_state_dict(checkpoint["scaler"]) before the first step.'
+            )
+        message = f"the resumed run differs from the saved one, {self.step} steps after the checkpoint"
+        losses = f"loss {self.expected:.9g} uninterrupted, {self.got:.9g} resumed"
+        return self.alarm(message, losses, severity=ERROR)
 
 
-#: So many skipped steps at the start are the scale finding its level.
-SETTLING = 3
-
-
-class ScheduleAdvancesOnSkip(PrecisionRule[events.SchedulerStepped]):
+class ScheduleAdvancesOnSkip(PrecisionRule, code="AMP021", needs=("loss scale", "schedule"), values=True):
     """The learning-rate schedule advances on steps that the scaler skipped.
 
     What it sees: A scheduler that steps once per optimizer step stepped after a step that the scaler had
@@ -125,19 +130,23 @@ class ScheduleAdvancesOnSkip(PrecisionRule[events.SchedulerStepped]):
     Source: PyTorch, `torch.amp.GradScaler.step`: the step is skipped where gradients are inf or NaN.
     """
 
-    code = "AMP021"
-    values = True
     title = "the schedule advances on skipped steps"
     fix = "Step the scheduler only if the scale did not shrink: scaler.get_scale() >= the scale before."
-    needs = ("loss scale", "schedule")
 
-    def check(self, event: events.SchedulerStepped) -> Alarm | None:
+    #: So often a scheduler stepped although the scaler had skipped the optimizer's step, of so many steps
+    #: that were asked for.
+    skipped: int
+    steps: int
+
+    def judge(self) -> Alarm:
         message = "the schedule advances although the scaler skipped the optimizer's step"
-        severity = NOTE if event.skipped <= SETTLING else WARNING
-        return self.alarm(event, message, f"{event.skipped} of {event.steps} steps so far", severity=severity)
+        severity = NOTE if self.skipped <= SETTLING else WARNING
+        return self.alarm(message, f"{self.skipped} of {self.steps} steps so far", severity=severity)
 
 
-class HalfWeightsUnderAutocast(PrecisionRule[events.HalfWeights | events.ScalerRefused]):
+class HalfWeightsUnderAutocast(
+    PrecisionRule, code="AMP022", severity=NOTE, needs=("half-precision weights",)
+):
     """The weights that are trained are in half precision, and autocast is used on top.
 
     What it sees: More than half of the weights of two and more dimensions that an optimizer holds are fp16 or
@@ -162,26 +171,28 @@ class HalfWeightsUnderAutocast(PrecisionRule[events.HalfWeights | events.ScalerR
     Source: PyTorch, "Automatic Mixed Precision package": do not call half() on the model.
     """
 
-    code = "AMP022"
     title = "half-precision weights under autocast"
-    severity = NOTE
     fix = "Leave the weights in fp32: autocast casts them where that is safe."
-    needs = ("half-precision weights",)
 
-    def check(self, event: events.HalfWeights | events.ScalerRefused) -> Alarm | None:
-        if isinstance(event, events.HalfWeights):
-            share = f"{event.half} of {event.weights} weights that {event.module} trains"
-            effect = "updates below the spacing of the type are rounded away"
-            why = f"{effect}; nothing keeps fp32 master weights"
-            return self.alarm(event, f"{share} are {event.dtype} under autocast", why)
-        if "FP16 gradients" not in event.error:
-            return None
-        fp16 = f"{event.half_weights} of {event.weights} weights are fp16, and so are their gradients"
-        fix = f"{self.fix} Switching the scaler off removes the message, not the cause."
-        return self.alarm(event, f"scaler.{event.method} raised because {fp16}", event.error, fix=fix)
+    #: Of an optimizer's trainable weights, those in half precision, and in which.
+    half: int
+    weights: int
+    dtype: str = "float16"
+    #: The method of the scaler that raised because of them, and what it said.
+    method: str = ""
+    error: str = ""
+
+    def judge(self) -> Alarm:
+        share = f"{self.half} of {self.weights} weights"
+        if self.method:
+            fix = f"{self.fix} Switching the scaler off removes the message, not the cause."
+            why = f"{share} are fp16, and so are their gradients"
+            return self.alarm(f"scaler.{self.method} raised because {why}", self.error, fix=fix)
+        why = "updates below the spacing of the type are rounded away; nothing keeps fp32 master weights"
+        return self.alarm(f"{share} that {self.module} trains are {self.dtype} under autocast", why)
 
 
-class ScaleCollapse(PrecisionRule[events.ScaleHistory]):
+class ScaleCollapse(PrecisionRule, code="AMP029", severity=ERROR, needs=("loss scale",), values=True):
     """Every step is skipped, because the loss itself is not finite at any scale.
 
     What it sees: Steps skipped in a row, and losses that were not finite before they were scaled; or a scale
@@ -204,17 +215,36 @@ class ScaleCollapse(PrecisionRule[events.ScaleHistory]):
     Source: PyTorch, `torch.amp.GradScaler.update`: the scale is not guaranteed to stay above 1.
     """
 
-    code = "AMP029"
-    values = True
     title = "the loss scale collapses"
-    severity = ERROR
     fix = "Find where the inf or NaN comes from: the scale is not its cause (see AMP026)."
-    needs = ("loss scale",)
 
-    def check(self, event: events.ScaleHistory) -> Alarm | None:
-        scale, bad = figure(event.scale), event.loss_finite is False
-        if not bad and event.scale >= 1:
+    scale: float
+    #: Steps skipped in a row, and whether the unscaled losses were finite, None where unknown.
+    skipped: int
+    loss_finite: bool | None
+
+    def judge(self) -> Alarm | None:
+        scale, bad = figure(self.scale), self.loss_finite is False
+        if not bad and self.scale >= 1:
             return None
-        loss = f"{event.skipped} steps in a row were skipped: the loss is not finite before it is scaled"
+        loss = f"{self.skipped} steps in a row were skipped: the loss is not finite before it is scaled"
         message = loss if bad else f"the loss scale has fallen to {scale}: step after step was skipped"
-        return self.alarm(event, message, f"scale {scale}; nothing has been learnt in these steps")
+        return self.alarm(message, f"scale {scale}; nothing has been learnt in these steps")
+
+
+_REASONS = {
+    "already been called": "scaler.update() was not called since: it must end every step",
+    "after step": "scaler.update() was not called since the last step: it must end every step",
+    "prior to update": "scaler.update() was called without a scaler.step() since the last update",
+    "No inf checks": "the optimizer had no gradients, or scaler.update() came between unscale_ and step",
+}
+
+
+def refused(source: str, method: str, error: str, half: int, weights: int) -> PrecisionRule | None:
+    """What is broken where a method of the scaler raises, of an optimizer some of whose weights are fp16."""
+    if "FP16 gradients" in error:
+        return HalfWeightsUnderAutocast(source, half=half, weights=weights, method=method, error=error)
+    why = next((why for words, why in _REASONS.items() if words in error), "")
+    return (
+        UpdateMisplaced(source, kind="raised", raised=f"{method} raised: {why}", error=error) if why else None
+    )

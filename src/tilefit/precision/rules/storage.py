@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tilefit.precision import events
+from collections.abc import Mapping
+
 from tilefit.precision.rules.base import SIGNIFICAND_BITS, PrecisionRule, figure
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.units import share
@@ -11,9 +12,37 @@ from tilefit.units import share
 LOST = 0.5
 #: Steps from which on that is certain.
 ENOUGH = 30
+#: How near a factor must be to 1, 1/k or 1/k² to be taken for it.
+NEAR = 0.05
+#: From so many terms on, the rounding of a half-precision sum is worth a word.
+MANY = 64
+#: A measured error above this is a warning.
+LARGE = 0.01
 
 
-class UpdateBelowUlp(PrecisionRule[events.Movement]):
+class Movement(PrecisionRule):
+    """How far half-precision values moved, compared with where fp32 arithmetic would have moved them."""
+
+    #: Element type.
+    dtype: str
+    #: Updates looked at, and elements of each.
+    steps: int
+    number: int
+    #: actual · intended / intended²: 1 healthy, 0 lost.
+    projection: float
+
+    def lost(self, message: str, threshold: str, over: str, severity: str = "") -> Alarm | None:
+        """What is wrong where most of the movement is lost; the texts name what is left of it, the share of a
+        value that a change must have, and the projection."""
+        if self.projection >= LOST:
+            return None
+        made, bits = share(max(0.0, self.projection)), SIGNIFICAND_BITS[self.dtype] + 1
+        words = {"made": made, "bits": bits, "part": 2**bits, "projection": figure(self.projection)}
+        texts = (text.format(**words, dtype=self.dtype) for text in (message, threshold, over))
+        return self.alarm(*texts, severity=severity)
+
+
+class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",), values=True):
     """Weights in half precision do not move, because each update is too small to change them.
 
     What it sees: Over 32 steps, up to 1024 values of each half-precision parameter are followed by the same
@@ -37,30 +66,22 @@ class UpdateBelowUlp(PrecisionRule[events.Movement]):
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
     """
 
-    code = "AMP013"
-    values = True
     title = "updates are lost to rounding"
     fix = (
         "Keep the weights in fp32 and use autocast, or an optimizer with fp32 master weights, stochastic "
         "rounding or Kahan summation."
     )
-    needs = ("half-precision weights",)
 
-    def check(self, event: events.Movement) -> Alarm | None:
-        if not event.parameter or event.projection >= LOST:
-            return None
-        dtype, bits, made = event.dtype, SIGNIFICAND_BITS[event.dtype] + 1, share(max(0.0, event.projection))
-        projection = f"projection on the same optimizer in fp32: {figure(event.projection)}"
-        return self.alarm(
-            event,
-            f"{dtype} weights make {made} of the movement the optimizer intends, over {event.steps} steps",
-            f"an update below |w| / 2^{bits} = |w| / {2**bits} does not change a {dtype} weight",
-            f"{projection}, on {event.values} values",
-            severity=WARNING if event.steps >= ENOUGH else NOTE,
+    def judge(self) -> Alarm | None:
+        return self.lost(
+            f"{{dtype}} weights make {{made}} of the movement the optimizer intends, over {self.steps} steps",
+            "an update below |w| / 2^{bits} = |w| / {part} does not change a {dtype} weight",
+            f"projection on the same optimizer in fp32: {{projection}}, on {self.number} values",
+            severity=WARNING if self.steps >= ENOUGH else NOTE,
         )
 
 
-class OptimizerStateInHalf(PrecisionRule[events.HalfState]):
+class OptimizerStateInHalf(PrecisionRule, code="AMP014", needs=("half-precision weights",)):
     """The optimizer's own constants and averages are rounded away in half precision.
 
     What it sees: At the first step, the element types of the state of an optimizer of `torch.optim`, and what
@@ -86,25 +107,35 @@ class OptimizerStateInHalf(PrecisionRule[events.HalfState]):
     Source: PyTorch, "Automatic Mixed Precision package": model and inputs should not be cast by hand.
     """
 
-    code = "AMP014"
     title = "optimizer state in half precision"
     fix = "Keep the weights in fp32 and use autocast, or an optimizer with fp32 state."
-    needs = ("half-precision weights",)
 
-    def check(self, event: events.HalfState) -> Alarm | None:
-        dtype, lost, severity = event.dtype, [], WARNING
-        if event.eps and event.eps_rounded == 0:
-            lost.append(f"eps {figure(event.eps)} is 0 in {dtype}: 0/0 where a gradient is 0")
-            severity = ERROR
-        if event.beta2 not in (None, 1) and event.beta2_rounded == 1:
-            lost.append(f"beta2 {event.beta2:g} is 1 in {dtype}: the second moment never decays")
-        if event.decay not in (None, 1) and event.decay_rounded == 1:
-            lost.append(f"1 - lr * weight_decay is 1 in {dtype}: no weight decays")
-        message = f"{event.module} keeps its state in {dtype}, where its constants are rounded away"
-        return self.alarm(event, message, *lost, severity=severity) if lost else None
+    dtype: str
+    #: The optimizer's constants as they are, and rounded to the type in which it keeps its state; ``decay``
+    #: is 1 - lr * weight_decay, which weights are multiplied by. Those it lacks are left out.
+    constants: Mapping[str, tuple[float, float]]
+
+    def judge(self) -> Alarm | None:
+        dtype, lost, severity = self.dtype, [], WARNING
+        for name, (value, rounded) in self.constants.items():
+            if name == "eps" and value and rounded == 0:
+                lost.append(f"eps {figure(value)} is 0 in {dtype}: 0/0 where a gradient is 0")
+                severity = ERROR
+            elif name == "beta2" and value != 1 == rounded:
+                lost.append(f"beta2 {value:g} is 1 in {dtype}: the second moment never decays")
+            elif name == "decay" and value != 1 == rounded:
+                lost.append(f"1 - lr * weight_decay is 1 in {dtype}: no weight decays")
+        message = f"{self.module} keeps its state in {dtype}, where its constants are rounded away"
+        return self.alarm(message, *lost, severity=severity) if lost else None
 
 
-class HalfAccumulator(PrecisionRule[events.Movement]):
+class HalfAccumulator(
+    Movement,
+    code="AMP015",
+    closely=True,
+    values=True,
+    limit="a sum that stalls only later than the steps watched",
+):
     """A running average or sum in half precision no longer changes.
 
     What it sees: A half-precision tensor that is no parameter and that several steps change, in place through
@@ -127,30 +158,23 @@ class HalfAccumulator(PrecisionRule[events.Movement]):
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020), on nearest rounding of small updates.
     """
 
-    code = "AMP015"
-    values = True
     title = "a half-precision average stops moving"
     fix = "Keep running sums and averages in fp32."
-    closely = True
-    limit = "a sum that stalls only later than the steps watched"
 
-    def check(self, event: events.Movement) -> Alarm | None:
-        if event.parameter or event.projection >= LOST:
-            return None
-        dtype, made = event.dtype, share(max(0.0, event.projection))
-        return self.alarm(
-            event,
-            f"a {dtype} tensor that is updated in place makes {made} of the change intended",
-            f"a change below 1/{2 ** (SIGNIFICAND_BITS[dtype] + 1)} of a value is rounded away in {dtype}",
-            f"projection on fp32: {figure(event.projection)}, over {event.steps} updates",
+    def judge(self) -> Alarm | None:
+        return self.lost(
+            "a {dtype} tensor that is updated in place makes {made} of the change intended",
+            "a change below 1/{part} of a value is rounded away in {dtype}",
+            f"projection on fp32: {{projection}}, over {self.steps} updates",
         )
 
 
-#: How near a factor must be to 1, 1/k or 1/k² to be taken for it.
-NEAR = 0.05
-
-
-class AccumulationNotAveraged(PrecisionRule[events.Accumulated]):
+class AccumulationNotAveraged(
+    PrecisionRule,
+    code="AMP018",
+    needs=("accumulation",),
+    limit="whether a last, shorter accumulation is divided by its own length",
+):
     """The losses of several micro-batches are added up without dividing by their number, or divided twice.
 
     What it sees: Several backward passes per step, each from a loss that is a mean, multiplied by 1 (not
@@ -176,29 +200,27 @@ class AccumulationNotAveraged(PrecisionRule[events.Accumulated]):
     Source: PyTorch, "Automatic Mixed Precision examples", gradient accumulation.
     """
 
-    code = "AMP018"
     title = "accumulated losses are not averaged"
-    needs = ("accumulation",)
-    limit = "whether a last, shorter accumulation is divided by its own length"
 
-    def check(self, event: events.Accumulated) -> Alarm | None:
-        k, ratio, severity = event.passes, event.confirmed, WARNING
+    #: Backward passes that feed one step, and what each loss was multiplied by.
+    passes: int
+    factor: float
+    #: Accumulated gradient over the gradient of the joined batch (a projection), where a replay was made.
+    confirmed: float | None = None
+
+    def judge(self) -> Alarm | None:
+        k, ratio, severity = self.passes, self.confirmed, WARNING
         proof = f"replayed: the accumulated gradient is {figure(ratio or 0)} times the joined batch's"
         if ratio is None:
-            severity, ratio = NOTE, event.factor * k
-            proof = f"each loss is a mean, multiplied by {figure(event.factor)}"
+            severity, ratio = NOTE, self.factor * k
+            proof = f"each loss is a mean, multiplied by {figure(self.factor)}"
         if k == 1 or all(abs(ratio / wrong - 1) >= NEAR for wrong in (k, 1 / k)):
             return None
         wrong = "not divided by their number" if ratio > 1 else "divided by their number twice"
+        message = f"{k} backward passes feed one step, and their losses are {wrong}"
         acts = f"acts as {figure(ratio)} times, a clipping threshold as {figure(1 / ratio)} times"
-        return self.alarm(
-            event,
-            f"{k} backward passes feed one step, and their losses are {wrong}",
-            proof,
-            f"the learning rate {acts}",
-            severity=severity,
-            fix=f"Divide each loss by {k}, once.",
-        )
+        fix = f"Divide each loss by {k}, once."
+        return self.alarm(message, proof, f"the learning rate {acts}", severity=severity, fix=fix)
 
 
 #: What is wrong, and what to do.
@@ -229,7 +251,7 @@ _TEXTS = {
 }
 
 
-class RankDrift(PrecisionRule[events.RanksDiffer]):
+class RankDrift(PrecisionRule, code="AMP023", severity=ERROR, needs=("several ranks",)):
     """Ranks that should hold the same model do not, or all of them read the same data.
 
     What it sees: On watched steps each rank contributes a checksum of its parameters, its gradients, its
@@ -253,29 +275,30 @@ class RankDrift(PrecisionRule[events.RanksDiffer]):
     Source: PyTorch, `DistributedDataParallel`: gradients are synchronised by the wrapper's forward pass.
     """
 
-    code = "AMP023"
     title = "ranks do not agree"
-    severity = ERROR
-    needs = ("several ranks",)
 
-    def check(self, event: events.RanksDiffer) -> Alarm | None:
-        message, fix = _TEXTS[event.what]
-        figures = [f"{event.ranks} ranks"]
-        if event.name:
-            figures.append(f"first in {event.name}")
-        if event.values:
-            figures.append("by rank: " + ", ".join(map(figure, event.values)))
-        severity = WARNING if event.what == "data" else ERROR
-        return self.alarm(event, message, "; ".join(figures), severity=severity, fix=fix)
+    #: ``parameters``, ``gradients``, ``scale``, ``found_inf``, ``steps`` or ``data`` (which is the same on
+    #: every rank).
+    what: str
+    ranks: int
+    #: The first parameter concerned, if it is about parameters or gradients.
+    name: str = ""
+    #: A value per rank, where it is about a number.
+    by_rank: tuple[float, ...] = ()
+
+    def judge(self) -> Alarm:
+        message, fix = _TEXTS[self.what]
+        figures = [f"{self.ranks} ranks"]
+        if self.name:
+            figures.append(f"first in {self.name}")
+        if self.by_rank:
+            figures.append("by rank: " + ", ".join(map(figure, self.by_rank)))
+        return self.alarm(
+            message, "; ".join(figures), severity=WARNING if self.what == "data" else "", fix=fix
+        )
 
 
-#: From so many terms on, the rounding of a half-precision sum is worth a word.
-MANY = 64
-#: A measured error above this is a warning.
-LARGE = 0.01
-
-
-class LowPrecisionGradientSum(PrecisionRule[events.HalfSum]):
+class LowPrecisionGradientSum(PrecisionRule, code="AMP024", needs=("half-precision weights",)):
     """Gradients of many ranks or micro-batches are added up in half precision.
 
     What it sees: The element type of the sum, and ranks times micro-batches from 64 on; where the
@@ -297,19 +320,21 @@ class LowPrecisionGradientSum(PrecisionRule[events.HalfSum]):
     Source: PyTorch FSDP, `MixedPrecisionPolicy(reduce_dtype=torch.float32)`.
     """
 
-    code = "AMP024"
     title = "many gradients are summed in half precision"
     fix = "Sum in fp32: reduce_dtype=torch.float32, or fp32 main gradients."
-    needs = ("half-precision weights",)
 
-    def check(self, event: events.HalfSum) -> Alarm | None:
-        if event.terms < MANY:
+    dtype: str
+    #: Gradients that were summed: ranks times micro-batches.
+    terms: int
+    #: The relative error against a sum in fp32; None where that was not measured.
+    error: float | None = None
+
+    def judge(self) -> Alarm | None:
+        if self.terms < MANY:
             return None
-        error = event.error
+        error = [] if self.error is None else [f"error against fp32: {share(self.error)}"]
+        rounds = f"each addition rounds to 1/{2 ** SIGNIFICAND_BITS[self.dtype]} of the sum"
+        severity = WARNING if self.error is not None and self.error > LARGE else NOTE
         return self.alarm(
-            event,
-            f"{event.terms} gradients are summed in {event.dtype}",
-            *([] if error is None else [f"error against fp32: {share(error)}"]),
-            f"each addition rounds to 1/{2 ** SIGNIFICAND_BITS[event.dtype]} of the sum",
-            severity=WARNING if error is not None and error > LARGE else NOTE,
+            f"{self.terms} gradients are summed in {self.dtype}", *error, rounds, severity=severity
         )
