@@ -96,7 +96,8 @@ def has_values(tensor: Tensor) -> bool:
 def holds_zeros(tensor: Tensor) -> bool:
     """Whether a tensor is known to hold nothing but zeros; waits for the device."""
     if isinstance(tensor, CudaTensor):
-        return not tensor.content
+        known = tensor.known()
+        return not tensor.content if known is None else not bool(known.any())
     return has_values(tensor) and not bool(tensor.detach().any())
 
 
