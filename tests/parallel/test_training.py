@@ -131,6 +131,67 @@ def test_gpipe_holds_every_micro_batch_and_takes_as_long() -> None:
     assert made[1].time().time_s == pytest.approx(made[0].time().time_s, rel=0.02)
 
 
+def test_tied_parameters_are_held_once_by_a_stage_that_has_both_ends_and_else_by_both() -> None:
+    blocks = replace(BLOCKS, tied=10**6)
+    held = [
+        [
+            Training(blocks, TrainingSplit(pipeline=stages), CLUSTER, Precision(), Framework())
+            .stage_memory(stage)
+            .optimizer
+            for stage in range(stages)
+        ]
+        for stages in (1, 2)
+    ]
+    assert held == [[12 * 82 * 10**6], [12 * 41 * 10**6, 12 * 42 * 10**6]]
+
+
+def test_a_frameworks_own_stages_may_have_no_layer() -> None:
+    split = TrainingSplit(data=2, pipeline=4, micro_batches=8)
+    made = training(split, bounds=lambda stages: (0, 5, 8, 8, 8))
+    assert [made.stage_memory(stage).optimizer for stage in range(4)] == [
+        12 * each for each in (51 * 10**6, 30 * 10**6, 0, 10**6)
+    ]
+    # The first has five layers of eight where two would be fair.
+    assert made.time().compute_s == pytest.approx(8 * 5 * 3e-3, rel=0.02)  # and sums of gradients
+    assert made.time().time_s > 1.7 * training(split).time().time_s
+
+
+def test_memory_that_a_communication_stream_gives_back_late_is_held_by_tensor_parallel_ranks_alone() -> None:
+    held = {
+        (tensor, late): training(TrainingSplit(tensor=tensor), late=late).memory().activations
+        for tensor in (1, 2)
+        for late in (0.0, 0.25)
+    }
+    assert held[1, 0.25] == held[1, 0.0]
+    assert held[2, 0.25] == pytest.approx(1.25 * held[2, 0.0])
+
+
+def test_sums_that_every_rank_is_sent_take_longer_and_so_do_many_pieces_that_the_host_cuts() -> None:
+    split = TrainingSplit(data=16, zero=1)
+    slow = Fabric(H100, 8, Network("slow", 1, 10e9))
+    scattered = training(split, slow).time().time_s
+    assert training(split, slow, scatters=False).time().time_s > 1.2 * scattered
+    layers = tuple(replace(LAYER, tensors=9) for _ in range(8))
+    framework = Framework(gather_host_s=1e-3)
+    cut = Training(replace(BLOCKS, layers=layers), split, slow, Precision(), framework)
+    assert cut.time().time_s == pytest.approx(scattered + 8 * 9 * 16 * 1e-3)
+
+
+def test_a_head_of_its_own_belongs_to_the_last_stage(llama: Step) -> None:
+    blocks = Model(llama).blocks(CLUSTER, 1)
+    norm = 1024
+    assert blocks.before.parameters == 32000 * 1024
+    assert blocks.after.parameters == 32000 * 1024 + norm
+    assert blocks.tied == 0
+
+
+def test_a_tied_head_is_the_embeddings(gpt2: Step) -> None:
+    blocks = Model(gpt2).blocks(CLUSTER, 1)
+    assert blocks.tied == 50257 * 768
+    assert blocks.before.parameters == 50257 * 768 + 1024 * 768
+    assert blocks.after.parameters == 2 * 768
+
+
 def test_the_optimizer_takes_as_long_as_its_state() -> None:
     # An fp32 copy and two moments, each read and written, beside a state in the weight's type.
     plain = replace(training(TrainingSplit()), precision=Precision(2, 2, 2, 4))

@@ -35,6 +35,8 @@ _TAKEN = 0.2
 FSDP_HOST_S = 1.2e-3
 #: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
 DDP_HOST_S = 45e-6
+#: What a stage does that has no layer.
+_NOTHING = Block()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,14 @@ class Training:
         place = chunk * self.split.pipeline + index
         own = list(self.blocks.layers[self.bounds[place] : self.bounds[place + 1]])
         last = place == len(self.bounds) - 2
-        return [self.blocks.before] * (place == 0) + own + [self.blocks.after] * last
+        return [self.blocks.before] * (place == 0) + own + [self._after] * last or [_NOTHING]
+
+    @cached_property
+    def _after(self) -> Block:
+        """What runs after the layers; in another stage it has tied parameters of its own."""
+        after = self.blocks.after
+        own = self.split.pipeline > 1 and self.blocks.tied
+        return replace(after, parameters=after.parameters + own) if own else after
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -193,6 +202,8 @@ class Training:
         Of equally fast ways the one with the least in the first, which holds most micro-batches.
         """
         parts = self.split.pipeline * self.split.chunks
+        if self.framework.bounds is not None:
+            return self.framework.bounds(parts)
         costs = [block.forward_s + block.backward_s for block in self.blocks.layers]
         ends = self.blocks.before, self.blocks.after
         before_s, after_s = (block.forward_s + block.backward_s for block in ends)
@@ -218,7 +229,7 @@ class Training:
     @cached_property
     def _known(self) -> dict[int, Block]:
         """Blocks as the split runs them, by identity: layers are the same ones again and again."""
-        blocks = (self.blocks.before, *self.blocks.layers, self.blocks.after)
+        blocks = (self.blocks.before, *self.blocks.layers, self._after, _NOTHING)
         return {id(block): self._timed(block) for block in {id(each): each for each in blocks}.values()}
 
     def _times(self, block: Block) -> Block:
@@ -372,7 +383,7 @@ class Training:
     ) -> Iterator[Task]:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
         blocks = self.chunk(stage, chunk)
-        function = REDUCE_SCATTER if self.split.zero else ALL_REDUCE
+        function = REDUCE_SCATTER if self.split.zero and self.framework.scatters else ALL_REDUCE
         last, overlap = len(blocks) - 1, self.framework.overlap
         messages = [self._bucketed_s(function, block) for block in blocks]
         for i in range(last, -1, -1):
@@ -401,7 +412,9 @@ class Training:
         if self.split.zero and self.split.replicas > 1:
             # ZeRO-2 in FSDP's sense gathers ahead of the next forward pass; here all wait for it.
             total = replace(Block(), parameters=sum(block.parameters for block in self.stages[stage]))
+            pieces = self.split.replicas * sum(block.tensors for block in self.stages[stage])
             time_s = self._exchange_s(ALL_GATHER, total, self.precision.work)
+            time_s += pieces * self.framework.gather_host_s
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
@@ -466,9 +479,9 @@ class Training:
 
     def memory(self) -> RankMemory:
         """Of the rank that holds most."""
-        return max((self._memory(stage) for stage in range(self.split.pipeline)), key=lambda each: each.total)
+        return max(map(self.stage_memory, range(self.split.pipeline)), key=lambda each: each.total)
 
-    def _memory(self, stage: int) -> RankMemory:
+    def stage_memory(self, stage: int) -> RankMemory:
         """At the fullest moment of the backward pass: activations go, and gradients come, block by block."""
         split, precision = self.split, self.precision
         blocks = self.stages[stage]
@@ -478,7 +491,8 @@ class Training:
         copied = precision.work * (precision.work != precision.weight) * (split.zero < 3)
         gradients = [block.parameters * precision.gradient * share[1] for block in blocks]
         buckets = own * (precision.copies or precision.gradient * self._is_ddp)
-        kept = [self._kept(block) for block in blocks]
+        late = 1 + self.framework.late * (split.tensor > 1)
+        kept = [late * self._kept(block) for block in blocks]
         parts = split.parts
         flight = parts if split.gpipe else in_flight(stage, split.pipeline, split.chunks, parts)
         ends = sum(block.parameters for block in blocks if self._is_end(block))
@@ -506,7 +520,7 @@ class Training:
         return max(moments, key=lambda each: each.total)
 
     def _is_end(self, block: Block) -> bool:
-        return block is self.blocks.before or block is self.blocks.after
+        return block is self.blocks.before or block is self._after
 
     def _kept(self, block: Block) -> float:
         """What a micro-batch keeps of a block for the backward pass."""
