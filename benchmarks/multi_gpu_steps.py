@@ -210,10 +210,11 @@ TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True)}
 
 
 #: Fitted to Llama-1B: what nanotron's host takes for a layer with tensor parallelism, whatever its size
-#: (72 ms for 16 layers on 2, 4 and 8 ranks); what it takes more where stages are in other machines, by ranks;
-#: what it takes for each rank's slice of each parameter that ZeRO-1 gathers (``_all_gather_params``).
+#: (72 ms for 16 layers on 2, 4 and 8 ranks); what it takes more where stages are in other machines, by ranks
+#: (medians of two stages; with 32 ranks more stages stall for 1.4 s in every micro-batch); what it takes for
+#: each rank's slice of each parameter that ZeRO-1 gathers (``_all_gather_params``).
 NANOTRON_LAYER_HOST_S = 4.4e-3
-NANOTRON_STAGE_HOST_S = {2: 3.3e-3, 4: 7.6e-3, 8: 16e-3, 16: 36e-3, 32: 110e-3}
+NANOTRON_STAGE_HOST_S = {2: 4.1e-3, 4: 8e-3, 8: 14.9e-3, 16: 39e-3, 32: 130e-3}
 NANOTRON_GATHER_HOST_S = 8e-6
 #: Fitted to Llama-1B's memory: activations with tensor parallelism over those without.
 NANOTRON_LATE = 0.22
