@@ -301,7 +301,7 @@ def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Mo
 
 def test_settings_of_frameworks() -> None:
     split = TrainingSplit(data=16, zero=3, samples=2, micro_batches=4)
-    sharded = settings([split], 8, 4096)
+    sharded = settings([(split, (32,))], 8, 4096)
     assert {*sharded} == {"torchrun + PyTorch", "torchtitan", "Accelerate", "DeepSpeed"}
     assert "--nnodes 2 --nproc-per-node 8" in sharded["torchrun + PyTorch"][1]
     config = json.loads(sharded["DeepSpeed"][1])
@@ -311,16 +311,28 @@ def test_settings_of_frameworks() -> None:
     assert titan["parallelism"]["data_parallel_shard_degree"] == 16
     staged = TrainingSplit(data=2, tensor=4, pipeline=4, micro_batches=8, chunks=2, zero=1)
     # What the best cannot be run with is told for the best that can be.
-    both = settings([staged, split], 8, 4096)
+    both = settings([(staged, (4,) * 8), (split, (32,))], 8, 4096)
     assert both["Megatron-LM"][0] == staged
     assert "--num-virtual-stages-per-pipeline-rank 2" in both["Megatron-LM"][1]
     assert both["DeepSpeed"] == sharded["DeepSpeed"]
 
 
+def test_settings_share_layers_as_the_plan_does() -> None:
+    staged = TrainingSplit(pipeline=2, micro_batches=8, chunks=2)
+    made = settings([(staged, (2, 3, 3, 1))], 8, 4096)
+    megatron = made["Megatron-LM"][1]
+    assert '--pipeline-model-parallel-layout "Et*2|t*3|t*3|t*1L"' in megatron
+    assert "--num-virtual-stages" not in megatron  # Megatron-LM refuses both
+    parts = tomllib.loads(made["torchtitan"][1])["parallelism"]["module_fqns_per_model_part"]
+    assert parts[0] == ["tok_embeddings", "layers.0", "layers.1"]
+    assert parts[3] == ["layers.8", "norm", "output"]
+    assert [len(part) for part in parts] == [3, 3, 3, 3]
+
+
 @pytest.mark.parametrize("checkpoint", ["selective", "full"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_settings_compute_again_what_the_split_does_or_are_not_told(checkpoint: str, zero: int) -> None:
-    made = settings([TrainingSplit(data=4, zero=zero, checkpoint=checkpoint)], 8, 512)
+    made = settings([(TrainingSplit(data=4, zero=zero, checkpoint=checkpoint), (4,))], 8, 512)
     assert "DeepSpeed" not in made
     assert ("Accelerate" in made) == (zero == 3 and checkpoint == "full")
     assert ("Megatron-LM" in made) == (zero == 0 and checkpoint == "full")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from tilefit.cost.links import Fabric, Group
 from tilefit.cost.priced import priced
@@ -218,6 +219,11 @@ class Training:
             found = _cut(costs, before_s, after_s, parts, middle_s)
             low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
         return best
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How many layers each part has, in the order in which they run."""
+        return tuple(end - begin for begin, end in pairwise(self.bounds))
 
     def _accumulated_s(self, block: Block) -> float:
         """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
