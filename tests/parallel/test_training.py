@@ -317,6 +317,17 @@ def test_settings_of_frameworks() -> None:
     assert both["DeepSpeed"] == sharded["DeepSpeed"]
 
 
+def test_no_stage_has_much_more_than_another_for_the_sake_of_a_slow_one() -> None:
+    # The head is as slow as two and a half layers, so that a stage may have three.
+    blocks = Blocks(Block(), (LAYER,) * 32, replace(LAYER, forward_s=2.5e-3, backward_s=5e-3))
+    split = TrainingSplit(pipeline=16, micro_batches=32)
+    parts = Training(blocks, split, CLUSTER, Precision(), Framework()).parts
+    assert sum(parts) == 32
+    assert parts[-1] == 1
+    assert max(parts) == 3
+    assert parts.count(2) >= 12
+
+
 def test_settings_share_layers_as_the_plan_does() -> None:
     staged = TrainingSplit(pipeline=2, micro_batches=8, chunks=2)
     made = settings([(staged, (2, 3, 3, 1))], 8, 4096)

@@ -200,7 +200,8 @@ class Training:
     def bounds(self) -> tuple[int, ...]:
         """Where each part of the layers begins, and where the last ends: the slowest is as fast as can be.
 
-        Of equally fast ways the one with the least in the first, which holds most micro-batches.
+        Of equally fast ways one that shares the rest evenly, the first with the least: it holds most
+        micro-batches.
         """
         parts = self.split.pipeline * self.split.chunks
         if self.framework.bounds is not None:
@@ -218,7 +219,7 @@ class Training:
             middle_s = (low_s + high_s) / 2
             found = _cut(costs, before_s, after_s, parts, middle_s)
             low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
-        return best
+        return _cut(costs, before_s, after_s, parts, high_s, fair=True) or best
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -537,17 +538,21 @@ class Training:
 
 
 def _cut(
-    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float
+    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float, *, fair: bool = False
 ) -> tuple[int, ...] | None:
     """Bounds of parts that take ``most_s`` at most, each with a layer, filled from the last on; None where
-    there are none."""
-    bounds = [len(costs)]
+    there are none. ``fair``: none takes more than a share of what is left, rounded up."""
+    bounds, left_s = [len(costs)], before_s + sum(costs) + after_s
     for left in range(parts - 1, -1, -1):  # parts that come before this one
         begin = bounds[-1]
         used_s = (after_s if left == parts - 1 else 0.0) + (0.0 if left else before_s)
-        while begin > left and (begin == bounds[-1] or used_s + costs[begin - 1] <= most_s):
+        share_s = left_s / (left + 1) if fair and left else most_s
+        while begin > left and (
+            begin == bounds[-1] or (used_s < share_s and used_s + costs[begin - 1] <= most_s)
+        ):
             begin -= 1
             used_s += costs[begin]
+        left_s -= used_s
         if used_s > most_s:
             return None
         bounds.append(begin)
