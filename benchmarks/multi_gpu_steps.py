@@ -45,7 +45,8 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder; ``gated`` is Llama's, else GPT's and MPT's; ``copied`` is nanotron's."""
+    """Sizes of a decoder; ``gated`` is Llama's, else GPT's and MPT's; ``copied`` is nanotron's, ``eager``
+    torchtitan's."""
 
     layers: int
     hidden: int
@@ -60,6 +61,24 @@ class Shape:
     dropout: float = 0.0
     causal: bool = True
     copied: bool = False
+    eager: bool = False
+
+
+class ComposedNorm(nn.Module):
+    """``nn.RMSNorm`` before PyTorch had a kernel for it: one for each operation, in fp32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).type_as(x) * self.weight
+
+
+def norm_of(shape: Shape) -> type[nn.Module]:
+    """The norm of a decoder."""
+    return ComposedNorm if shape.eager else nn.RMSNorm if shape.gated else nn.LayerNorm
 
 
 class Layer(nn.Module):
@@ -70,7 +89,7 @@ class Layer(nn.Module):
         self.shape = shape
         self.head = shape.hidden // shape.heads
         kv = shape.kv_heads or shape.heads
-        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        norm = norm_of(shape)
         ffn = shape.ffn or 4 * shape.hidden
         self.norm_1, self.norm_2 = norm(shape.hidden), norm(shape.hidden)
         self.qkv = nn.Linear(shape.hidden, self.head * (shape.heads + 2 * kv), bias=shape.bias)
@@ -89,12 +108,15 @@ class Layer(nn.Module):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         else:
             q, k, v = (part.view(batch, seq, -1, self.head).transpose(1, 2) for part in qkv.split(sizes, -1))
-        if self.shape.gated:  # one kernel each, as flash-attention's rotary embedding
+        if self.shape.eager:  # complex numbers of fp32; each head of keys and values as often as it is read
+            q, k = ((each.float() * cos).type_as(each) for each in (q, k))
+            k, v = (each.repeat_interleave(self.shape.heads // kv, 1) for each in (k, v))
+        elif self.shape.gated:  # one kernel each, as flash-attention's rotary embedding
             q, k = q * cos, k * cos
         if self.shape.written:
             return self.rest(x, self.attended(q, k, v))
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.shape.causal, enable_gqa=kv != self.shape.heads
+            q, k, v, is_causal=self.shape.causal, enable_gqa=k.shape[1] != self.shape.heads
         )
         return self.rest(x, attended.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -142,7 +164,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
         self.shape = shape
-        self.norm = (nn.RMSNorm if shape.gated else nn.LayerNorm)(shape.hidden)
+        self.norm = norm_of(shape)(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
@@ -206,7 +228,7 @@ MPT = {
     "MPT-30b": (48, 7168, 56),
     "MPT-70b": (80, 8192, 64),
 }
-TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True)}
+TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True, eager=True)}
 
 
 #: Fitted to Llama-1B: what nanotron's host takes for a layer with tensor parallelism, whatever its size
@@ -357,7 +379,9 @@ def torchtitan(row: Row) -> tuple[Planner, TrainingSplit] | None:
     )
     batch = split.data * split.samples
     gpu = "h200" if "H200" in row["gpu"] else "h100-sxm-96gb"
-    return planner(TITAN[row["model"]], number(row, "seq"), gpu, "infiniband", batch), split
+    # Selective "per op" computes every second product again.
+    framework = Framework(again=0.5)
+    return planner(TITAN[row["model"]], number(row, "seq"), gpu, "infiniband", batch, framework), split
 
 
 SOURCES: dict[str, Callable[[Row], tuple[Planner, TrainingSplit] | None]] = {

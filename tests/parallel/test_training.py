@@ -88,6 +88,10 @@ def test_checkpointing_trades_time_for_memory() -> None:
     kept = [each.memory().activations for each in made]
     # With little kept, the fullest moment is the last one, when all gradients are there.
     assert kept == [8 * 10**8, 8 * (4 * 10**7 + 10**6), 10**6]
+    # Of the products, every second computed again.
+    half = training(TrainingSplit(checkpoint="selective"), again=0.5)
+    assert half.time().recompute_s == pytest.approx(8 * 7e-4)
+    assert half.memory().activations == 2 * 10**7 + 10**6
 
 
 def test_gradients_come_as_activations_go() -> None:
@@ -347,7 +351,9 @@ def test_settings_compute_again_what_the_split_does_or_are_not_told(checkpoint: 
     assert "DeepSpeed" not in made
     assert ("Accelerate" in made) == (zero == 3 and checkpoint == "full")
     assert ("Megatron-LM" in made) == (zero == 0 and checkpoint == "full")
-    assert tomllib.loads(made["torchtitan"][1])["activation_checkpoint"]["mode"] == checkpoint
+    assert ("torchtitan" in made) == (checkpoint == "full")
+    if "torchtitan" in made:
+        assert tomllib.loads(made["torchtitan"][1])["activation_checkpoint"]["mode"] == "full"
     command, *script = made["torchrun + PyTorch"][1].splitlines()
     assert command.startswith("torchrun ")
     compile("\n".join(script), "train.py", "exec")

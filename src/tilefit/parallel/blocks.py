@@ -86,6 +86,7 @@ class Framework:
         buckets: They are copied into buckets and back, as DistributedDataParallel does.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
             the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
+        again: Share of products that selective checkpointing computes again, too.
         late: What tensor-parallel ranks hold of activations beyond those that are needed, as a share: memory
             that a communication stream has used is free when the GPU is done with it, not when the host is
             (``Tensor.record_stream``).
@@ -102,6 +103,7 @@ class Framework:
     gather_host_s: float = 0.0
     buckets: bool = True
     tensor_host_s: float = 0.3e-3
+    again: float = 0.0
     late: float = 0.0
     bounds: Callable[[int], tuple[int, ...]] | None = None
 

@@ -91,8 +91,8 @@ def _recompute(split: TrainingSplit) -> list[str]:
 
 
 def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if not tokens or split.zero in (1, 2):
-        return None
+    if not tokens or split.zero in (1, 2) or split.checkpoint == "selective":
+        return None  # its selective mode computes every second product again
     shard = split.data if split.zero == 3 else 1
     lines = [
         "[training]",
@@ -117,8 +117,6 @@ def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
             "]",
         ]
     lines += ["[activation_checkpoint]", f'mode = "{split.checkpoint}"']
-    if split.checkpoint == "selective":
-        lines.append('selective_ac_option = "op"')
     return "\n".join(lines)
 
 
