@@ -172,29 +172,23 @@ class Model:
         return first + last + sum(layers[index % self.captured] for index in range(self.layers))
 
     @cached_property
-    def _names(self) -> list[list[str]]:
-        """The parameters of each block: of the first that reads them in the forward pass."""
-        read: dict[str, int] = {}
+    def _readers(self) -> dict[str, set[int]]:
+        """The blocks that read each parameter in the forward pass."""
+        found: dict[str, set[int]] = {name: set() for name in self.step.parameters}
         for entry, place in zip(self.step.ops, self._whole_places, strict=True):
             if entry.phase == FORWARD:
                 for ref in entry.inputs:
-                    read.setdefault(ref.parameter, place)
-        made: list[list[str]] = [[] for _ in range(self.captured + 2)]
-        for name in self.step.parameters:
-            layer = layer_of(self.prefix, name)
-            made[read.get(name, 0) if layer is None else layer + 1].append(name)
-        return made
+                    found.get(ref.parameter, set()).add(place)
+        return found
 
     @cached_property
-    def _tied(self) -> list[str]:
-        """The parameters of the first block that the last reads, too."""
-        last = {
-            ref.parameter
-            for entry, place in zip(self.step.ops, self._whole_places, strict=True)
-            if place == self.captured + 1
-            for ref in entry.inputs
-        }
-        return [name for name in self._names[0] if name in last]
+    def _names(self) -> list[list[str]]:
+        """The parameters of each block: of a layer by their names, else of the first that reads them."""
+        made: list[list[str]] = [[] for _ in range(self.captured + 2)]
+        for name, readers in self._readers.items():
+            layer = layer_of(self.prefix, name)
+            made[min(readers, default=0) if layer is None else layer + 1].append(name)
+        return made
 
     @cached_property
     def _whole_places(self) -> list[int]:
@@ -263,7 +257,7 @@ class Model:
             replace(last, input_bytes=width // (tensor if sequence else 1)),
             update_s / held if held else 0.0,
             step.memory.buffer_bytes,
-            sum(sizes[name] for name in self._tied),
+            sum(sizes[name] for name in self._names[0] if self.captured + 1 in self._readers[name]),
         )
 
     def _crossing(self, step: Step, layer: int) -> int:
