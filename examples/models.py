@@ -122,7 +122,7 @@ def _pairs(size: int) -> list[int]:
 
 def recommender() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Batch 4096."""
-    return Recommender(), (torch.zeros(4096, 13), torch.zeros(4096, 26, dtype=torch.int64))
+    return Recommender(), (torch.zeros(4096, 13), torch.randint(0, 10000, (4096, 26)))
 
 
 def odd_cnn() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -196,13 +196,20 @@ def test_the_gradient_of_an_embedding_is_added_into_zeros() -> None:
     assert (added.op.read_bytes, added.op.write_bytes) == (BYTES, 2 * BYTES)
 
 
+#: Of so many channels that the compiler lays it out in NHWC.
+WIDE = Conv(8, 128, 128, (32, 32), (3, 3), (1, 1), (1, 1), (1, 1))
+
+
 def adding(
-    function: str, table: TensorRef, *inputs: TensorRef, strided_by: str = "pointwise"
+    function: str,
+    table: TensorRef,
+    *inputs: TensorRef,
+    strided_by: str = "pointwise",
+    conv: Conv = WIDE,
 ) -> list[StepOp]:
-    """What makes a gradient, and its addition at indexed places, fused, in NHWC where a convolution is."""
+    """What makes a gradient, and its addition at indexed places, fused, beside a convolution."""
     made = Streaming(strided_by, 1, 2, 2, "fp32", function="made")
     added = Streaming("indexing", 1, 2, 2, "fp32", function=function)
-    conv = Conv(8, 128, 128, (32, 32), (3, 3), (1, 1), (1, 1), (1, 1))
     read_again = Streaming("pointwise", 1, 2, 2, "fp32", function="mul")
     steps = (
         StepOp(conv, FORWARD, Site()),
@@ -241,6 +248,42 @@ def test_an_interpolation_adds_to_a_table_for_each_corner() -> None:
     # The gradient of a loss lies as its labels do, so that neighbours add to neighbours.
     loss = adding("upsample_bilinear2d_backward", result, grad, strided_by="loss")
     assert loss[1].op.flop < between[1].op.flop / 4
+
+
+def test_additions_of_images_cost_by_the_layout_whoever_chose_it() -> None:
+    grad, result = TensorRef(3, (8, 64, 128, 128), "fp32"), TensorRef(1, (8, 64, 64, 64), "fp32")
+    narrowing = Conv(8, 192, 64, (32, 32), (3, 3), (1, 1), (1, 1), (1, 1))
+
+    def flop(conv: Conv) -> float:
+        return adding("upsample_bilinear2d_backward", result, grad, conv=conv)[1].op.flop
+
+    # The compiler leaves this one in NCHW, where neighbours add to neighbours; the program may not.
+    assert flop(narrowing) < flop(replace(narrowing, channels_last=True)) / 4
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "left"),
+    [
+        ("index_add", "bf16", True),
+        ("index_add_", "bf16", True),
+        ("index_add", "fp32", False),
+        ("index_put", "bf16", False),
+    ],
+)
+def test_the_compiler_leaves_additions_of_rows_of_bf16_to_aten(function: str, dtype: str, left: bool) -> None:
+    table, index, grad = (
+        TensorRef(1, (512, 64), dtype),
+        TensorRef(2, (4096,), "int64"),
+        TensorRef(3, (4096, 64), dtype),
+    )
+    made = Streaming("pointwise", 1, 2, 2, "fp32", function="made")
+    added = Streaming("indexing", 1, 2, 2, dtype, function=function)
+    steps = (
+        StepOp(made, FORWARD, Site(), "aten.made", (), (grad,)),
+        StepOp(added, FORWARD, Site(), f"aten.{function}", (table, index, grad), (replace(table, id=9),)),
+    )
+    names = [entry.name for entry in fuse(Step(steps)).ops]
+    assert (f"aten.{function}" in names and "aten.zeros" not in names) == left
 
 
 def test_an_addition_costs_by_how_threads_meet() -> None:

@@ -442,9 +442,17 @@ class _Fusion:
 
 
 def _is_generated(entry: StepOp) -> bool:
-    function = entry.op.function if isinstance(entry.op, Streaming) else ""
-    is_lowered = entry.op.category in _GENERATED and function not in _LEFT_TO_ATEN
+    is_lowered = entry.op.category in _GENERATED and not _is_left(entry.op)
     return is_lowered and entry.phase != OPTIMIZER
+
+
+def _is_left(op: Op) -> bool:
+    """Inductor leaves it to ATen's own kernel."""
+    if not isinstance(op, Streaming):
+        return False
+    function = op.function.removesuffix("_")
+    # Atomic additions of bf16 were slow when it began to (torch._inductor.decomposition.index_add).
+    return op.function in _LEFT_TO_ATEN or (function == "index_add" and op.dtype == "bf16")
 
 
 def _bytes(ref: TensorRef) -> int:
@@ -470,14 +478,18 @@ def _lowered(step: Step) -> Iterator[StepOp]:
     """The operations that Inductor makes kernels of."""
     roles: dict[int, str] = {}
     channels_last = _channels_last(step.ops)
+    # Whoever chose the layout, gradients of images then lie otherwise than the tables they are added to.
+    strided = channels_last or any(isinstance(each.op, Conv) and each.op.channels_last for each in step.ops)
     for entry in _in_autocast_type(step):
         op = entry.op
         if isinstance(op, Streaming) and op.function == CONTIGUOUS:
             continue
-        if isinstance(op, Streaming) and op.function in _ADDING and entry.inputs and entry.outputs:
+        if _is_left(op):
+            yield entry
+        elif isinstance(op, Streaming) and op.function in _ADDING and entry.inputs and entry.outputs:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
-            yield from _added(entry, op, channels_last and not losses, entry.inputs[0].id in roles)
+            yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles)
         elif isinstance(op, Conv) and channels_last and len(op.kernel_size) == _IMAGE:
             yield replace(entry, op=replace(op, channels_last=True))
         else:
