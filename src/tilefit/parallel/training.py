@@ -228,10 +228,8 @@ class Training:
 
     def _accumulated_s(self, block: Block) -> float:
         """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
-        if self.split.parts == 1:
-            return 0.0
-        moved = block.parameters * (self.precision.weight + 2 * self.precision.gradient)
-        return moved / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
+        moved = self.precision.weight + 2 * self.precision.gradient
+        return self._copied_s(block.parameters, moved * (self.split.parts > 1))
 
     @cached_property
     def _known(self) -> dict[int, Block]:
@@ -301,6 +299,7 @@ class Training:
         return self.split.zero == 3 or (self.split.zero == 2 and self.split.pipeline == 1)
 
     def _copied_s(self, elements: int, bytes_each: float) -> float:
+        """Reading and writing so many bytes of each element."""
         return elements * bytes_each / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
 
     def _beside(self, compute_s: float, link_s: float) -> float:
@@ -313,14 +312,13 @@ class Training:
         gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
         scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
         last = len(blocks) - 1
-        before: tuple[object, ...] = ()  # of the block before the one before: two are held at once
         done: list[tuple[str, int, int]] = []
         for part in range(parts):
             order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
             for kind, i in order:
                 # The last block is still there when the backward pass begins.
                 kept = kind == "B" and (i == last or self.split.zero == 2)
-                before = (done[-2],) if len(done) > 1 else ()
+                before = tuple(done[-2:-1])  # the block before the one before: two are held at once
                 yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
                 if kind == "B" and i < last:
                     yield Task(("R", part, i + 1), (0, "link"), scatter[i + 1], ((kind, part, i + 1),))
@@ -364,15 +362,13 @@ class Training:
             name = (kind, part, place)
             if kind == "F":
                 after = (("sent", "F", part, place - 1),) if place else ()
-                total_s = sum(each.pass_s[0] for each in times[chunk])
-                yield Task(name, (stage, "compute"), total_s, after)
+                yield Task(name, (stage, "compute"), sum(each.pass_s[0] for each in times[chunk]), after)
                 if place < places - 1:
                     yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
                 continue
             after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
             if part < parts - 1 or split.replicas == 1:
-                total_s = sum(each.pass_s[1] for each in times[chunk])
-                yield Task(name, (stage, "compute"), total_s, after)
+                yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
             else:
                 for task in self._last(stage, chunk, name, times[chunk], after):
                     scattered += [task.name] if task.resource == (stage, "link") else []
