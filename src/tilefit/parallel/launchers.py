@@ -188,7 +188,7 @@ def _megatron(split: TrainingSplit, layers: Layers, per_machine: int, tokens: in
     ]
     if split.checkpoint == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    return _wrapped([_torchrun(split, per_machine, "pretrain_gpt.py"), *flags])
+    return " \\\n  ".join([_torchrun(split, per_machine, "pretrain_gpt.py"), *flags])
 
 
 def _stages(split: TrainingSplit, layers: Layers) -> list[str]:
@@ -197,10 +197,6 @@ def _stages(split: TrainingSplit, layers: Layers) -> list[str]:
         parts = "|".join(f"t*{count}" for count in layers)
         return [f'--pipeline-model-parallel-layout "E{parts}L"']
     return [f"--num-virtual-stages-per-pipeline-rank {split.chunks}"] if split.chunks > 1 else []
-
-
-def _wrapped(parts: Sequence[str]) -> str:
-    return " \\\n  ".join(parts)
 
 
 _FRAMEWORKS: dict[str, Settings] = {
