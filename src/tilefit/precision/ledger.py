@@ -37,7 +37,6 @@ from tilefit.precision.rules.protocol import (
     DoubleStep,
     MixedAccumulation,
     StepWithoutUnscale,
-    WrongDivision,
     wrong_division,
 )
 from tilefit.precision.tensors import has_values, parameters_of
@@ -528,7 +527,9 @@ class Ledger:
         if self.repeats(optimizer, present, scaler=True):
             return
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
+        def make(kind: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
+            if kind == "repeated":
+                return DoubleStep(skipped=False, scaler=True, partly=True)
             figures: dict[str, Any] = {"parameters": len(those)}
             if kind == "older":
                 carried = None if known.previous is None else float(known.previous)
@@ -576,6 +577,8 @@ class Ledger:
         name, group = type(optimizer).__name__, optimizer.param_groups[0]
 
         def make(wrong: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
+            if wrong == "repeated":
+                return DoubleStep(skipped=False, scaler=False, partly=True)
             scale = self.scale_of(marks)
             if wrong == "mixed":
                 return wrong_division(wrong, scale, parameters=len(those))
