@@ -246,6 +246,11 @@ class Ledger:
         return list(self._gradients.values())  # another thread may add some
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are followed."""
+        return [parameter for g in self.gradients if (parameter := g.parameter()) is not None]
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers seen."""
         return list(self._of)
@@ -260,10 +265,7 @@ class Ledger:
 
     def scaler(self, scaler: Any) -> Scaler:
         """What is known of a scaler."""
-        found = self._scalers.get(scaler)
-        if found is None:
-            found = self._scalers[scaler] = Scaler(len(self._scalers))
-        return found
+        return self._scalers.setdefault(scaler, Scaler(len(self._scalers)))
 
     @property
     def scalers(self) -> list[tuple[Any, Scaler]]:
