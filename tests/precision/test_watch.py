@@ -280,6 +280,40 @@ def test_a_repeated_mistake_is_one_alarm_with_a_count() -> None:
     assert (alarm.first_step, alarm.steps) == (5, 5)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_used_gradients_beside_new_ones_are_named_as_what_they_are(scaled: bool) -> None:
+    branches = nn.ModuleList([net(), net()])
+    optimizer, s = SGD(branches.parameters(), lr=0.01), scaler(enabled=scaled)
+    with watch(branches, optimizer=optimizer) as w:
+        for step in range(6):
+            branch = branches[step % 2]
+            branch.zero_grad()  # the other one's gradients stay
+            s.scale(mse(branch, *batch(), dtype=FP16 if scaled else BF16)).backward()
+            s.step(optimizer)
+            s.update()
+    (alarm,) = w.alarms
+    assert (alarm.code, alarm.severity) == ("AMP004", "warning")
+    assert "some that it has used already" in alarm.message
+    assert any("second time" in line for line in alarm.arithmetic) == scaled
+
+
+def test_an_evaluation_in_fp16_of_a_model_trained_in_bf16_is_one_in_another_precision() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer=optimizer) as w:
+        mse(model, *batch(), dtype=BF16).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad(), autocast(BF16):
+            model(batch()[0])
+        assert w.alarms == ()
+        with torch.no_grad(), autocast(FP16):
+            model(batch()[0])
+    (alarm,) = w.alarms
+    assert alarm.code == "AMP025"
+    assert "bfloat16 and evaluated in float16" in alarm.message
+
+
 def test_a_late_mistake_without_a_watched_function_is_looked_at_in_the_next_step() -> None:
     model, s = net(), scaler()
     optimizer = Adam(model.parameters())

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision.marks import EMPTY, Cause, Kind, Mark, State
-from tilefit.precision.tensors import has_values
+from tilefit.precision.tensors import has_values, sampled
 
-#: Elements by which a gradient is recognised.
+#: Elements by which a gradient is recognised, up to twice as many.
 WIDTH = 8
 #: The values of so many gradients are kept of each optimizer, and of one in so many others: it takes time.
 WITNESSES, APART = 8, 32
@@ -129,10 +129,7 @@ def _part(value: Tensor) -> Tensor | None:
     if not has_values(value):
         return None
     with torch._C._DisableTorchDispatch():
-        step = -(-value.numel() // WIDTH)
-        if value.is_contiguous():
-            return value.detach().as_strided((-(-value.numel() // step),), (step,))
-        return value.detach().reshape(-1)[::step]
+        return sampled(value.detach(), WIDTH)
 
 
 def _compare(now: Tensor, samples: Iterable[Tensor], rows: Iterable[tuple[Gradient, Tensor | None]]) -> None:

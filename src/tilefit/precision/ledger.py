@@ -37,7 +37,6 @@ from tilefit.precision.rules.protocol import (
     DoubleStep,
     MixedAccumulation,
     StepWithoutUnscale,
-    WrongDivision,
     wrong_division,
 )
 from tilefit.precision.tensors import has_values, parameters_of
@@ -247,6 +246,11 @@ class Ledger:
         return list(self._gradients.values())  # another thread may add some
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are followed."""
+        return [parameter for g in self.gradients if (parameter := g.parameter()) is not None]
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers seen."""
         return list(self._of)
@@ -261,10 +265,7 @@ class Ledger:
 
     def scaler(self, scaler: Any) -> Scaler:
         """What is known of a scaler."""
-        found = self._scalers.get(scaler)
-        if found is None:
-            found = self._scalers[scaler] = Scaler(len(self._scalers))
-        return found
+        return self._scalers.setdefault(scaler, Scaler(len(self._scalers)))
 
     @property
     def scalers(self) -> list[tuple[Any, Scaler]]:
@@ -528,7 +529,9 @@ class Ledger:
         if self.repeats(optimizer, present, scaler=True):
             return
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
+        def make(kind: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
+            if kind == "repeated":
+                return DoubleStep(skipped=False, scaler=True, partly=True)
             figures: dict[str, Any] = {"parameters": len(those)}
             if kind == "older":
                 carried = None if known.previous is None else float(known.previous)
@@ -576,6 +579,8 @@ class Ledger:
         name, group = type(optimizer).__name__, optimizer.param_groups[0]
 
         def make(wrong: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
+            if wrong == "repeated":
+                return DoubleStep(skipped=False, scaler=False, partly=True)
             scale = self.scale_of(marks)
             if wrong == "mixed":
                 return wrong_division(wrong, scale, parameters=len(those))

@@ -453,8 +453,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hook_parameters(self, ends: ExitStack) -> None:
         """Have the user's hooks on gradients seen as operations."""
-        parameters = [p for g in self._ledger.gradients if (p := g.parameter()) is not None and has_hooks(p)]
-        for parameter in parameters:
+        for parameter in filter(has_hooks, self._ledger.parameters):
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 reference, replaced = weakref.ref(parameter), hooks or {}
                 for key, hook in list(replaced.items()):

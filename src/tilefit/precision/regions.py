@@ -212,10 +212,9 @@ class Regions(Tracker):
         active = [autocast.fast_dtype for autocast in self._here.open if autocast._enabled]
         weights = (p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = active[-1] if active else next(weights, torch.float32)
-        training, evaluation = _names(self.trained), name_of(dtype)
-        if evaluation not in training:
-            place = user_line(), type(model).__name__
-            self._recorder.emit(EvalTrainMismatch(*place, training=training, evaluation=evaluation))
+        if dtype not in self.trained:
+            types: dict[str, Any] = {"training": _names(self.trained), "evaluation": name_of(dtype)}
+            self._recorder.emit(EvalTrainMismatch(user_line(), type(model).__name__, **types))
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tilefit.errors import UsageError
 from tilefit.precision.ledger import Ledger, Running
@@ -487,10 +487,10 @@ def _error(got: Tensor, exact: Tensor) -> float:
 
 
 def _detached(values: Any) -> Any:
-    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
+    return tree_map_only(Tensor, Tensor.detach, values)
 
 
 def _first(output: Any) -> Tensor | None:
     """The first floating-point tensor of an output."""
-    leaves, _ = tree_flatten(output)
+    leaves = tree_leaves(output)
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from tilefit.precision import graph
 from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
@@ -61,8 +62,9 @@ class Scalers(Tracker):
             # The step before was skipped, for which the scaler has waited for the device already.
             finite = bool(torch.isfinite(outputs.detach()).all())
             known.bad_losses = 0 if finite else known.bad_losses + 1
-        for tensor in _tensors(scaled):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+        # An iterator is left alone, as it can be read once only.
+        for tensor in tree_leaves(scaled):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 node: Any = tensor.grad_fn
                 node.metadata[graph.MARK] = mark
                 tensor.register_hook(lambda _, mark=mark: self._ledger.reach(mark))  # type: ignore[no-untyped-call]
@@ -250,12 +252,3 @@ def _is_optimizer(obj: Any) -> bool:
 def _is_scaler(obj: Any) -> bool:
     state = isinstance(obj, Mapping) and "_growth_tracker" in obj and "growth_factor" in obj
     return state or isinstance(obj, torch.amp.GradScaler)
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists and tuples; an iterator is left alone, as it can be read once only."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, list | tuple):
-        for output in outputs:
-            yield from _tensors(output)

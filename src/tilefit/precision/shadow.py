@@ -42,7 +42,7 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
 _PASSING = frozenset(
     "view _unsafe_view expand unsqueeze slice select clone permute transpose t add_ sub_ copy_".split()
 )
-_NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+_NORMS = ("linalg_vector_norm", "norm")
 #: What an operation that was repeated is judged by.
 _FIGURES = ("operation", "dtype", "overflowed", "vanished", "error_ulp", "largest")
 _REDUCTIONS = frozenset(
@@ -209,7 +209,7 @@ class Shadows(Tracker, Observer):
         terms = [t for t in call.tensors() if has_values(t) and t.device == out.device]
         finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
         flag = finite & torch.isneginf(out.amin())
-        before, source = next(filter(None, map(self._masks.of, (first, *terms))), None), call.source
+        before, source = self._masks.first((first, *terms)), call.source
         if before is not None:
             # What overflowed earlier stays overflowed; the earlier line is to blame.
             flag, source = flag | before.overflowed, before.source
@@ -217,7 +217,7 @@ class Shadows(Tracker, Observer):
 
     def _pass_on(self, call: Call, first: Tensor) -> None:
         """A view or a copy of a mask is one, and so is what a mask is updated to."""
-        known = next(filter(None, map(self._masks.of, call.tensors())), None)
+        known = self._masks.first(call.tensors())
         if known is not None and isinstance(call.out, Tensor):
             self._masks.note(call.out, known)
 
@@ -342,7 +342,7 @@ def _rows(call: Call, x: Tensor, out: Tensor) -> tuple[Tensor | None, Tensor | N
     if out.ndim == 0 or x.ndim == 0 or x.ndim == 1:
         return x, out
     dims = call.args[1] if len(call.args) > 1 else None
-    if call.name in ("linalg_vector_norm", "norm"):
+    if call.name in _NORMS:
         dims = call.args[2] if len(call.args) > 2 else None
     if isinstance(dims, int):
         dims = [dims]

@@ -34,6 +34,10 @@ class Notes(dict[int, tuple["weakref.ref[Tensor]", _T]]):
         known = self.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
 
+    def first(self, tensors: Iterable[Tensor]) -> _T | None:
+        """What was noted of the first of some tensors of which anything was."""
+        return next((what for tensor in tensors if (what := self.of(tensor)) is not None), None)
+
 
 @cache
 def name_of(dtype: torch.dtype) -> str:

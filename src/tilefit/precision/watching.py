@@ -342,8 +342,8 @@ class Watch:
         observers = self._observers
         self._origin = None
         if self._seek_origin or self._find_non_finite:
-            weights = [w for g in self._ledger.gradients if (w := g.parameter()) is not None]
-            self._origin = Origin(self._recorder, weights, backward=not scaled, armed=self._seek_origin)
+            weights, armed = self._ledger.parameters, self._seek_origin
+            self._origin = Origin(self._recorder, weights, backward=not scaled, armed=armed)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
         thorough, hook_of = self._origin is not None, self._window.hook_of
         self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)

@@ -166,7 +166,8 @@ class DoubleStep(PrecisionRule, code="AMP004", severity=ERROR):
     """The optimizer steps again on gradients that it has used already.
 
     What it sees: An optimizer step although no backward pass, and nothing else, has written to any gradient
-    of the optimizer since its last step. A second backward pass between two steps, as in SAM, is fine.
+    of the optimizer since its last step. A second backward pass between two steps, as in SAM, is fine. A
+    warning where new gradients stand beside used ones that nobody has cleared.
 
     Why nobody notices: The weights move twice as far, in the right direction. And where the scaler has
     skipped the step because of inf, the second one applies the inf.
@@ -192,12 +193,19 @@ class DoubleStep(PrecisionRule, code="AMP004", severity=ERROR):
     skipped: bool
     #: The second step went through the scaler, which divides by the scale once more.
     scaler: bool
+    #: Beside them are gradients that are new.
+    partly: bool = False
 
     def judge(self) -> Alarm:
         skipped = "the scaler had skipped the step because of inf or NaN in them"
         effects = [skipped if self.skipped else "no gradient has changed since its last step"]
         if self.scaler:
             effects.append("they are divided by the loss scale a second time")
+        if self.partly:
+            message = f"{self.module} steps on new gradients and on some that it has used already"
+            effects[0] = "the used ones have not changed since its last step"
+            fix = "Clear all of the optimizer's gradients in each iteration: optimizer.zero_grad()."
+            return self.alarm(message, *effects, severity=WARNING, fix=fix)
         return self.alarm(f"{self.module} steps again on gradients it has used already", *effects)
 
 
