@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from alone import stay_alone
 from fixable import KINDS, Kind
@@ -248,6 +249,33 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 # ---- changes of the model ----------------------------------------------------------------------
+
+
+@tool("`half()`, `bfloat16()`")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    return [_in_half(model, x, dtype) for dtype in (torch.float16, torch.bfloat16)]
+
+
+def _in_half(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Any:
+    """What a model in half precision gives, and whether it is as near to fp64 as the plain one is: kernels
+    round at other places."""
+
+    def found(of: nn.Module, wide: torch.dtype = dtype) -> list[torch.Tensor]:
+        # fp64 begins with the numbers that half precision has.
+        made, given = copy.deepcopy(of).to(dtype).to(wide), x
+        if x.is_floating_point():
+            given = x.to(dtype).to(wide)
+        return [leaf for leaf in tree_leaves(learned(made.eval(), given)) if leaf is not None]
+
+    plain: Any = model.plain
+    half, own, exact = found(model), found(plain), found(plain, torch.float64)
+    limits = [
+        1.1 * (each - right).norm() + torch.finfo(dtype).eps * right.norm()
+        for each, right in zip(own, exact, strict=True)
+    ]
+    errors = [(each - right).norm() for each, right in zip(half, exact, strict=True)]
+    near = [bool(error <= limit) for error, limit in zip(errors, limits, strict=True)]
+    return [(each.shape, each.dtype) for each in half], near
 
 
 @tool("SyncBN conversion")

@@ -342,6 +342,8 @@ def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
     fill = _number(scores.fusing, value) if isinstance(scores, Scores) else None
     if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
         return NotImplemented
+    if -math.inf < fill < torch.finfo(scores.kind).min:  # an error, or minus infinity
+        return NotImplemented
     if mask.dtype != torch.bool or (scores.masks and scores.fill != fill):
         return NotImplemented
     return {"masks": (*scores.masks, (_narrow(mask), keep)), "fill": fill}
