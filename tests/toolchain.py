@@ -349,6 +349,26 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
     return learned(model, x), seen
 
 
+@tool("hooks on all modules")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    seen: list[Any] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda _, given, y: seen.append((given, y)))
+    try:
+        return learned(model, x), seen
+    finally:
+        hook.remove()
+
+
+@tool("results written to")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    y = model(x)
+    parts = y if isinstance(y, tuple) else (y,)
+    for part in parts:
+        part.mul_(2).add_(1)
+    sum(part.square().sum() for part in parts).backward()
+    return y, gradients(model)
+
+
 @tool("threads")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
     results: list[Any] = [None] * 3
