@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -33,7 +34,7 @@ from tilefit.cost.priced import priced
 from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
 from tilefit.parallel.planning import Job, Planner, Priced, precision_of
-from tilefit.parallel.training import TrainingSplit
+from tilefit.parallel.training import CONTEXT_BYTES, RankMemory, TrainingSplit
 
 RESULTS = Path(__file__).parent / "results" / "multi_gpu_steps.json"
 Row = dict[str, str]
@@ -44,7 +45,8 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder; ``gated`` is Llama's, else GPT's and MPT's."""
+    """Sizes of a decoder; ``gated`` is Llama's, else GPT's and MPT's; ``copied`` is nanotron's, ``eager``
+    torchtitan's."""
 
     layers: int
     hidden: int
@@ -58,6 +60,25 @@ class Shape:
     written: bool = False
     dropout: float = 0.0
     causal: bool = True
+    copied: bool = False
+    eager: bool = False
+
+
+class ComposedNorm(nn.Module):
+    """``nn.RMSNorm`` before PyTorch had a kernel for it: one for each operation, in fp32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).type_as(x) * self.weight
+
+
+def norm_of(shape: Shape) -> type[nn.Module]:
+    """The norm of a decoder."""
+    return ComposedNorm if shape.eager else nn.RMSNorm if shape.gated else nn.LayerNorm
 
 
 class Layer(nn.Module):
@@ -68,7 +89,7 @@ class Layer(nn.Module):
         self.shape = shape
         self.head = shape.hidden // shape.heads
         kv = shape.kv_heads or shape.heads
-        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        norm = norm_of(shape)
         ffn = shape.ffn or 4 * shape.hidden
         self.norm_1, self.norm_2 = norm(shape.hidden), norm(shape.hidden)
         self.qkv = nn.Linear(shape.hidden, self.head * (shape.heads + 2 * kv), bias=shape.bias)
@@ -80,16 +101,22 @@ class Layer(nn.Module):
         batch, seq, _ = x.shape
         kv = self.shape.kv_heads or self.shape.heads
         sizes = [self.shape.heads * self.head, kv * self.head, kv * self.head]
-        q, k, v = (
-            part.view(batch, seq, -1, self.head).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).split(sizes, -1)
-        )
-        if self.shape.gated:  # one kernel each, as flash-attention's rotary embedding
+        qkv = self.qkv(self.norm_1(x))
+        if self.shape.copied:  # queries, keys and values apart, then keys and values side by side
+            qkv = qkv.view(batch, seq, 3, -1, self.head).permute(2, 0, 1, 3, 4).contiguous()
+            q, (k, v) = qkv[0], torch.stack([qkv[1], qkv[2]]).permute(1, 2, 0, 3, 4).contiguous().unbind(2)
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        else:
+            q, k, v = (part.view(batch, seq, -1, self.head).transpose(1, 2) for part in qkv.split(sizes, -1))
+        if self.shape.eager:  # complex numbers of fp32; each head of keys and values as often as it is read
+            q, k = ((each.float() * cos).type_as(each) for each in (q, k))
+            k, v = (each.repeat_interleave(self.shape.heads // kv, 1) for each in (k, v))
+        elif self.shape.gated:  # one kernel each, as flash-attention's rotary embedding
             q, k = q * cos, k * cos
         if self.shape.written:
             return self.rest(x, self.attended(q, k, v))
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.shape.causal, enable_gqa=kv != self.shape.heads
+            q, k, v, is_causal=self.shape.causal, enable_gqa=k.shape[1] != self.shape.heads
         )
         return self.rest(x, attended.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -110,6 +137,25 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(wide, approximate="tanh"))
 
 
+class ShardedLoss(torch.autograd.Function):
+    """nanotron's loss of logits that ranks share, kernel by kernel, on one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        shares = logits - logits.max(-1)[0].unsqueeze(-1)
+        rows = torch.arange(len(target), device=target.device)
+        picked = shares[rows, target]
+        total = shares.exp_().sum(-1)
+        ctx.save_for_backward(shares.div_(total.unsqueeze(-1)), rows, target)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        shares, rows, target = ctx.saved_tensors
+        shares[rows, target] -= 1.0
+        return shares.mul_(grads[0].unsqueeze(-1)), None
+
+
 class Decoder(nn.Module):
     """A decoder with its loss."""
 
@@ -117,7 +163,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
-        self.norm = (nn.RMSNorm if shape.gated else nn.LayerNorm)(shape.hidden)
+        self.shape = shape
+        self.norm = norm_of(shape)(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
@@ -129,6 +176,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos)
         logits = self.head(self.norm(x))
+        if self.shape.copied:
+            return ShardedLoss.apply(logits.float().flatten(0, 1), tokens.flatten()).mean()
         return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
@@ -163,9 +212,10 @@ def planner(
 
 # ---- rows -----------------------------------------------------------------------------------------
 
+#: Keys and values have as many heads as queries: nanotron's ``scripts/scaling_benchmarks.py``.
 NANOTRON = {
-    "Llama-1B": Shape(16, 2048, 32, 131072, 8192, 8, gated=True, tied=True),
-    "Llama-8B": Shape(32, 4096, 32, 131072, 14336, 8, gated=True),
+    "Llama-1B": Shape(16, 2048, 32, 131072, 8192, gated=True, tied=True, copied=True),
+    "Llama-8B": Shape(32, 4096, 32, 131072, 14336, gated=True, copied=True),
 }
 MPT = {
     "MPT-125m": (12, 768, 12),
@@ -178,20 +228,54 @@ MPT = {
     "MPT-30b": (48, 7168, 56),
     "MPT-70b": (80, 8192, 64),
 }
-TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True)}
+TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True, eager=True)}
 
 
-#: Fitted to Llama-1B: how much longer than benchmarked nanotron's kernels take, with what it does beside its
-#: model; what its host takes for a layer with tensor parallelism, whatever its size (72 ms for
-#: 16 layers on 2, 4 and 8 ranks), and more for each rank where stages are in other machines.
-NANOTRON_SLOWDOWN = 1.42
+#: Fitted to Llama-1B: what nanotron's host takes for a layer with tensor parallelism, whatever its size
+#: (72 ms for 16 layers on 2, 4 and 8 ranks); what it takes more where stages are in other machines, by ranks
+#: (medians of two stages; with 32 ranks more stages stall for 1.4 s in every micro-batch); what it takes for
+#: each rank's slice of each parameter that ZeRO-1 gathers (``_all_gather_params``).
 NANOTRON_LAYER_HOST_S = 4.4e-3
-NANOTRON_RANK_HOST_S = 2.6e-3
+NANOTRON_STAGE_HOST_S = {2: 4.1e-3, 4: 8e-3, 8: 14.9e-3, 16: 39e-3, 32: 130e-3}
+NANOTRON_GATHER_HOST_S = 8e-6
+#: Fitted to Llama-1B's memory: activations with tensor parallelism over those without.
+NANOTRON_LATE = 0.22
 #: Fitted to Llama-1B with 16 and 32 tensor-parallel ranks: a step of a ring over machines, whatever the size.
 NANOTRON_EFA = replace(NETWORKS["efa"], hop_s=50e-6)
 #: Fitted to the models of vTrain that are 1,024 wide: 3.5 ms for a layer with its recomputation, whatever its
 #: size, 4.2 on 8 ranks; by tensor-parallel ranks. Those that are 2,048 wide set nothing.
 VTRAIN_LAYER_HOST_S = {1: 2.6e-3, 2: 2.6e-3, 4: 2.6e-3, 8: 3.2e-3}
+
+
+@cache
+def nanotron_stages(shape: Shape, stages: int) -> list[str]:
+    """The blocks of each stage by their letters: embedding, layers, norm, head, cast to fp32, loss.
+
+    As nanotron's ``build_model`` places them: a stage is full when its blocks' parameters, without embeddings
+    and norms, exceed its share. The last may have none; such a training does not start.
+    """
+    layer = (4 * shape.hidden + 3 * shape.ffn) * shape.hidden
+    costs = {"l": layer, "h": shape.vocab * shape.hidden}
+    blocks = "e" + "l" * shape.layers + "nhcx"
+    total = sum(costs.get(block, 0) for block in blocks)
+    made, placed = [""], 0
+    for block in blocks:
+        made[-1] += block
+        placed += costs.get(block, 0)
+        if placed > total * len(made) / stages:
+            made.append("")
+    return made + [""] * (stages - len(made))
+
+
+@cache
+def nanotron_bounds(shape: Shape) -> Callable[[int], tuple[int, ...]]:
+    """Where the layers of each stage begin."""
+
+    def bounds(stages: int) -> tuple[int, ...]:
+        counts = [stage.count("l") for stage in nanotron_stages(shape, stages)]
+        return (0, *itertools.accumulate(counts))
+
+    return bounds
 
 
 def number(row: Row, name: str, default: int = 1) -> int:
@@ -212,15 +296,19 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
     )
     host_s = NANOTRON_LAYER_HOST_S if split.tensor > 1 else 0.0
     if split.tensor > 1 and split.pipeline > 1 and split.gpus > 8:
-        host_s += NANOTRON_RANK_HOST_S * split.tensor
-    # It sums up its fp32 gradients in one message behind the last backward pass.
+        host_s += NANOTRON_STAGE_HOST_S[split.tensor]
+    # DDP's buckets of 25 MiB in bf16 are summed up in fp32. With ZeRO there is no DDP: all gradients are
+    # summed up in one message behind the last backward pass, on every rank.
     framework = Framework(
-        slowdown=NANOTRON_SLOWDOWN,
         layer_host_s=host_s,
-        bucket_bytes=float("inf"),
-        overlap=False,
+        bucket_bytes=float("inf") if split.zero else 50 * 2**20,
+        overlap=not split.zero,
+        scatters=False,
+        gather_host_s=NANOTRON_GATHER_HOST_S,
         buckets=False,
         tensor_host_s=0.0,
+        late=NANOTRON_LATE,
+        bounds=nanotron_bounds(NANOTRON[row["model"]]),
     )
     return planner(
         NANOTRON[row["model"]],
@@ -291,7 +379,9 @@ def torchtitan(row: Row) -> tuple[Planner, TrainingSplit] | None:
     )
     batch = split.data * split.samples
     gpu = "h200" if "H200" in row["gpu"] else "h100-sxm-96gb"
-    return planner(TITAN[row["model"]], number(row, "seq"), gpu, "infiniband", batch), split
+    # Selective "per op" computes every second product again.
+    framework = Framework(again=0.5)
+    return planner(TITAN[row["model"]], number(row, "seq"), gpu, "infiniband", batch, framework), split
 
 
 SOURCES: dict[str, Callable[[Row], tuple[Planner, TrainingSplit] | None]] = {
@@ -304,11 +394,17 @@ SOURCES: dict[str, Callable[[Row], tuple[Planner, TrainingSplit] | None]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A row with its prediction."""
+    """A row with its prediction.
+
+    ``stated`` is what the rank holds whose memory the row states, ``starts`` whether its framework can run
+    the split.
+    """
 
     source: str
     row: Row
     found: Priced
+    stated: RankMemory
+    starts: bool = True
 
     @property
     def measured_s(self) -> float:
@@ -330,7 +426,10 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
         for source, read in SOURCES.items():
             if (found := read(row)) is not None:
                 plan, split = found
-                made.append(Compared(source, row, plan.priced(split)))
+                # nanotron states what its first rank reserves.
+                stated = plan.training(split).stage_memory(0)
+                starts = source != "nanotron" or all(nanotron_stages(NANOTRON[row["model"]], split.pipeline))
+                made.append(Compared(source, row, plan.priced(split), stated, starts))
     return made
 
 
@@ -375,7 +474,8 @@ def grouped(chosen: Iterable[Compared]) -> dict[str, Any]:
         groups[each.row["model"], each.row["gpus"]].append(each)
     made = {}
     for (name, gpus), own in sorted(groups.items(), key=lambda pair: (pair[0][0], int(float(pair[0][1])))):
-        best = min(own, key=lambda each: each.found.time.time_s)
+        # A plan proposes what fits.
+        best = min(own, key=lambda each: (not each.found.fits, each.found.time.time_s))
         least_s = min(each.measured_s for each in own)
         made[f"{name}, {gpus} GPUs"] = {
             **errors(own),
@@ -387,9 +487,11 @@ def grouped(chosen: Iterable[Compared]) -> dict[str, Any]:
 
 def memory(chosen: Iterable[Compared]) -> dict[str, Any]:
     """Whether what ran out of memory is told from what ran, and errors of the memory where it is stated."""
-    told = [(each.found.fits, each.row["status"] == "ok") for each in chosen if each.row["status"]]
+    told = [
+        (each.found.fits and each.starts, each.row["status"] == "ok") for each in chosen if each.row["status"]
+    ]
     ratios = [
-        each.found.memory.total / 2**30 / float(each.row["mem_gb"])
+        (each.stated.total - CONTEXT_BYTES) / 2**30 / float(each.row["mem_gb"])
         for each in chosen
         if each.row["mem_gb"] and each.row["status"] == "ok"
     ]
@@ -398,10 +500,15 @@ def memory(chosen: Iterable[Compared]) -> dict[str, Any]:
         made = {
             "rows": len(told),
             "right": round(sum(fits == ran for fits, ran in told) / len(told), 3),
+            "right, by memory alone": round(
+                sum(each.found.fits == (each.row["status"] == "ok") for each in chosen if each.row["status"])
+                / len(told),
+                3,
+            ),
             "ran, said not to fit": sum(ran and not fits for fits, ran in told),
             "did not run, said to fit": sum(fits and not ran for fits, ran in told),
             "of them, said to need less than half of the memory": sum(
-                each.row["status"] != "ok" and each.found.memory.total < 40 * 2**30
+                each.row["status"] != "ok" and each.starts and each.found.memory.total < 40 * 2**30
                 for each in chosen
                 if each.row["status"]
             ),

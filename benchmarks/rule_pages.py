@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from precision import loops, test_ranks
 from precision.loops import computation, parts, protocol, storage
 from tilefit.capture import child
-from tilefit.cli.main import app
+from tilefit.cli.main import command as command_line
 from tilefit.fixes import registry as fixes
 from tilefit.precision import compare as compare_precision
 from tilefit.precision import first_divergence, watch
@@ -132,7 +132,7 @@ def checked(rule: Rule, case: Case) -> Report:
     with TemporaryDirectory() as folder, chdir(folder), here, alone, redirect_stdout(out):
         Path(f"{rule.code.lower()}.py").write_text(program(case), encoding="utf-8")
         arguments = shlex.split(command(rule, case))[1:]
-        app(
+        command_line(arguments[0])(
             [arguments[0], "--output-format", "json", *arguments[1:]],
             prog_name="tilefit",
             standalone_mode=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -46,3 +47,21 @@ def test_files_that_the_page_names_exist() -> None:
     assert named
     for name in named:
         assert list(ROOT.glob(name)), name
+
+
+def test_every_function_fits_a_screen() -> None:
+    long = [
+        f"{path.name}: {function.name}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(function) > 60
+    ]
+    assert not long
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Its lines without its docstring."""
+    first = function.body[0]
+    told = isinstance(first, ast.Expr) and ast.get_docstring(function) is not None
+    begin = first.end_lineno if told else function.lineno - 1
+    return (function.end_lineno or 0) - (begin or 0) + told * (first.lineno - function.lineno)

@@ -16,7 +16,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from typer.main import get_command
 
 import tilefit
 from tilefit.capture.child import capture_target
@@ -28,7 +27,6 @@ from tilefit.options import TargetOptions
 from tilefit.profiling.trace import read_trace
 from tilefit.report import loads
 
-main_module = sys.modules["tilefit.cli.main"]
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "report" / "data" / "first-report.json"
 
@@ -148,9 +146,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("XDG_DATA_HOME", str(here / "data"))
         patch.setenv("COLUMNS", "80")
-        command = get_command(main_module.app)
-        command.registered_commands = main_module.app.registered_commands  # type: ignore[attr-defined]
-        patch.setattr(main_module, "app", command)  # made once: it takes a tenth of a second
         yield here
 
 

@@ -10,7 +10,7 @@ import typer
 
 import tilefit
 from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.cli.main import app
+from tilefit.cli.main import command
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
 from tilefit.options import (
@@ -28,8 +28,7 @@ WITH_A_STEP = ["check", "fix", "sweep", "profile"]
 
 def flags(verb: str) -> set[str]:
     """The options of a command."""
-    command: Any = typer.main.get_command(app)
-    return {flag for parameter in command.commands[verb].params for flag in parameter.opts}
+    return {flag for parameter in command(verb).commands[verb].params for flag in parameter.opts}
 
 
 @pytest.mark.parametrize(("kind", "keywords"), [(StepOptions, StepKeywords), (Selection, SelectionKeywords)])

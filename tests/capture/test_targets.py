@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -428,3 +430,15 @@ def test_sizes_are_attributes_of_a_configuration() -> None:
     with pytest.raises(TargetError) as misspelled:
         load("hf:gpt2", TargetOptions(arguments={"bacth": 96}))
     assert misspelled.value.hint == "Did you mean 'batch'?"
+
+
+def test_models_of_transformers_load_without_torchvision_and_those_of_timm_with_it() -> None:
+    program = """
+import sys
+from tilefit.capture.torchvision_import import import_transformers
+transformers = import_transformers()
+from transformers.models.gpt2 import modeling_gpt2
+print("torchvision" in sys.modules, transformers.utils.is_timm_available())
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["False", str(find_spec("timm") is not None)]

@@ -63,6 +63,8 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
             ranks = split["data"] * split["tensor"] * split["pipeline"] * split["context"]
             assert ranks == split["gpus"] == 16
             assert split["data"] * split["samples"] * split["micro_batches"] == 64
+            assert sum(split["layers"]) == 8
+            assert len(split["layers"]) == split["pipeline"] * split["chunks"]
             memory = split["memory_bytes"]
             assert memory.pop("total") == pytest.approx(sum(memory.values()))
     # A billion tokens are 64 x 64 of them a step.
@@ -74,6 +76,16 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
     text = " ".join(" ".join(lines).split())
     for said in ("The runner-up", "Strong scaling", "GPUs compared", "per G tokens", "torchrun --nnodes 2"):
         assert said in text
+
+
+def test_the_layers_of_each_stage_are_said_and_set(tilefit, model: str) -> None:
+    command = ("plan", model, "--gpu", "h100-sxm", "--gpus", "2", "--nodes", "2", "--network", "1x1")
+    command += ("--layers", "9", "--global-batch", "64", "--launch", "megatron")
+    text = " ".join(tilefit(*command).out.split())
+    said = text.partition("Layers of its stages: ")[2].partition(".")[0]
+    first, second = (int(each) for each in said.split(", "))
+    assert first + second == 9
+    assert f'--pipeline-model-parallel-layout "Et*{first}|t*{second}L"' in text
 
 
 @pytest.mark.parametrize(

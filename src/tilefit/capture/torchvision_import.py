@@ -41,9 +41,11 @@ def import_transformers() -> Any:
     Raises:
         ImportError: there is no transformers.
     """
-    if "transformers" in sys.modules or "torchvision" in sys.modules:
-        return importlib.import_module("transformers")
-    with patch.dict(sys.modules, {"torchvision": None}):  # "not installed", to whoever looks for it
-        transformers = importlib.import_module("transformers")
-        transformers.utils.is_torchvision_available()  # remembers its answer
+    transformers = importlib.import_module("transformers")
+    available = transformers.utils.is_torchvision_available
+    if "torchvision" not in sys.modules and hasattr(available, "cache_clear"):  # it remembers its answer
+        transformers.utils.is_timm_available()  # which asks it too, while timm loads torchvision by itself
+        available.cache_clear()
+        with patch.dict(sys.modules, {"torchvision": None}):  # "not installed", to whoever looks for it
+            available()
     return transformers

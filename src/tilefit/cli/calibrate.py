@@ -65,10 +65,14 @@ def calibrate(
     """Measure this GPU where that tells most, fit the cost model to it, and write a calibration."""
     if compare or merge:
         _of_files(compare, merge, output_file)
-        return
-    if collectives:
+    elif collectives:
         _of_links(output_file)
-        return
+    else:
+        _of_kernels(minutes, quick, output_file)
+
+
+def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
+    """Measure kernels and the host."""
     began_s = time.monotonic()
 
     def used_s() -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -82,8 +83,7 @@ def check(
     from tilefit.capture.child import capture_in_child, capture_program_in_child
     from tilefit.session import Session
 
-    if is_program:
-        program = replace(program, program=target, arguments=tuple(arguments or ()))
+    program = replace(program, program=target, arguments=tuple(arguments or ()))
 
     def checked(target: str) -> int:
         captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
@@ -95,18 +95,18 @@ def check(
             session.step  # noqa: B018 - captured now
         return _shown(session, shown)
 
-    code = 0
+    return max(map(checked, targets)) if not watch else _watch(checked, targets)
+
+
+def _watch(checked: Callable[[str], int], targets: Sequence[str]) -> NoReturn:
+    """Check the targets again and again, whenever a file changes."""
     while True:
-        before = _stamps(Path.cwd()) if watch else {}
+        before = _stamps(Path.cwd())
         for each in targets:
             try:
-                code = max(code, checked(each))
+                checked(each)
             except TilefitError as error:
-                if not watch:
-                    raise
                 print(f"error: {error}", file=sys.stderr)
-        if not watch:
-            return code
         output.note("waiting for a change; Ctrl-C ends")
         while _stamps(Path.cwd()) == before:
             sleep(_LOOK_S)

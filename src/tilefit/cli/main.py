@@ -5,32 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tilefit.cli import (
-    bench,
-    calibrate,
-    check,
-    compare,
-    curve,
-    doctor,
-    explain,
-    fix,
-    gemm,
-    gpu,
-    plan,
-    precision,
-    profile,
-    report,
-    rule,
-    rules,
-    step_options,
-    sweep,
-    tour,
-)
 from tilefit.cli.commands import Verbs
 from tilefit.errors import TilefitError
 from tilefit.version import __version__
@@ -39,38 +20,11 @@ from tilefit.version import __version__
 COULD_NOT_RUN = 2
 INTERRUPTED = 130
 
-app = Verbs(
-    name="tilefit",
-    help="Find where a PyTorch model wastes a GPU, and what each fix is worth. No GPU needed.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+#: In the order of the help. Each is the function of its name in the module of its name, or a group there.
+VERBS = tuple(
+    """check fix explain report rules rule gpu gemm sweep plan compare calibrate doctor tour precision profile
+    bench curve""".split()
 )
-_VERBS: tuple[Callable[..., object], ...] = (
-    check.check,
-    fix.fix,
-    explain.explain,
-    report.report,
-    rules.rules,
-    rule.rule,
-    gpu.gpu,
-    gemm.gemm,
-    sweep.sweep,
-    plan.plan,
-    compare.compare,
-    calibrate.calibrate,
-    doctor.doctor,
-    tour.tour,
-)
-for _verb in _VERBS:
-    app.command()(_verb)
-# What stands behind the script is the script's own.
-app.command(context_settings={"allow_interspersed_args": False})(precision.precision)
-app.command(cls=step_options.ScriptCommand)(profile.profile)
-#: Verbs with kinds of their own.
-_GROUPS = {"bench": bench.app, "curve": curve.app}
-for _group in _GROUPS.values():
-    app.add_typer(_group)
 
 
 def _version(wanted: bool) -> None:
@@ -79,13 +33,32 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """What stands before the verb."""
+
+
+@cache
+def command(*verbs: str) -> Any:
+    """The command line, with some of its verbs: to load all of them takes a while."""
+    app = Verbs(
+        name="tilefit",
+        help="Find where a PyTorch model wastes a GPU, and what each fix is worth. No GPU needed.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for verb in verbs:
+        module = import_module(f"tilefit.cli.{verb}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app)
+        else:
+            app.command(**getattr(module, "SETTINGS", {}))(getattr(module, verb))
+    return typer.main.get_command(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -102,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = app(arguments, prog_name="tilefit", standalone_mode=False)
+        named = [verb for verb in VERBS if verb in arguments[:1]]
+        code = command(*named or VERBS)(arguments, prog_name="tilefit", standalone_mode=False)
         sys.stdout.flush()
     except TilefitError as error:
         _say("error", str(error))
@@ -137,14 +111,11 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help_command(arguments: Sequence[str]) -> str:
-    if not arguments or arguments[0] not in _names(app) | _GROUPS.keys():
+    verb = arguments[0] if arguments else ""
+    if verb not in VERBS:
         return "tilefit --help"
-    kinds = _names(_GROUPS[arguments[0]]) if arguments[0] in _GROUPS else set()
-    return " ".join(["tilefit", arguments[0], *(kind for kind in arguments[1:2] if kind in kinds), "--help"])
-
-
-def _names(group: typer.Typer) -> set[str]:
-    return {c.name or c.callback.__name__ for c in group.registered_commands if c.callback}
+    kinds = getattr(command(verb).commands[verb], "commands", {})
+    return " ".join(["tilefit", verb, *(kind for kind in arguments[1:2] if kind in kinds), "--help"])
 
 
 def _say(label: str, message: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import typer
 
-from tilefit.cli.main import app
+from tilefit.cli.main import command
 from tilefit.errors import TilefitError, UsageError
 from tilefit.options import CheckKeywords
 from tilefit.report import Document
@@ -54,8 +54,8 @@ def _checked(line: str, cell: str | None, names: dict[str, Any]) -> Document:
 def _read(line: str, *, has_cell: bool) -> tuple[list[str], dict[str, Any]]:
     """The expressions of a line, and what its options say."""
     words = shlex.split(line)
-    command: Any = typer.main.get_command(app)
-    context = command.commands["check"].make_context("%tilefit", ["the cell", *words] if has_cell else words)
+    check = command("check").commands["check"]
+    context = check.make_context("%tilefit", ["the cell", *words] if has_cell else words)
     given = {
         name: value
         for name, value in context.params.items()

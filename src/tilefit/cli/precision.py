@@ -67,6 +67,10 @@ class Emulation:
     fake_data: bool = option(False, "With --gpu: make up data and weights that are not there, at random.")
 
 
+#: What stands behind the script is the script's own.
+SETTINGS = {"context_settings": {"allow_interspersed_args": False}}
+
+
 @grouped
 def precision(
     context: typer.Context,

@@ -45,6 +45,9 @@ class Window:
     plain: int = option(5, "Steps then timed without the profiler, to tell what it adds.", min=0, metavar="N")
 
 
+SETTINGS = {"cls": step_options.ScriptCommand}
+
+
 def _is_trace(text: str) -> bool:
     return text.endswith(_TRACES) and not text.startswith("hf:")
 

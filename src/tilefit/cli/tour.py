@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
 from tilefit.cli.completion import GpuName
 
 if TYPE_CHECKING:
@@ -46,20 +44,20 @@ def model() -> tuple[torch.nn.Module, torch.Tensor]:
     )
 
 
-def tour(context: typer.Context, gpu: GpuName = None) -> None:
+def tour(gpu: GpuName = None) -> None:
     """Show check, explain, gemm and fix on a built-in model, each with its real output; two minutes at most.
 
     In a terminal each stop waits for Enter. Without --gpu it is an H200's.
     """
+    from tilefit.cli.main import command
     from tilefit.cost.priced import resolve
 
-    assert context.parent is not None
     resolve(gpu or "h200")  # a slip is told before anything is shown
     waits = sys.stdin.isatty() and sys.stdout.isatty()
-    for number, (words, command) in enumerate(_STOPS, 1):
-        arguments = f"{command} --gpu {gpu or 'h200'}"
+    for number, (words, line) in enumerate(_STOPS, 1):
+        arguments = f"{line} --gpu {gpu or 'h200'}"
         print(f"\n{number} of {len(_STOPS)}  {words}\n\n$ tilefit {arguments}\n", flush=True)
-        context.parent.command.main(arguments.split(), prog_name="tilefit", standalone_mode=False)
+        command(line.split()[0])(arguments.split(), prog_name="tilefit", standalone_mode=False)
         if waits and number < len(_STOPS):
             input("\nEnter goes on, Ctrl-C ends. ")
     print("\nNow your own: tilefit check train.py --gpu h200, or tilefit check file.py:factory --gpu h200.")

@@ -8,13 +8,13 @@ that waits for each, would be 5.6 % and 15 % off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import hypot
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate
 from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
-from tilefit.cost.priced import priced
+from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streams import fabric_of, run
 from tilefit.cost.waits import call_s, paced_s
 from tilefit.gpus import Gpu
@@ -51,27 +51,15 @@ def estimate_step(
             estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)
     scale = device.launch_scale if launch_scale is None else launch_scale
-    gpu_s = 0.0
-    host_s = scale * python_s
-    launches_s: list[float] = []
+    launches_s = [scale * each for each in _launches_s(step, device)]
+    host_s = scale * python_s + sum(launches_s) + call_s(step.program, scale)
+    gpu_s = sum(predicted.time_s for predicted in estimates)
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
-    begun: set[str] = set()
-    for entry, predicted, around in zip(step.ops, estimates, around_s(step), strict=True):
-        part = entry.phase.partition("-")[0]
-        if part not in begun:
-            begun.add(part)
-            around += begin_s(part, step)
-        # The loss and the optimizer are outside of the graphs.
-        replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
-        launch_s = launch(entry.op, entry.phase, device, step.settings).host_s
-        launches_s.append(scale * (around + (GRAPHED_S if replayed else launch_s)))
-        host_s += launches_s[-1]
-        gpu_s += predicted.time_s
+    for predicted in estimates:
         bound_s[predicted.bound] += predicted.time_s
         path = (predicted.kernel_family, predicted.bound)
         widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
-    host_s += call_s(step.program, scale)
     streams = None
     if step.program is not None:
         launches_s[:1] = [scale * python_s + first for first in launches_s[:1]]
@@ -108,3 +96,16 @@ def estimate_step(
         bound_time_s=bound_s,
         streams=streams,
     )
+
+
+def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:
+    """Of each operation, what the stated host takes to launch it."""
+    begun: set[str] = set()
+    for entry, around in zip(step.ops, around_s(step), strict=True):
+        part = entry.phase.partition("-")[0]
+        first_s = 0.0 if part in begun else begin_s(part, step)
+        begun.add(part)
+        # The loss and the optimizer are outside of the graphs.
+        replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
+        launch_s = GRAPHED_S if replayed else launch(entry.op, entry.phase, device, step.settings).host_s
+        yield around + first_s + launch_s

@@ -75,22 +75,6 @@ def _answer(gpu: Gpu, device: Device) -> None:
     cuda = _torch.cuda
     major, minor = gpu.compute_capability
     memory = int(gpu.memory_bytes)
-    properties = SimpleNamespace(
-        name=gpu.title,
-        total_memory=memory,
-        major=major,
-        minor=minor,
-        multi_processor_count=gpu.sms,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_multiprocessor=gpu.shared_memory_bytes_per_sm,
-        L2_cache_size=getattr(gpu, "l2_bytes", 0),
-        gcnArchName="",
-        uuid="emulated",
-    )
     answers: dict[str, Any] = {
         **dict.fromkeys(_NOTHING, None),
         **dict.fromkeys(_ZERO, 0),
@@ -99,7 +83,7 @@ def _answer(gpu: Gpu, device: Device) -> None:
         "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "get_device_name": gpu.title,
         "get_device_capability": (major, minor),
-        "get_device_properties": properties,
+        "get_device_properties": _properties(gpu),
         "mem_get_info": (memory, memory),
         "is_bf16_supported": (major, minor) >= (8, 0),
         "is_tf32_supported": (major, minor) >= (8, 0),
@@ -133,6 +117,26 @@ def _answer(gpu: Gpu, device: Device) -> None:
         "max_memory_allocated": 0,
     }.items():
         setattr(accelerator, name, lambda *a, _answer=answer, **k: _answer)
+
+
+def _properties(gpu: Gpu) -> SimpleNamespace:
+    major, minor = gpu.compute_capability
+    return SimpleNamespace(
+        name=gpu.title,
+        total_memory=int(gpu.memory_bytes),
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.sms,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=gpu.shared_memory_bytes_per_sm,
+        L2_cache_size=getattr(gpu, "l2_bytes", 0),
+        gcnArchName="",
+        uuid="emulated",
+    )
 
 
 class _TensorType(type):

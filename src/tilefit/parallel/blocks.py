@@ -5,7 +5,7 @@ A model of many equal layers is captured with few of them; their blocks are repe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
@@ -81,9 +81,17 @@ class Framework:
         bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
             the default is that of DistributedDataParallel.
         overlap: Gradients are summed up while the backward pass runs.
+        scatters: With ZeRO-1 each rank is sent the sums of its share alone.
+        gather_host_s: What the host needs with ZeRO-1 for each rank's part of each parameter it gathers.
         buckets: They are copied into buckets and back, as DistributedDataParallel does.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
             the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
+        again: Share of products that selective checkpointing computes again, too.
+        late: What tensor-parallel ranks hold of activations beyond those that are needed, as a share: memory
+            that a communication stream has used is free when the GPU is done with it, not when the host is
+            (``Tensor.record_stream``).
+        bounds: Where the layers of each of so many stages begin, and where the last end; a stage may have
+            none. None: the slowest stage is as fast as can be.
     """
 
     sequence: bool = True
@@ -91,8 +99,13 @@ class Framework:
     layer_host_s: float = 0.0
     bucket_bytes: float = 25 * 2**20
     overlap: bool = True
+    scatters: bool = True
+    gather_host_s: float = 0.0
     buckets: bool = True
     tensor_host_s: float = 0.3e-3
+    again: float = 0.0
+    late: float = 0.0
+    bounds: Callable[[int], tuple[int, ...]] | None = None
 
     def paced(self, block: Block, layer_host_s: float) -> Block:
         """A block at the clocks of a training, and no faster than the host launches it."""
@@ -116,6 +129,7 @@ class Blocks:
         layers: The layers.
         optimizer_s: Updating one element.
         buffer_bytes: Tensors that are held and not trained.
+        tied: Parameters of what runs before the layers that what runs after them reads, too.
     """
 
     before: Block
@@ -123,6 +137,7 @@ class Blocks:
     after: Block
     optimizer_s: float = 0.0
     buffer_bytes: int = 0
+    tied: int = 0
 
 
 class Model:
@@ -151,15 +166,29 @@ class Model:
     @cached_property
     def parameters(self) -> int:
         """Elements of the whole model."""
-        own = [0] * (self.captured + 2)
-        for name, parameter in self.step.parameters.items():
-            own[self._place_of(name)] += prod(parameter.shape)
-        first, *layers, last = own
+        first, *layers, last = (
+            sum(prod(self.step.parameters[name].shape) for name in names) for names in self._names
+        )
         return first + last + sum(layers[index % self.captured] for index in range(self.layers))
 
-    def _place_of(self, name: str) -> int:
-        layer = layer_of(self.prefix, name)
-        return 0 if layer is None else layer + 1
+    @cached_property
+    def _readers(self) -> dict[str, set[int]]:
+        """The blocks that read each parameter in the forward pass."""
+        found: dict[str, set[int]] = {name: set() for name in self.step.parameters}
+        for entry, place in zip(self.step.ops, self._whole_places, strict=True):
+            if entry.phase == FORWARD:
+                for ref in entry.inputs:
+                    found.get(ref.parameter, set()).add(place)
+        return found
+
+    @cached_property
+    def _names(self) -> list[list[str]]:
+        """The parameters of each block: of a layer by their names, else of the first that reads them."""
+        made: list[list[str]] = [[] for _ in range(self.captured + 2)]
+        for name, readers in self._readers.items():
+            layer = layer_of(self.prefix, name)
+            made[min(readers, default=0) if layer is None else layer + 1].append(name)
+        return made
 
     @cached_property
     def _whole_places(self) -> list[int]:
@@ -212,11 +241,10 @@ class Model:
             host_s = framework.layer_host_s if is_layer else 0.0
             block = self._block(step, entries, members, times, saved, alone, tensor)
             made.append(framework.paced(block, host_s))
-        own: list[list[int]] = [[] for _ in made]
-        for name, parameter in step.parameters.items():
-            own[self._place_of(name)].append(prod(parameter.shape))
+        sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
-            replace(block, parameters=sum(of), tensors=len(of)) for block, of in zip(made, own, strict=True)
+            replace(block, parameters=sum(sizes[name] for name in names), tensors=len(names))
+            for block, names in zip(made, self._names, strict=True)
         ]
         first, *layers, last = made
         width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
@@ -229,6 +257,7 @@ class Model:
             replace(last, input_bytes=width // (tensor if sequence else 1)),
             update_s / held if held else 0.0,
             step.memory.buffer_bytes,
+            sum(sizes[name] for name in self._names[0] if self.captured + 1 in self._readers[name]),
         )
 
     def _crossing(self, step: Step, layer: int) -> int:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tilefit.parallel.training import TrainingSplit
 
+#: How many layers each part of a pipeline has, in the order in which they run.
+Layers = Sequence[int]
 #: Name of a framework, and what makes its settings; None where it cannot do this split.
-Settings = Callable[[TrainingSplit, int, int], str | None]
+Settings = Callable[[TrainingSplit, Layers, int, int], str | None]
 
 
 def settings(
-    splits: Iterable[TrainingSplit], per_machine: int, tokens: int
+    splits: Iterable[tuple[TrainingSplit, Layers]], per_machine: int, tokens: int
 ) -> dict[str, tuple[TrainingSplit, str]]:
     """Of each framework the first split that it can do, and the settings for it.
 
     Args:
-        splits: How GPUs may share the step, best first.
+        splits: How GPUs may share the step, with the layers of each part, best first.
         per_machine: GPUs of a machine.
         tokens: Of a sample; 0 where there are none.
     """
     made: dict[str, tuple[TrainingSplit, str]] = {}
-    for split in splits:
+    for split, layers in splits:
         for name, make in _FRAMEWORKS.items():
-            if name not in made and (text := make(split, per_machine, tokens)) is not None:
+            if name not in made and (text := make(split, layers, per_machine, tokens)) is not None:
                 made[name] = split, text
     return {name: made[name] for name in _FRAMEWORKS if name in made}
 
@@ -36,7 +38,7 @@ def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
     return f"torchrun {here} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}"
 
 
-def _fsdp2(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
     if split.pipeline > 1 or split.context > 1:
         return None
     lines = [_torchrun(split, per_machine, "train.py"), "# in train.py:"]
@@ -88,9 +90,9 @@ def _recompute(split: TrainingSplit) -> list[str]:
     ]
 
 
-def _torchtitan(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
-    if not tokens or split.zero in (1, 2):
-        return None
+def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
+    if not tokens or split.zero in (1, 2) or split.checkpoint == "selective":
+        return None  # its selective mode computes every second product again
     shard = split.data if split.zero == 3 else 1
     lines = [
         "[training]",
@@ -109,14 +111,25 @@ def _torchtitan(split: TrainingSplit, per_machine: int, tokens: int) -> str | No
         lines += [
             f'pipeline_parallel_schedule = "{kind}"',
             f"pipeline_parallel_microbatch_size = {split.samples}",
+            # By itself it counts embedding and output as a layer each.
+            "module_fqns_per_model_part = [",
+            *(f"    {json.dumps(names)}," for names in _parts(layers)),
+            "]",
         ]
     lines += ["[activation_checkpoint]", f'mode = "{split.checkpoint}"']
-    if split.checkpoint == "selective":
-        lines.append('selective_ac_option = "op"')
     return "\n".join(lines)
 
 
-def _accelerate(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+def _parts(layers: Layers) -> Iterator[list[str]]:
+    """The modules of each part, as torchtitan's models name them."""
+    first = 0
+    for place, count in enumerate(layers):
+        names = [f"layers.{index}" for index in range(first, first + count)]
+        yield ["tok_embeddings"] * (place == 0) + names + ["norm", "output"] * (place == len(layers) - 1)
+        first += count
+
+
+def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
     if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.zero in (1, 2):
         return None
     if split.checkpoint not in ("none", "full" if split.zero else "none"):
@@ -144,7 +157,7 @@ def _accelerate(split: TrainingSplit, per_machine: int, tokens: int) -> str | No
     return "\n".join(lines)
 
 
-def _deepspeed(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+def _deepspeed(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
     if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.checkpoint != "none":
         return None  # what is computed again is set in the model, not here
     config: dict[str, Any] = {
@@ -157,14 +170,14 @@ def _deepspeed(split: TrainingSplit, per_machine: int, tokens: int) -> str | Non
     return json.dumps(config, indent=2)
 
 
-def _megatron(split: TrainingSplit, per_machine: int, tokens: int) -> str | None:
+def _megatron(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
     if split.zero > 1 or split.checkpoint == "selective":
         return None  # it has no recomputation of all that lies between products
     flags = [
         f"--tensor-model-parallel-size {split.tensor}",
         *(["--sequence-parallel"] if split.tensor > 1 else []),
         f"--pipeline-model-parallel-size {split.pipeline}",
-        *([f"--num-virtual-stages-per-pipeline-rank {split.chunks}"] if split.chunks > 1 else []),
+        *_stages(split, layers),
         *([f"--context-parallel-size {split.context}"] if split.context > 1 else []),
         f"--micro-batch-size {split.samples}",
         f"--global-batch-size {split.batch}",
@@ -175,11 +188,15 @@ def _megatron(split: TrainingSplit, per_machine: int, tokens: int) -> str | None
     ]
     if split.checkpoint == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    return _wrapped([_torchrun(split, per_machine, "pretrain_gpt.py"), *flags])
+    return " \\\n  ".join([_torchrun(split, per_machine, "pretrain_gpt.py"), *flags])
 
 
-def _wrapped(parts: Sequence[str]) -> str:
-    return " \\\n  ".join(parts)
+def _stages(split: TrainingSplit, layers: Layers) -> list[str]:
+    """Flags for the parts of a pipeline: E and L stand for embedding and loss, t for a layer."""
+    if len(set(layers)) > 1:
+        parts = "|".join(f"t*{count}" for count in layers)
+        return [f'--pipeline-model-parallel-layout "E{parts}L"']
+    return [f"--num-virtual-stages-per-pipeline-rank {split.chunks}"] if split.chunks > 1 else []
 
 
 _FRAMEWORKS: dict[str, Settings] = {

@@ -35,12 +35,14 @@ class Priced:
         split: How GPUs share the step.
         time: The step's time, and what it consists of.
         memory: Of the rank that holds most.
+        layers: How many each part of the pipeline has, in the order in which they run.
         fits: It holds no more than the GPU has.
     """
 
     split: TrainingSplit
     time: StepTime
     memory: RankMemory
+    layers: tuple[int, ...]
     fits: bool = True
 
 
@@ -85,7 +87,7 @@ class Planner:
         """A split with its time and memory."""
         training = self.training(split)
         memory = training.memory()
-        return Priced(split, training.time(), memory, memory.total <= self.usable_bytes)
+        return Priced(split, training.time(), memory, training.parts, memory.total <= self.usable_bytes)
 
     @property
     def usable_bytes(self) -> float:
@@ -115,7 +117,9 @@ class Planner:
                 break
             found = sorted([*found, (training.step_s(), index)])[:count]
         best = (fitting[index] for _, index in found)
-        return [Priced(training.split, training.time(), memory) for _, training, memory in best]
+        return [
+            Priced(training.split, training.time(), memory, training.parts) for _, training, memory in best
+        ]
 
     def splits(self, gpus: int) -> Iterator[TrainingSplit]:
         """Every split over so many GPUs that keeps the global batch.

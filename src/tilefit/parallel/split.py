@@ -16,6 +16,7 @@ from tilefit.parallel.roles import Roles
 from tilefit.parallel.tensor import tensor_parallel
 from tilefit.rules.exchanges import BUCKET_BYTES, beside
 from tilefit.rules.sites import pattern
+from tilefit.units import counted
 
 #: Megatron-LM fills the vocabulary up to a multiple of the ranks times this
 #: (``--make-vocab-size-divisible-by``).
@@ -118,21 +119,17 @@ def _uneven(shards: tuple[Shard, ...], ranks: int) -> list[str]:
 
 def _inferred(found: Roles, ranks: int) -> list[str]:
     blocks = [
-        f"{_count(len(found.attention), 'attention block')} by heads" if found.attention else "",
-        f"{_count(len(found.mlp), 'MLP')} by features" if found.mlp else "",
+        f"{counted(len(found.attention), 'attention block')} by heads" if found.attention else "",
+        f"{counted(len(found.mlp), 'MLP')} by features" if found.mlp else "",
         "the vocabulary by tokens" if found.tables or found.heads else "",
     ]
     said = ", ".join(filter(None, blocks)) or "nothing"
     notes = [f"Sizes are those of one of {ranks} tensor-parallel ranks. Inferred from the step: {said}."]
     if found.whole:
         layers = pattern(layer.module for layer in found.whole)
-        count = _count(len(found.whole), "linear layer")
+        count = counted(len(found.whole), "linear layer")
         notes.append(f"Whole on every rank: {count}, {layers}.")
     return notes
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def _unbalanced(parts: tuple[Step, ...]) -> list[str]:

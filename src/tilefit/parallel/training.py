@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from tilefit.cost.links import Fabric, Group
 from tilefit.cost.priced import priced
@@ -35,6 +36,8 @@ _TAKEN = 0.2
 FSDP_HOST_S = 1.2e-3
 #: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
 DDP_HOST_S = 45e-6
+#: What a stage does that has no layer.
+_NOTHING = Block()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +187,25 @@ class Training:
         place = chunk * self.split.pipeline + index
         own = list(self.blocks.layers[self.bounds[place] : self.bounds[place + 1]])
         last = place == len(self.bounds) - 2
-        return [self.blocks.before] * (place == 0) + own + [self.blocks.after] * last
+        return [self.blocks.before] * (place == 0) + own + [self._after] * last or [_NOTHING]
+
+    @cached_property
+    def _after(self) -> Block:
+        """What runs after the layers; in another stage it has tied parameters of its own."""
+        after = self.blocks.after
+        own = self.split.pipeline > 1 and self.blocks.tied
+        return replace(after, parameters=after.parameters + own) if own else after
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """Where each part of the layers begins, and where the last ends: the slowest is as fast as can be.
 
-        Of equally fast ways the one with the least in the first, which holds most micro-batches.
+        Of equally fast ways one that shares the rest evenly, the first with the least: it holds most
+        micro-batches.
         """
         parts = self.split.pipeline * self.split.chunks
+        if self.framework.bounds is not None:
+            return self.framework.bounds(parts)
         costs = [block.forward_s + block.backward_s for block in self.blocks.layers]
         ends = self.blocks.before, self.blocks.after
         before_s, after_s = (block.forward_s + block.backward_s for block in ends)
@@ -206,19 +219,22 @@ class Training:
             middle_s = (low_s + high_s) / 2
             found = _cut(costs, before_s, after_s, parts, middle_s)
             low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
-        return best
+        return _cut(costs, before_s, after_s, parts, high_s, fair=True) or best
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How many layers each part has, in the order in which they run."""
+        return tuple(end - begin for begin, end in pairwise(self.bounds))
 
     def _accumulated_s(self, block: Block) -> float:
         """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
-        if self.split.parts == 1:
-            return 0.0
-        moved = block.parameters * (self.precision.weight + 2 * self.precision.gradient)
-        return moved / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
+        moved = self.precision.weight + 2 * self.precision.gradient
+        return self._copied_s(block.parameters, moved * (self.split.parts > 1))
 
     @cached_property
     def _known(self) -> dict[int, Block]:
         """Blocks as the split runs them, by identity: layers are the same ones again and again."""
-        blocks = (self.blocks.before, *self.blocks.layers, self.blocks.after)
+        blocks = (self.blocks.before, *self.blocks.layers, self._after, _NOTHING)
         return {id(block): self._timed(block) for block in {id(each): each for each in blocks}.values()}
 
     def _times(self, block: Block) -> Block:
@@ -235,7 +251,8 @@ class Training:
         again_s = 0.0
         if self.split.checkpoint != "none" and not self._is_end(block):
             full = self.split.checkpoint == "full"
-            again_s = block.forward_s if full else max(0.0, block.forward_s - block.products_s)
+            kept_s = 0.0 if full else (1 - self.framework.again) * block.products_s
+            again_s = max(0.0, block.forward_s - kept_s)
             backward_link_s += forward_link_s if full else 0.0
         return replace(
             block,
@@ -282,6 +299,7 @@ class Training:
         return self.split.zero == 3 or (self.split.zero == 2 and self.split.pipeline == 1)
 
     def _copied_s(self, elements: int, bytes_each: float) -> float:
+        """Reading and writing so many bytes of each element."""
         return elements * bytes_each / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
 
     def _beside(self, compute_s: float, link_s: float) -> float:
@@ -294,14 +312,13 @@ class Training:
         gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
         scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
         last = len(blocks) - 1
-        before: tuple[object, ...] = ()  # of the block before the one before: two are held at once
         done: list[tuple[str, int, int]] = []
         for part in range(parts):
             order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
             for kind, i in order:
                 # The last block is still there when the backward pass begins.
                 kept = kind == "B" and (i == last or self.split.zero == 2)
-                before = (done[-2],) if len(done) > 1 else ()
+                before = tuple(done[-2:-1])  # the block before the one before: two are held at once
                 yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
                 if kind == "B" and i < last:
                     yield Task(("R", part, i + 1), (0, "link"), scatter[i + 1], ((kind, part, i + 1),))
@@ -345,15 +362,13 @@ class Training:
             name = (kind, part, place)
             if kind == "F":
                 after = (("sent", "F", part, place - 1),) if place else ()
-                total_s = sum(each.pass_s[0] for each in times[chunk])
-                yield Task(name, (stage, "compute"), total_s, after)
+                yield Task(name, (stage, "compute"), sum(each.pass_s[0] for each in times[chunk]), after)
                 if place < places - 1:
                     yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
                 continue
             after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
             if part < parts - 1 or split.replicas == 1:
-                total_s = sum(each.pass_s[1] for each in times[chunk])
-                yield Task(name, (stage, "compute"), total_s, after)
+                yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
             else:
                 for task in self._last(stage, chunk, name, times[chunk], after):
                     scattered += [task.name] if task.resource == (stage, "link") else []
@@ -372,7 +387,7 @@ class Training:
     ) -> Iterator[Task]:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
         blocks = self.chunk(stage, chunk)
-        function = REDUCE_SCATTER if self.split.zero else ALL_REDUCE
+        function = REDUCE_SCATTER if self.split.zero and self.framework.scatters else ALL_REDUCE
         last, overlap = len(blocks) - 1, self.framework.overlap
         messages = [self._bucketed_s(function, block) for block in blocks]
         for i in range(last, -1, -1):
@@ -401,7 +416,9 @@ class Training:
         if self.split.zero and self.split.replicas > 1:
             # ZeRO-2 in FSDP's sense gathers ahead of the next forward pass; here all wait for it.
             total = replace(Block(), parameters=sum(block.parameters for block in self.stages[stage]))
+            pieces = self.split.replicas * sum(block.tensors for block in self.stages[stage])
             time_s = self._exchange_s(ALL_GATHER, total, self.precision.work)
+            time_s += pieces * self.framework.gather_host_s
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
@@ -466,9 +483,9 @@ class Training:
 
     def memory(self) -> RankMemory:
         """Of the rank that holds most."""
-        return max((self._memory(stage) for stage in range(self.split.pipeline)), key=lambda each: each.total)
+        return max(map(self.stage_memory, range(self.split.pipeline)), key=lambda each: each.total)
 
-    def _memory(self, stage: int) -> RankMemory:
+    def stage_memory(self, stage: int) -> RankMemory:
         """At the fullest moment of the backward pass: activations go, and gradients come, block by block."""
         split, precision = self.split, self.precision
         blocks = self.stages[stage]
@@ -478,7 +495,8 @@ class Training:
         copied = precision.work * (precision.work != precision.weight) * (split.zero < 3)
         gradients = [block.parameters * precision.gradient * share[1] for block in blocks]
         buckets = own * (precision.copies or precision.gradient * self._is_ddp)
-        kept = [self._kept(block) for block in blocks]
+        late = 1 + self.framework.late * (split.tensor > 1)
+        kept = [late * self._kept(block) for block in blocks]
         parts = split.parts
         flight = parts if split.gpipe else in_flight(stage, split.pipeline, split.chunks, parts)
         ends = sum(block.parameters for block in blocks if self._is_end(block))
@@ -506,28 +524,33 @@ class Training:
         return max(moments, key=lambda each: each.total)
 
     def _is_end(self, block: Block) -> bool:
-        return block is self.blocks.before or block is self.blocks.after
+        return block is self.blocks.before or block is self._after
 
     def _kept(self, block: Block) -> float:
         """What a micro-batch keeps of a block for the backward pass."""
         if self._is_end(block):
             return block.saved_bytes
-        kept = {"selective": block.products_bytes + block.input_bytes, "full": block.input_bytes}
+        products_bytes = (1 - self.framework.again) * block.products_bytes
+        kept = {"selective": products_bytes + block.input_bytes, "full": block.input_bytes}
         return kept.get(self.split.checkpoint, block.saved_bytes)
 
 
 def _cut(
-    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float
+    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float, *, fair: bool = False
 ) -> tuple[int, ...] | None:
     """Bounds of parts that take ``most_s`` at most, each with a layer, filled from the last on; None where
-    there are none."""
-    bounds = [len(costs)]
+    there are none. ``fair``: none takes more than a share of what is left, rounded up."""
+    bounds, left_s = [len(costs)], before_s + sum(costs) + after_s
     for left in range(parts - 1, -1, -1):  # parts that come before this one
         begin = bounds[-1]
         used_s = (after_s if left == parts - 1 else 0.0) + (0.0 if left else before_s)
-        while begin > left and (begin == bounds[-1] or used_s + costs[begin - 1] <= most_s):
+        share_s = left_s / (left + 1) if fair and left else most_s
+        while begin > left and (
+            begin == bounds[-1] or (used_s < share_s and used_s + costs[begin - 1] <= most_s)
+        ):
             begin -= 1
             used_s += costs[begin]
+        left_s -= used_s
         if used_s > most_s:
             return None
         bounds.append(begin)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -147,7 +147,8 @@ def as_json(plan: SplitPlan) -> str:
 
 
 def _settings(plan: SplitPlan, choice: Choice) -> dict[str, tuple[TrainingSplit, str]]:
-    return settings((each.split for each in choice.ranked), choice.fabric.per_machine, plan.tokens)
+    ranked = ((each.split, each.layers) for each in choice.ranked)
+    return settings(ranked, choice.fabric.per_machine, plan.tokens)
 
 
 def _row(plan: SplitPlan, choice: Choice, priced: Priced) -> dict[str, Any]:
@@ -156,6 +157,7 @@ def _row(plan: SplitPlan, choice: Choice, priced: Priced) -> dict[str, Any]:
         "split": str(split),
         **asdict(split),
         "micro_batches": split.parts,
+        "layers": priced.layers,
         "gpus": split.gpus,
         **asdict(priced.time),
         "exposed_s": priced.time.exposed_s,
@@ -252,7 +254,14 @@ def _made_of(priced: Priced) -> str:
         "other": memory.other,
     }
     gib = [f"{name} {each / 2**30:.1f}" for name, each in held.items()]
-    return f"The best spends its time on: {', '.join(said)}.\nIt holds, in GiB: {', '.join(gib)}."
+    stages = f"\nLayers of its stages: {_counted(priced.layers)}." if len(priced.layers) > 1 else ""
+    return f"The best spends its time on: {', '.join(said)}.\nIt holds, in GiB: {', '.join(gib)}.{stages}"
+
+
+def _counted(layers: Iterable[int]) -> str:
+    """``9, 3 x 8, 7``: equal ones that follow each other, together."""
+    alike = ((size, len(list(group))) for size, group in groupby(layers))
+    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in alike)
 
 
 def explained(ranked: tuple[Priced, ...]) -> Iterator[str]:
