@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from alone import stay_alone
 from fixable import KINDS, Kind
@@ -250,6 +251,33 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
 # ---- changes of the model ----------------------------------------------------------------------
 
 
+@tool("`half()`, `bfloat16()`")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    return [_in_half(model, x, dtype) for dtype in (torch.float16, torch.bfloat16)]
+
+
+def _in_half(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Any:
+    """What a model in half precision gives, and whether it is as near to fp64 as the plain one is: kernels
+    round at other places."""
+
+    def found(of: nn.Module, wide: torch.dtype = dtype) -> list[torch.Tensor]:
+        # fp64 begins with the numbers that half precision has.
+        made, given = copy.deepcopy(of).to(dtype).to(wide), x
+        if x.is_floating_point():
+            given = x.to(dtype).to(wide)
+        return [leaf for leaf in tree_leaves(learned(made.eval(), given)) if leaf is not None]
+
+    plain: Any = model.plain
+    half, own, exact = found(model), found(plain), found(plain, torch.float64)
+    limits = [
+        1.1 * (each - right).norm() + torch.finfo(dtype).eps * right.norm()
+        for each, right in zip(own, exact, strict=True)
+    ]
+    errors = [(each - right).norm() for each, right in zip(half, exact, strict=True)]
+    near = [bool(error <= limit) for error, limit in zip(errors, limits, strict=True)]
+    return [(each.shape, each.dtype) for each in half], near
+
+
 @tool("SyncBN conversion")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
     return learned(nn.SyncBatchNorm.convert_sync_batchnorm(model).eval(), x)
@@ -319,6 +347,26 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
         module.register_forward_hook(lambda _, given, y, name=name: seen.append((name, given, y)))
         module.register_full_backward_hook(lambda _, i, o, name=name: seen.append((name, o)))
     return learned(model, x), seen
+
+
+@tool("hooks on all modules")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    seen: list[Any] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda _, given, y: seen.append((given, y)))
+    try:
+        return learned(model, x), seen
+    finally:
+        hook.remove()
+
+
+@tool("results written to")
+def _(model: nn.Module, x: torch.Tensor) -> Any:
+    y = model(x)
+    parts = y if isinstance(y, tuple) else (y,)
+    for part in parts:
+        part.mul_(2).add_(1)
+    sum(part.square().sum() for part in parts).backward()
+    return y, gradients(model)
 
 
 @tool("threads")

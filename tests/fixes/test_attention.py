@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tilefit
+from in_use import difference, tried
 from tilefit.fixes.attention import Fusion
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
@@ -234,6 +235,19 @@ def test_half_precision() -> None:
     found = fused(original)(**args)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, original(**args), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("function", ["masked_fill", "where"])
+def test_fills_that_half_precision_has_not(function: str) -> None:
+    def attention(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        scores, none = q @ k.mT, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril(-1).logical_not()
+        if function == "where":
+            return torch.where(none, -1e9, scores).softmax(-1) @ v
+        return scores.masked_fill(none, -1e9).softmax(-1) @ v
+
+    original, x = made(attention).half().eval(), torch.randn(2, 7, WIDTH, dtype=torch.half)
+    expected, found = tried(lambda: original(x)), tried(lambda: fused(original)(x))
+    assert not difference(expected, found, 2e-3)
 
 
 def test_sizes_and_masks_may_change_from_call_to_call() -> None:

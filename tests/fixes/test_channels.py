@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import tilefit
+from in_use import applied, planned
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
@@ -21,7 +22,7 @@ from tilefit.fixes import Context, Refusal, RefusedError, Run
 from tilefit.fixes.behaviour import behaves
 from tilefit.fixes.channel_paths import paddings, traces
 from tilefit.fixes.channels import PadChannels, PaddedChannels
-from tilefit.fixes.convolution import Convolution
+from tilefit.fixes.convolution import Convolution, Cropped
 from tilefit.options import StepOptions
 
 with tolerated():
@@ -400,6 +401,39 @@ def test_copies_and_files() -> None:
     for other in (copy.deepcopy(fixed), torch.load(file, weights_only=False)):
         assert behaves(other[0], Convolution)
         assert torch.equal(other(x), fixed(x))
+
+
+def test_what_crops_may_be_given_anything() -> None:
+    original = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(0))
+    pooled, relu = padded(original), padded(original[:2])
+    assert behaves(pooled[2], Cropped)
+    assert behaves(relu[1], Cropped)
+    assert relu[1](torch.tensor(-1.0)) == 0
+    x = torch.randn(IMAGES)
+    for model in (original, pooled):
+        model[2].return_indices = True
+    torch.testing.assert_close(pooled[:3](x), original[:3](x))
+
+
+def test_a_network_with_skipped_parts_is_planned() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = (
+                nn.Sequential(nn.Conv2d(into, 13, 3, padding=1), nn.ReLU()) for into in (3, 26)
+            )
+            self.middle = nn.Sequential(nn.Conv2d(13, 13, 3, padding=1), nn.ReLU())
+
+        def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+            x = self.down(x)
+            return self.up(torch.cat((self.middle(x), x if more is None else more), 1))
+
+    original = Skipping()
+    model = copy.deepcopy(original)
+    plan = planned(model, torch.empty(256, 3, 32, 32, device="meta"), "pad-channels", "channels-last")
+    assert applied(plan) == {"pad-channels", "channels-last"}
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(model(x), original(x))
 
 
 def test_one_graph_for_the_compiler() -> None:

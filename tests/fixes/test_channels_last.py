@@ -253,6 +253,23 @@ def test_nothing_to_do_in_full_precision_or_in_nhwc_already() -> None:
     assert found(network().to(memory_format=torch.channels_last), images) == []
 
 
+def test_what_is_laid_out_is_not_found_again() -> None:
+    class Excited(nn.Module):
+        """A gate made of means, which are images of one pixel: they lie in both layouts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gate = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return x * self.gate(x.mean((2, 3), keepdim=True))
+
+    model = Excited()
+    assert found(model)
+    assert not found(turned(model))
+
+
 def test_resnet_gains_what_it_should() -> None:
     plan = planned("resnet50")
     fix = plan.fixes[-1]

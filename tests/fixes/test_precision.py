@@ -89,3 +89,15 @@ def test_a_model_in_mixed_precision_has_nothing_to_gain(options: dict[str, Any])
     found = plan(model(), "tf32", "mixed-precision", level="unsafe", **options)
     assert not found.fixes
     assert not found.refused
+
+
+def test_a_change_is_made_once_whatever_it_gains() -> None:
+    class Attention(nn.Module):
+        """Whose kernel stays one of fp32, so that there is always something to do."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model, x = nn.Sequential(nn.Linear(64, 64), Attention()), torch.empty(2, 4, 32, 64, device="meta")
+    plan = tilefit.optimize(model, x, gpu="h200", level="unsafe", select=["tf32"], min_gain=-1e9, budget=2)
+    assert [fix.name for fix in plan.fixes] == ["tf32"]

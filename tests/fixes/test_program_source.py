@@ -14,7 +14,7 @@ from tilefit.cost.priced import resolve
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
-from tilefit.fixes.source.training import write
+from tilefit.fixes.source.training import WRITERS
 from tilefit.ops import HostEvent, Loader, Site
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
 from tilefit.options import ProgramOptions, Selection, TargetOptions
@@ -70,10 +70,8 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
         step=SimpleNamespace(program=program, parameters={}, ops=()), gpu=gpus.get("h200")
     )
     finding: Any = SimpleNamespace(code=code, source=source)
-    answer = write(finding, context, Files(path))
-    assert answer is not None
-    level, change = answer
-    return level, next(iter(texts_of([change]).values()))
+    change = WRITERS[code](finding, context, Files(path))
+    return change.level, next(iter(texts_of([change]).values()))
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def test_where_it_is_not_clear_the_user_is_told_what_to_do(
 ) -> None:
     by_hand = _only(proposed(_HEAD + text, select=["ALN001"]))
     assert reason in by_hand.reason
-    assert by_hand.advice.startswith("Change ")
+    assert by_hand.finding.fix.startswith("Change ")
 
 
 def test_a_change_that_breaks_the_program_is_not_made(proposed: Proposed) -> None:
@@ -662,7 +662,7 @@ def test_what_the_script_does_already_is_not_done_again(proposed: Proposed) -> N
     proposed(_SCRIPT, select=["PRC002", "NTC003"], amp="").write()
     again = proposed(None, select=["PRC002", "NTC003"], amp="")
     assert not again.made
-    assert {b.code: b.reason.partition(": ")[2] for b in again.by_hand} == {
+    assert {b.finding.code: b.reason.partition(": ")[2] for b in again.by_hand} == {
         "PRC002": "tell with --amp bf16",
         "NTC003": "tell with --fused-optimizer",
     }

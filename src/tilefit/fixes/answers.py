@@ -61,7 +61,7 @@ def _answer(
     where = finding.module or finding.source or "the whole step"
     fixes = tuple(dict.fromkeys(fix.name for fix in plan.fixes if code in fix.rules)) if plan else ()
     written = ", ".join(patch.where for patch in patches.made if patch.code == code)
-    by_hand = next((each.reason for each in patches.by_hand if each.code == code), "")
+    by_hand = next((each.reason for each in patches.by_hand if each.finding.code == code), "")
     reason = ""
     if not fixes and not written:
         reason = _reason(code, remaining, plan, by_hand, levels)

@@ -73,10 +73,12 @@ class ChannelsLast(Fix):
         found: dict[str, None] = {}
         for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step)):
             try:
-                _require_convolution(path, submodule(context.run.model, path))
+                module = submodule(context.run.model, path)
+                _require_convolution(path, module)
             except RefusedError as refused:
                 yield Refusal((path,), refused.what)
             else:
-                found[path] = None
+                if not any(isinstance(each, Convolution) and each.nhwc for each in behaviours(module)):
+                    found[path] = None
         if found:
             yield InChannelsLast(tuple(found), host_s=REGION_S * len(found))

@@ -262,9 +262,9 @@ class Cropped(Behaviour):
     inside: Region
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        y = forward(*args, **kwargs)
-        axis = y.dim() - self.dims - 1
-        is_wide = _is_handed_on(self.inside.space(), y.shape[axis], self.channels)
+        y, space = forward(*args, **kwargs), self.inside.space()
+        axis = y.dim() - self.dims - 1 if isinstance(y, torch.Tensor) else -1
+        is_wide = axis >= 0 and _is_handed_on(space, y.shape[axis], self.channels)
         return crop(y, axis, self.channels) if is_wide else y
 
 

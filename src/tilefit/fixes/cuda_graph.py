@@ -19,7 +19,7 @@ from tilefit.fixes.assumed import Assumed
 from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
-from tilefit.fixes.interior import has_hooks
+from tilefit.fixes.interior import are_all_watched, has_hooks
 from tilefit.fixes.run import Run
 
 #: A call is captured when it has been made this often, with tensors of the same sizes.
@@ -125,6 +125,7 @@ def _graphed(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     if (
         not tensors
         or torch.compiler.is_compiling()
+        or are_all_watched()
         or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
         or not all(tensor.is_cuda for tensor in tensors)
         or torch.cuda.is_current_stream_capturing()

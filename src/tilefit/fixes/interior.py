@@ -43,6 +43,11 @@ def has_hooks(module: nn.Module) -> bool:
     return any(vars(module)[name] for name in _HOOKS)
 
 
+def are_all_watched() -> bool:
+    """Whether somebody else has set hooks on all modules."""
+    return any(_GLOBAL_HOOKS) and any(map(_is_foreign, _GLOBAL_HOOKS))
+
+
 # ---- tracing -----------------------------------------------------------------------------------
 
 
@@ -153,7 +158,7 @@ class Interior(Behaviour):
         return self.region(module, forward, *args, **kwargs)
 
     def _holds(self) -> bool:
-        if any(self._hooks) or (any(_GLOBAL_HOOKS) and any(map(_is_foreign, _GLOBAL_HOOKS))):
+        if any(self._hooks) or are_all_watched():
             return False
         try:
             for part, assumed in self._leaves:  # at the least cost: there are many

@@ -362,10 +362,12 @@ class _Planner:
         """What fixes of a stage would change, but for what was found unfit."""
         context = self._context(state)
         changed = {path for made in state.made for path in made.change.modules}
+        # With ``min_gain`` below zero a change that gains nothing the second time would be made for ever.
+        done = self._unfit.union(made.key for made in state.made)
         for fix in self.fixes:
             for found in fix.find(context) if fix.stage == stage else ():
                 if isinstance(found, ChangeSet):
-                    if (fix.name, found) not in self._unfit:
+                    if (fix.name, found) not in done:
                         yield Proposal(fix, found)
                 # What another fix has changed is not refused.
                 elif not changed.intersection(found.modules):

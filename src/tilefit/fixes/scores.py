@@ -50,6 +50,8 @@ class Fusing(TorchFunctionMode):
         self._module = module
         self.constants = Constants(module.buffers())
         self.made: list[weakref.ref[Scores]] = []
+        #: Memory of what kernels returned, and keep for their gradient.
+        self.kept: set[int] = set()
         self._resting = False
         self.packing = packing()
 
@@ -81,13 +83,19 @@ class Fusing(TorchFunctionMode):
             self._resting = resting
 
     def finished(self, output: Any) -> Any:
-        """What the module returns, with tensors in it, as in the attributes of its parts."""
+        """What the module returns, with tensors in it, as in the attributes of its parts; others may write
+        to it."""
         if any(made() is not None for made in self.made):
             output = _computed(output)
             for part, name, value in list(self._attributes()):
                 if any(type(leaf) is Scores for leaf in tree_leaves(value)):
                     vars(part)[name] = _computed(value)
-        return output
+        return tree_map(self._own, output) if self.kept else output
+
+    def _own(self, leaf: Any) -> Any:
+        if type(leaf) is not torch.Tensor or leaf.grad_fn is None or leaf.layout != torch.strided:
+            return leaf
+        return leaf.clone() if leaf.untyped_storage()._cdata in self.kept else leaf
 
     def is_kept(self) -> bool:
         """Whether an attribute of the module holds weights: others may ask for their gradient."""
@@ -341,6 +349,8 @@ def _where(a: Any, b: Any, c: Any) -> Any:
 def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
     fill = _number(scores.fusing, value) if isinstance(scores, Scores) else None
     if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
+        return NotImplemented
+    if -math.inf < fill < torch.finfo(scores.kind).min:  # an error, or minus infinity
         return NotImplemented
     if mask.dtype != torch.bool or (scores.masks and scores.fill != fill):
         return NotImplemented
@@ -609,6 +619,7 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
     )
     if out.grad_fn is not None:
         out.grad_fn.register_prehook(_refuse_second)
+        scores.fusing.kept.add(out.untyped_storage()._cdata)
     scores.fused = True
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 

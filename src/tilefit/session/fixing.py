@@ -226,7 +226,7 @@ class FixSession:
 
         plan, patches = self.plan, self.patches
         if plan is None or plan.step is None:
-            remaining = {*patches.others, *(each.code for each in patches.by_hand)}
+            remaining = {*patches.others, *(each.finding.code for each in patches.by_hand)}
         else:
             after = Assessment(plan.step, self.request.gpu, self._selection)
             remaining = {finding.code for finding in after.findings}
@@ -319,7 +319,7 @@ class ProgramFixSession(FixSession):
     def patches(self) -> Patches:
         """What can be written into the program's files."""
         from tilefit.fixes.source.patches import Trial, propose_for, sources_of
-        from tilefit.fixes.source.training import files_of, write
+        from tilefit.fixes.source.training import WRITERS, files_of
 
         program, before = self._program, self.assessment
         files = files_of(before.step, program_file(program.program, program.is_module))
@@ -332,7 +332,8 @@ class ProgramFixSession(FixSession):
                     yield error
 
         trial = Trial(
-            lambda finding, context: write(finding, context, files),
+            WRITERS,
+            files,
             lambda changes: replace(program, sources=sources_of(changes)),
             captured,
         )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import libcst as cst
 
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.file import Edit
-from tilefit.fixes.source.program import Files, Program
+from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
+from tilefit.rules.finding import UNSAFE
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Change:
         line: The line of the first file that matters most.
         summary: What is written, as short as code: ``fused=True``.
         note: What the user must know before writing it; may be empty.
+        level: ``safe`` where the program computes the same for every input, else ``unsafe``.
         told: Options of the capture that do the same, where the captured step does not run the changed lines.
     """
 
@@ -32,6 +34,7 @@ class Change:
     line: int
     summary: str
     note: str = ""
+    level: str = UNSAFE
     told: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -48,33 +51,8 @@ class Change:
         return f"{next(iter(self.edits)).file.name}:{self.line}"
 
 
-class Writer(NamedTuple):
-    """What a fix writes into the user's files.
-
-    Attributes:
-        level: ``safe`` or ``unsafe``; a size that the model declares is another thing than a padded product.
-        write: ``(finding, context, program)`` to the change; raises ``RefusedError`` where it is not clear
-            what to write.
-    """
-
-    level: str
-    write: Callable[[Finding, Context, Program], Change]
-
-
-#: By the name of the fix.
-WRITERS: dict[str, Writer] = {}
-
-_Write = TypeVar("_Write", bound=Callable[..., Change])
-
-
-def writes(fix: str, level: str) -> Callable[[_Write], _Write]:
-    """Enters a function as what a fix writes."""
-
-    def entered(write: _Write) -> _Write:
-        WRITERS[fix] = Writer(level, write)
-        return write
-
-    return entered
+#: ``(finding, context, files)`` to the change; raises ``RefusedError`` where it is not clear what to write.
+Write = Callable[[Finding, Context, Any], Change]
 
 
 def torch_name(syntax: Syntax) -> tuple[str, list[tuple[Syntax, Edit]]]:

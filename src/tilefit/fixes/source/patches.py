@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilefit.capture.child import captures_in_child
@@ -16,10 +12,11 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.registry import all_fixes
-from tilefit.fixes.source.change import WRITERS, Change, Writer
+from tilefit.fixes.source.change import Change, Write
 from tilefit.fixes.source.file import Edit, SourceFile
-from tilefit.fixes.source.program import Program
+from tilefit.fixes.source.program import Files, Program
+from tilefit.fixes.source.settings import write_autocast, write_channels_last, write_fused, write_tf32
+from tilefit.fixes.source.sizes import write_features, write_vocabulary
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.rules import Finding
@@ -50,25 +47,11 @@ class Patch:
     change: Change
 
 
-@dataclass(frozen=True)
-class ByHand:
-    """A finding that the user must answer.
+class ByHand(NamedTuple):
+    """A finding that the user must answer, and why tilefit does not."""
 
-    Attributes:
-        code: The rule.
-        where: The module, or the file and line.
-        advice: What to change.
-        reason: Why tilefit does not.
-        gain_s: Predicted saving per step.
-        level: The level at which tilefit would; empty where at none.
-    """
-
-    code: str
-    where: str
-    advice: str
+    finding: Finding
     reason: str
-    gain_s: float
-    level: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,13 +98,15 @@ class Patches:
         return [file.name for file in texts]
 
 
-@cache
-def writers() -> dict[str, Writer]:
-    """What fixes write, by the rules they answer."""
-    folder = Path(__file__).parent
-    for info in pkgutil.iter_modules([str(folder)], f"{__package__}."):
-        import_module(info.name)
-    return {code: WRITERS[fix.name] for fix in all_fixes() if fix.name in WRITERS for code in fix.rules}
+#: What is written into the files of a model or a step, by the rule that it answers.
+WRITERS: dict[str, Write] = {
+    "ALN001": write_features,
+    "ALN002": write_vocabulary,
+    "LAY001": write_channels_last,
+    "NTC003": write_fused,
+    "PRC001": write_tf32,
+    "PRC002": write_autocast,
+}
 
 
 def propose(
@@ -140,34 +125,27 @@ def propose(
         options: How it was captured.
         timeout_s: How long one capture may take.
     """
-    known = writers()
-
-    def write(finding: Finding, context: Context) -> tuple[str, Change] | None:
-        writer = known.get(finding.code)
-        return writer and (writer.level, writer.write(finding, context, program))
-
-    return propose_for(
-        context,
-        find,
-        Trial(
-            write,
-            lambda changes: _with(options, changes),
-            lambda requests: captures_in_child(program.target, requests, timeout_s),
-        ),
-        levels,
+    trial = Trial(
+        WRITERS,
+        program,
+        lambda changes: _with(options, changes),
+        lambda requests: captures_in_child(program.target, requests, timeout_s),
     )
+    return propose_for(context, find, trial, levels)
 
 
 class Trial(NamedTuple):
     """How changes of one kind of target are written and tried.
 
     Attributes:
-        write: The level of what answers a finding, and the change; None where nothing is known that does.
+        writers: What answers findings, by the rule.
+        files: Of the target.
         request: What is captured where changes are made.
         captured: The steps of requests, one after the other, as soon as each is there.
     """
 
-    write: Callable[[Finding, Context], tuple[str, Change] | None]
+    writers: Mapping[str, Write]
+    files: Files
     request: Callable[[Sequence[Change]], Any]
     captured: Callable[[Sequence[Any]], Generator[Step | TilefitError]]
 
@@ -188,43 +166,36 @@ def propose_for(
         changes: list[tuple[Finding, Change]] = []
         by_hand: list[ByHand] = []
         others: dict[str, None] = {}
-        written: dict[str, str] = {}
         for finding in find(context):
+            write = trial.writers.get(finding.code)
+            if write is None:
+                others[finding.code] = None
+                continue
             try:
-                answer = trial.write(finding, context)
-                if answer is None:
-                    others[finding.code] = None
-                    continue
-                level, change = answer
+                change = write(finding, context, trial.files)
                 texts_of([change])
             except RefusedError as refused:
-                by_hand.append(_by_hand(finding, refused.what))
+                by_hand.append(ByHand(finding, refused.what))
                 continue
-            key = finding.code, change.summary
-            written[finding.code] = level
-            if level not in levels:
-                reason = f"{change.summary} in {change.where} is {level}: --level {level}"
-                by_hand.append(_by_hand(finding, reason, level))
-            elif key not in made:  # nor what was left out: on top of other changes it may be worth it
+            if change.level not in levels:
+                reason = f"{change.summary} in {change.where} is {change.level}: --level {change.level}"
+                by_hand.append(ByHand(finding, reason))
+            # Nor what was left out: on top of other changes it may be worth it.
+            elif (finding.code, change.summary) not in made:
                 changes.append((finding, change))
         count = len(made)
         kept = [patch.change for patch in made.values()]
         for (finding, change), outcome in _tried(changes, kept, context, trial):
-            key = finding.code, change.summary
             if isinstance(outcome, str):
-                by_hand.append(_by_hand(finding, outcome))
+                by_hand.append(ByHand(finding, outcome))
                 continue
             gain_s = context.estimate.time_s - outcome.estimate.time_s
-            level = written[finding.code]
-            made[key] = Patch(finding.code, level, change.where, change.summary, change.note, gain_s, change)
+            made[finding.code, change.summary] = Patch(
+                finding.code, change.level, change.where, change.summary, change.note, gain_s, change
+            )
             context = outcome
         if len(made) == count:
             return Patches(tuple(made.values()), tuple(by_hand), tuple(others))
-
-
-def _by_hand(finding: Finding, reason: str, level: str = "") -> ByHand:
-    where = finding.module or finding.source or "the whole step"
-    return ByHand(finding.code, where, finding.fix, reason, finding.gain_s, level)
 
 
 def _tried(

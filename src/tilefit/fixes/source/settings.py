@@ -18,7 +18,6 @@ from tilefit.fixes.source.change import (
     refuse_where_mentioned,
     torch_name,
     with_argument,
-    writes,
 )
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loop import class_names, model_call
@@ -27,27 +26,26 @@ from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import called
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
-from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.finding import SAFE
 
 
-@writes("mixed-precision", UNSAFE)
 def write_autocast(finding: Finding, context: Context, program: Program) -> Change:
     """``with torch.autocast("cuda", dtype=torch.bfloat16):`` around the statements from the model's call to
     the one before ``backward``."""
-    if not context.gpu.supports("bf16"):
-        raise RefusedError("fp16 needs a GradScaler in the training loop")
     syntax, call, runs = model_call(program)
     if not runs:
         refuse_where_mentioned(program, ("autocast",), "--amp bf16")
-    return replace(autocast_around(program, syntax, call), told={} if runs else {"amp": "bf16"})
+    return replace(autocast_around(context, program, syntax, call), told={} if runs else {"amp": "bf16"})
 
 
-def autocast_around(files: Files, syntax: Syntax, call: cst.Call) -> Change:
+def autocast_around(context: Context, files: Files, syntax: Syntax, call: cst.Call) -> Change:
     """The block around a model's call and what follows up to its loss.
 
     Raises:
-        RefusedError: it is not clear where that is.
+        RefusedError: it is not clear where that is, or takes more than a block.
     """
+    if not context.gpu.supports("bf16"):
+        raise RefusedError("fp16 needs a GradScaler in the training loop")
     files.require_own(syntax)
     statements = _statements(syntax, call)
     torch, imports = torch_name(syntax)
@@ -121,7 +119,6 @@ def _inside_strings(syntax: Syntax, statements: list[cst.BaseStatement]) -> set[
     }
 
 
-@writes("channels-last", SAFE)
 def write_channels_last(finding: Finding, context: Context, program: Program) -> Change:
     """``UNet()``: ``UNet().to(memory_format=torch.channels_last)``.
 
@@ -140,7 +137,7 @@ def write_channels_last(finding: Finding, context: Context, program: Program) ->
             lines.append(syntax.line(call))
     if not edits:
         raise RefusedError("its convolutions are not modules of the program")
-    return Change.of(edits, lines[0], edits[-1][1].text)
+    return Change.of(edits, lines[0], edits[-1][1].text, level=SAFE)
 
 
 def layout_call(ranks: Collection[int], torch: str) -> str:
@@ -183,7 +180,6 @@ def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]
 FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
 
 
-@writes("fuse-optimizer", SAFE)
 def write_fused(finding: Finding, context: Context, program: Program) -> Change:
     """``AdamW(model.parameters(), lr=1e-4)``: with ``fused=True``."""
     calls, run = _constructors(program)
@@ -199,6 +195,10 @@ def fused(files: Files, calls: Sequence[tuple[Syntax, cst.Call]], **more: Any) -
     edits = []
     for syntax, call in calls:
         files.require_own(syntax)
+        if any(argument.star == "**" for argument in call.args):
+            raise RefusedError(
+                f"the optimizer in {lines([(syntax, call)])} gets arguments that stand elsewhere"
+            )
         if (foreach := keyword(call, "foreach")) is not None:
             raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
         if (edit := switched_on(syntax, call, "fused")) is not None:
@@ -206,7 +206,7 @@ def fused(files: Files, calls: Sequence[tuple[Syntax, cst.Call]], **more: Any) -
     if not edits:
         raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
     (first, (syntax, _)), *_ = edits
-    return Change.of((edit for _, edit in edits), syntax.line(first), "fused=True", **more)
+    return Change.of((edit for _, edit in edits), syntax.line(first), "fused=True", level=SAFE, **more)
 
 
 def switched_on(syntax: Syntax, call: cst.Call, name: str) -> Edit | None:
@@ -254,7 +254,6 @@ def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool
     return found, False
 
 
-@writes("tf32", UNSAFE)
 def write_tf32(finding: Finding, context: Context, program: Files) -> Change:
     """``torch.set_float32_matmul_precision("high")`` behind the imports."""
     syntax = program.syntax(program.main)
@@ -280,7 +279,6 @@ def behind_imports(syntax: Syntax, statement: str) -> Edit:
             break
     if last is None:
         raise RefusedError(f"{syntax.file.name} does not begin with imports")
-    number = syntax.file.line_of(syntax.stop(last))
-    place = syntax.file.line_starts[number - 1] + len(syntax.file.line(number))
+    place = syntax.line_end(last)
     newline = syntax.file.newline_after(place)
     return Edit(place, place, f"{newline}{newline}{statement}")

@@ -9,23 +9,20 @@ import libcst as cst
 from torch import nn
 
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, writes
+from tilefit.fixes.source.change import Change
 from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.values import Literal, OtherValueError, Search, called
 from tilefit.rules import Finding
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.base import Context
-from tilefit.rules.finding import UNSAFE
 from tilefit.rules.sites import pattern
 
 
-@writes("pad-linear", UNSAFE)
 def write_features(finding: Finding, context: Context, program: Program) -> Change:
     """``nn.Linear(768, 1023)``: 1024, in every module that has the size."""
     return _padded(finding, context, program, vocabularies=False)
 
 
-@writes("pad-vocabulary", UNSAFE)
 def write_vocabulary(finding: Finding, context: Context, program: Program) -> Change:
     """``vocab_size=50257``: 50304."""
     return _padded(finding, context, program, vocabularies=True)

@@ -59,6 +59,11 @@ class Syntax:
         position = self._positions[node].end
         return self.file.offset(position.line, position.column)
 
+    def line_end(self, node: cst.CSTNode) -> int:
+        """Offset behind the line that a node ends on."""
+        number = self.file.line_of(self.stop(node))
+        return self.file.line_starts[number - 1] + len(self.file.line(number))
+
     def line(self, node: cst.CSTNode) -> int:
         """The line a node begins on."""
         return int(self._positions[node].start.line)

@@ -9,7 +9,7 @@ from pathlib import Path
 import libcst as cst
 
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.source.change import Change, keyword, torch_name
+from tilefit.fixes.source.change import Change, Write, keyword, torch_name
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loops_of_parameters import at_once
 from tilefit.fixes.source.program import Files
@@ -28,24 +28,9 @@ from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE, UNSAFE
 
-#: The level of a change and the change.
-Written = tuple[str, Change]
-_Write = Callable[[Finding, Context, Files], Written]
 _LOADER = "torch.utils.data.DataLoader"
 #: Copies of so many bytes are numbers, which are made where they are used.
 _NUMBER_BYTES = 8
-
-
-def write(finding: Finding, context: Context, files: Files) -> Written | None:
-    """What answers a finding in a program's files, and its level; None where nothing is known that does.
-
-    A change is safe only where the program computes the same for every input.
-
-    Raises:
-        RefusedError: it is not clear what to write.
-    """
-    writer = _WRITERS.get(finding.code)
-    return writer and writer(finding, context, files)
 
 
 def files_of(step: Step, main: Path) -> Files:
@@ -62,15 +47,12 @@ def files_of(step: Step, main: Path) -> Files:
 # ---- the optimizer and the model ---------------------------------------------------------------
 
 
-def _fused(finding: Finding, context: Context, files: Files) -> Written:
+def _fused(finding: Finding, context: Context, files: Files) -> Change:
     """``AdamW(model.parameters())``: with ``fused=True``."""
     calls = [(s, call) for s, call in _optimizers(context, files) if s.means(call.func) & FUSIBLE]
-    for syntax, call in calls:
-        if any(argument.star == "**" for argument in call.args):
-            raise RefusedError(f"the optimizer in {_place(syntax, call)} gets arguments that stand elsewhere")
     if not calls:
         raise RefusedError("the optimizer is not made by a call of PyTorch's class")
-    return SAFE, fused(files, calls)
+    return fused(files, calls)
 
 
 def _optimizers(context: Context, files: Files) -> list[tuple[Syntax, cst.Call]]:
@@ -82,28 +64,28 @@ def _optimizers(context: Context, files: Files) -> list[tuple[Syntax, cst.Call]]
     found = []
     for source in _program(context.step).optimizers:
         syntax, line = _at(source, files)
-        calls = [each for each in _calls(syntax, line) if _makes_optimizer(syntax, each)]
+        calls = [
+            call
+            for call in _calls(syntax, line)
+            if any(name.startswith("torch.optim.") for name in syntax.means(call.func))
+        ]
         if not calls:
             raise RefusedError(f"{source} does not call a class of torch.optim")
         found += [(syntax, call) for call in calls]
     return found
 
 
-def _makes_optimizer(syntax: Syntax, call: cst.Call) -> bool:
-    return any(name.startswith("torch.optim.") for name in syntax.means(call.func))
-
-
-def _compiled(finding: Finding, context: Context, files: Files) -> Written:
+def _compiled(finding: Finding, context: Context, files: Files) -> Change:
     """``model.compile()`` behind the optimizer: in place, so that checkpoints keep their names."""
     if any(f.name.value == "compile" for s in files.syntaxes() for f in s.all(cst.FunctionDef)):
         raise RefusedError("the program has a function called compile")
-    return SAFE, _of_model(context, files, "compile()", behind=True)
+    return _of_model(context, files, "compile()", behind=True)
 
 
-def _channels_last(finding: Finding, context: Context, files: Files) -> Written:
+def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
     """``model.to(memory_format=torch.channels_last)`` before the optimizer, in place."""
     ranks = {len(p.shape) for p in context.step.parameters.values() if len(p.shape) > 3}
-    return SAFE, _of_model(context, files, layout_call(ranks, "torch"), behind=False)
+    return _of_model(context, files, layout_call(ranks, "torch"), behind=False)
 
 
 def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> Change:
@@ -121,15 +103,11 @@ def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> C
     text = f"{name}.{method}".replace("torch.", f"{torch}.")
     first = syntax.line(statement)
     indentation = syntax.indentation(first)
-    number = syntax.file.line_of(syntax.stop(statement)) if behind else first
-    newline = syntax.file.newline_after(syntax.file.line_starts[number - 1])
-    if behind:
-        place = syntax.file.line_starts[number - 1] + len(syntax.file.line(number))
-        edit = Edit(place, place, f"{newline}{indentation}{text}")
-    else:
-        place = syntax.file.line_starts[number - 1]
-        edit = Edit(place, place, f"{indentation}{text}{newline}")
-    return Change.of([*imports, (syntax, edit)], number + behind, text)
+    place = syntax.line_end(statement) if behind else syntax.file.line_starts[first - 1]
+    newline = syntax.file.newline_after(place)
+    line = f"{newline}{indentation}{text}" if behind else f"{indentation}{text}{newline}"
+    number = syntax.file.line_of(place) + behind
+    return Change.of([*imports, (syntax, Edit(place, place, line))], number, text, level=SAFE)
 
 
 def _asked(syntax: Syntax, call: cst.Call) -> str:
@@ -140,20 +118,18 @@ def _asked(syntax: Syntax, call: cst.Call) -> str:
     return ""
 
 
-def _autocast(finding: Finding, context: Context, files: Files) -> Written:
-    if not context.gpu.supports("bf16"):
-        raise RefusedError("fp16 needs a GradScaler in the training loop")
+def _autocast(finding: Finding, context: Context, files: Files) -> Change:
     syntax, line = _at(_program(context.step).model, files)
     calls = _calls(syntax, line)
     if not calls:
         raise RefusedError(f"the model's call is not found in line {line} of {syntax.file.name}")
-    return UNSAFE, autocast_around(files, syntax, calls[0])
+    return autocast_around(context, files, syntax, calls[0])
 
 
 # ---- the loop ----------------------------------------------------------------------------------
 
 
-def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Written:
+def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Change:
     """``zero_grad(set_to_none=False)``: ``zero_grad()``."""
 
     def given(syntax: Syntax, call: cst.Call) -> cst.Arg | None:
@@ -163,7 +139,7 @@ def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Writ
     return _turned(finding, files, given, "set_to_none={}", True, note)
 
 
-def _anomaly_off(finding: Finding, context: Context, files: Files) -> Written:
+def _anomaly_off(finding: Finding, context: Context, files: Files) -> Change:
     """``set_detect_anomaly(True)``: ``False``."""
 
     def given(syntax: Syntax, call: cst.Call) -> cst.Arg | None:
@@ -181,18 +157,18 @@ def _turned(
     form: str,
     value: bool,
     note: str,
-) -> Written:
+) -> Change:
     """The change of an argument, in the line of a finding, that is ``not value``."""
     syntax, line = _at(finding.source, files)
     for call in _calls(syntax, line):
         argument = given(syntax, call)
         if argument is not None and syntax.code(argument.value) == str(not value):
             edit = syntax.replaced(argument.value, str(value))
-            return UNSAFE, Change.of([(syntax, edit)], line, form.format(value), note)
+            return Change.of([(syntax, edit)], line, form.format(value), note)
     raise RefusedError(f"line {line} of {syntax.file.name} does not say {form.format(not value)}")
 
 
-def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Written:
+def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
     """``total += loss.item()``: ``total += loss.detach()``."""
     events = _program(context.step).events
     edits = [
@@ -208,7 +184,7 @@ def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Written:
         raise RefusedError("the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
     syntax, first = edits[0]
-    return UNSAFE, Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
+    return Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
 
 
 def _reads(call: cst.Call) -> bool:
@@ -220,7 +196,7 @@ def _detached(syntax: Syntax, call: cst.Call) -> Edit:
     return syntax.replaced(call.func.attr, "detach")
 
 
-def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Written:
+def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
     """``DataLoader(…)``: with ``pin_memory=True``; ``x.to(device)``: with ``non_blocking=True``."""
     program = _program(context.step)
     edits: list[tuple[Syntax, Edit]] = []
@@ -242,9 +218,8 @@ def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Writte
     warning = "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
     summary = "pin_memory=True, non_blocking=True" if any(pinned) else "non_blocking=True"
     syntax, first = edits[0]
-    return level, Change.of(
-        edits, syntax.file.line_of(first.start), summary, "" if level == SAFE else warning
-    )
+    note = "" if level == SAFE else warning
+    return Change.of(edits, syntax.file.line_of(first.start), summary, note, level)
 
 
 def _copies(syntax: Syntax, call: cst.Call) -> bool:
@@ -302,7 +277,7 @@ def _is_loader(name: str) -> bool:
     return name == _LOADER or name == f"{_LOADER.rpartition('.')[0]}.dataloader.DataLoader"
 
 
-def _loop_at_once(finding: Finding, context: Context, files: Files) -> Written:
+def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
     """A loop over parameters: as multi-tensor operations."""
     syntax, line = _at(finding.source, files)
     loops = [each for each in syntax.all(cst.For) if _lies_in(syntax, line, each)]
@@ -311,7 +286,8 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Written:
     torch, imports = torch_name(syntax)
     loop = loops[-1]
     edit = syntax.replaced(loop, at_once(syntax, loop, torch))
-    return SAFE, Change.of([*imports, (syntax, edit)], syntax.line(loop), f"{torch}._foreach_… for the loop")
+    summary = f"{torch}._foreach_… for the loop"
+    return Change.of([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
 
 
 # ---- places ------------------------------------------------------------------------------------
@@ -345,18 +321,16 @@ def _calls(syntax: Syntax, line: int) -> Sequence[cst.Call]:
     return [call for call in syntax.all(cst.Call) if _lies_in(syntax, line, call)]
 
 
-def _place(syntax: Syntax, node: cst.CSTNode) -> str:
-    return f"{syntax.file.name}:{syntax.line(node)}"
-
-
-_WRITERS: dict[str, _Write] = {
+#: What is written into a program that trains, by the rule that it answers. A change is safe only where the
+#: program computes the same for every input.
+WRITERS: dict[str, Write] = {
     "ANO001": _anomaly_off,
     "FOR001": _loop_at_once,
     "GRD001": _gradients_dropped,
     "LAY001": _channels_last,
     "NTC001": _compiled,
     "NTC003": _fused,
-    "PRC001": lambda *given: (UNSAFE, write_tf32(*given)),
+    "PRC001": write_tf32,
     "PRC002": _autocast,
     "SYN001": _sums_on_gpu,
     "SYN002": _copies_unwaited,
