@@ -100,6 +100,19 @@ def test_a_change_is_written_where_the_program_was_seen(
     assert written(tmp_path, code, _TRAIN, at) == (level, _TRAIN.replace(old, new))
 
 
+def test_each_model_of_an_optimizer_is_compiled(tmp_path: Path) -> None:
+    several = _TRAIN.replace("model.parameters(), lr", "[*one.parameters(), *two.parameters()], lr")
+    level, text = written(tmp_path, "NTC001", several, "torch.optim")
+    assert (level, text) == ("safe", several.replace("\n)\n", "\n)\none.compile()\ntwo.compile()\n"))
+
+
+def test_a_model_is_compiled_before_its_optimizer_is_returned(tmp_path: Path) -> None:
+    function = "def made(model):\n    return torch.optim.AdamW(model.parameters())\n\n\nloss = model(0)\n"
+    text = f"import torch\n\n\n{function}loader = DataLoader(data)\ntotal += 1\n"
+    _, changed = written(tmp_path, "NTC001", text, "torch.optim")
+    assert changed == text.replace("    return", "    model.compile()\n    return")
+
+
 def test_copies_of_batches_are_not_waited_for(tmp_path: Path) -> None:
     level, text = written(tmp_path, "SYN002", _TRAIN, "x.to(")
     assert level == "safe"
@@ -123,7 +136,8 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
     [
         ("NTC003", "torch.optim", "lr=1e-3", "**settings"),
         ("NTC003", "torch.optim", "lr=1e-3", "foreach=True"),
-        ("NTC001", "torch.optim", "model.parameters(), lr", "[*a.parameters(), *b.parameters()], lr"),
+        ("NTC001", "torch.optim", "model.parameters(), lr", "[p for m in all for p in m.parameters()], lr"),
+        ("NTC001", "torch.optim", "model.parameters(), lr", "parameters, lr"),
         ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=a.numel()"),
         ("FOR001", "a.data.mul_", "averaged.parameters()", "averaged"),
         ("FOR001", "a.data.mul_", "a.data.mul_(decay)", "a.data.mul_(decay).round_()"),

@@ -79,35 +79,46 @@ def _compiled(finding: Finding, context: Context, files: Files) -> Change:
     """``model.compile()`` behind the optimizer: in place, so that checkpoints keep their names."""
     if any(f.name.value == "compile" for s in files.syntaxes() for f in s.all(cst.FunctionDef)):
         raise RefusedError("the program has a function called compile")
-    return _of_model(context, files, "compile()", behind=True)
+    return _of_models(context, files, "compile()", behind=True)
 
 
 def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
     """``model.to(memory_format=torch.channels_last)`` before the optimizer, in place."""
     ranks = {len(p.shape) for p in context.step.parameters.values() if len(p.shape) > 3}
-    return _of_model(context, files, layout_call(ranks, "torch"), behind=False)
+    return _of_models(context, files, layout_call(ranks, "torch"), behind=False)
 
 
-def _of_model(context: Context, files: Files, method: str, *, behind: bool) -> Change:
-    """A statement ``model.method`` beside the one that makes the only optimizer, of its parameters."""
-    (syntax, call), *others = _optimizers(context, files)
-    models = {name for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
-    statement = syntax.around(call, cst.SimpleStatementLine)
-    if others or len(models) != 1 or statement is None:
-        raise RefusedError(
-            "it is not clear what the model is called: there is not one optimizer of one model"
-        )
-    files.require_own(syntax)
-    name = models.pop()
-    torch, imports = torch_name(syntax) if "torch." in method else ("torch", [])
-    text = f"{name}.{method}".replace("torch.", f"{torch}.")
-    first = syntax.line(statement)
-    indentation = syntax.indentation(first)
-    place = syntax.line_end(statement) if behind else syntax.file.line_starts[first - 1]
-    newline = syntax.file.newline_after(place)
-    line = f"{newline}{indentation}{text}" if behind else f"{indentation}{text}{newline}"
-    number = syntax.file.line_of(place) + behind
-    return Change.of([*imports, (syntax, Edit(place, place, line))], number, text, level=SAFE)
+def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
+    """Statements ``model.method`` beside those that make the optimizers, of each model that is asked for its
+    parameters there."""
+    edits: list[tuple[Syntax, Edit]] = []
+    done: dict[tuple[Syntax, str], int] = {}
+    for syntax, call in _optimizers(context, files):
+        files.require_own(syntax)
+        statement = syntax.around(call, cst.SimpleStatementLine)
+        models = {name: None for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
+        each_of_many = [
+            name.value for loop in syntax.all(cst.CompFor, call) for name in syntax.all(cst.Name, loop.target)
+        ]
+        if statement is None or not models or models.keys() & set(each_of_many):
+            raise RefusedError(
+                "it is not clear what the model is called: no optimizer gets model.parameters()"
+            )
+        torch, imports = torch_name(syntax) if "torch." in method else ("torch", [])
+        first = syntax.line(statement)
+        # Behind a return nothing runs.
+        after = behind and not any(syntax.all(cst.Return, statement))
+        place = syntax.line_end(statement) if after else syntax.file.line_starts[first - 1]
+        newline, indentation = syntax.file.newline_after(place), syntax.indentation(first)
+        new = [name for name in models if (syntax, name) not in done]
+        lines = [f"{indentation}{name}.{method}".replace("torch.", f"{torch}.") for name in new]
+        text = "".join(f"{newline}{line}" if after else f"{line}{newline}" for line in lines)
+        edits += [
+            each for each in (*imports, (syntax, Edit(place, place, text))) if new and each not in edits
+        ]
+        done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(place) + after)
+    summary = ", ".join(f"{name}.{method}" for _, name in done)
+    return Change.of(edits, next(iter(done.values())), summary, level=SAFE)
 
 
 def _asked(syntax: Syntax, call: cst.Call) -> str:
