@@ -207,3 +207,16 @@ def test_overflows_that_the_scaler_answers_are_no_origin() -> None:
             s.step(optimizer)
             s.update()
     assert w.alarms == ()
+
+
+@pytest.mark.parametrize(("size", "codes"), [(3000.0, {"AMP031"}), (30.0, set())])
+def test_the_norm_of_all_gradients_that_clipping_takes_may_overflow(size: float, codes: set[str]) -> None:
+    weight = torch.ones(64, 64, dtype=FP16, requires_grad=True)
+    with watch() as w:
+        optimizer = SGD([weight], lr=0.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.backward(torch.full_like(weight, size))
+            nn.utils.clip_grad_norm_([weight], 1.0)
+            optimizer.step()
+    assert {finding.code for finding in w.report().findings if finding.code == "AMP031"} == codes

@@ -42,7 +42,7 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
 _PASSING = frozenset(
     "view _unsafe_view expand unsqueeze slice select clone permute transpose t add_ sub_ copy_".split()
 )
-_NORMS = ("linalg_vector_norm", "norm")
+_NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 #: What an operation that was repeated is judged by.
 _FIGURES = ("operation", "dtype", "overflowed", "vanished", "error_ulp", "largest")
 _REDUCTIONS = frozenset(
@@ -82,7 +82,8 @@ class Shadows(Tracker, Observer):
         self._tables: Notes[list[set[str]]] = Notes()
 
     def wants(self, func: Any, name: str) -> bool:
-        return any(name in names for names in (_POINTWISE, _REDUCTIONS, _HANDLERS, _ANGLES, _TABLES, _SCALED))
+        tables = (_POINTWISE, _REDUCTIONS, _NORMS, _HANDLERS, _ANGLES, _TABLES, _SCALED)
+        return any(name in names for names in tables)
 
     def after(self, call: Call) -> None:
         if self._tables:
@@ -91,6 +92,9 @@ class Shadows(Tracker, Observer):
             return  # no mask that could be passed on
         if call.name == "arange":
             self._cast(call, call.out)
+            return
+        if call.name == "_foreach_norm":
+            self._norms(call)
             return
         first, out, handler = call.args[0] if call.args else None, call.out, _HANDLERS.get(call.name)
         masks = call.name == "_softmax"
@@ -168,6 +172,16 @@ class Shadows(Tracker, Observer):
         if call.name == "_softmax":
             # Small probabilities may become zero, which matters where a logarithm follows.
             self._underflowed.note(out, ((kept == 0) & (wide > 0)).any())
+
+    def _norms(self, call: Call) -> None:
+        """The norms of many tensors, as clipping takes them of gradients."""
+        tensors, order = call.args[0], call.args[1] if len(call.args) > 1 else 2
+        pairs = [pair for pair in zip(tensors, call.out, strict=True) if pair[0].dtype in HALF]
+        pairs = [(x, out) for x, out in pairs if is_plain(x) and x.numel() and out.dtype == pairs[0][1].dtype]
+        if pairs and pairs[0][1].dtype in HALF and self._counts(call):
+            wide = [torch.linalg.vector_norm(x, order, dtype=torch.float32) for x, _ in pairs]
+            got = torch.stack([out for _, out in pairs])
+            self._compare(call, torch.stack(wide), got.float(), got.dtype)
 
     def _compare(self, call: Call, wide: Tensor, got: Tensor, dtype: torch.dtype) -> None:
         good = torch.isfinite(wide)
