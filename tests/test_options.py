@@ -89,6 +89,10 @@ def test_an_optimizer_that_does_not_run_has_no_options() -> None:
         StepOptions(train=False, fused_optimizer=True).refuse_idle(["fused_optimizer"])
     with pytest.raises(UsageError, match="--fused-optimizer has no effect"):
         StepOptions(optimizer="none", fused_optimizer=True).refuse_idle(["fused_optimizer"])
+    with pytest.raises(UsageError, match="--clip has no effect"):
+        StepOptions(train=False, clip=1.0).refuse_idle(["clip"])
+    with pytest.raises(UsageError, match="--clip is -1"):
+        StepOptions(clip=-1)
     StepOptions(optimizer="none", train=False).refuse_idle(["optimizer"])
 
 

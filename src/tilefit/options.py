@@ -73,6 +73,7 @@ class StepOptions:
         tf32: fp32 products may use TF32; None for PyTorch's defaults: convolutions yes, matrix products no.
         optimizer: Its name; or what makes one of a list of parameters.
         fused_optimizer: The optimizer runs with ``fused=True``.
+        clip: The norm that gradients are clipped to, by ``clip_grad_norm_``; None: they are not.
         channels_last: The model and its 4-dimensional inputs are in NHWC.
         compile: The step is priced with the fusion of ``torch.compile``.
         on_cpu: It is captured with real tensors on the CPU, for code that depends on values.
@@ -88,6 +89,7 @@ class StepOptions:
         "adamw", "Optimizer of the training step.", annotation=OptimizerName
     )
     fused_optimizer: bool = option(False, "As with fused=True.")
+    clip: float | None = option(None, "Clip the norm of the gradients.", min=0.0, metavar="NORM")
     channels_last: bool = option(False, "Model and images in NHWC.")
     compile: bool = option(False, "Price the fusion of torch.compile.")
     on_cpu: bool = option(False, "Capture with real data, for code that depends on values.")
@@ -108,13 +110,15 @@ class StepOptions:
             raise UsageError(f"unknown optimizer {optimizer!r}", hint=f"Use one of: {', '.join(known)}.")
         object.__setattr__(self, "amp", amp)
         object.__setattr__(self, "optimizer", optimizer)
+        require_in_range(self)
 
     @property
     def words(self) -> tuple[str, ...]:
         """What cannot be seen from a model's name, for headings."""
         training = "training step" if self.train else "inference"
         autocast = [f"{self.amp} autocast"] if self.autocast else []
-        return training, *autocast, *(["compiled"] if self.compile else [])
+        clipped = [f"gradients clipped to {self.clip:g}"] if self.clip is not None else []
+        return training, *autocast, *clipped, *(["compiled"] if self.compile else [])
 
     @property
     def device(self) -> str:
@@ -132,10 +136,10 @@ class StepOptions:
         Raises:
             UsageError: something was.
         """
+        names = [name for name in ("optimizer", "fused_optimizer", "clip") if name in given]
         if self.optimizer == "none":  # with --infer it says the same
-            refuse({"fused_optimizer"} & {*given}, "--optimizer none runs no optimizer")
+            refuse((name for name in names if name != "optimizer"), "--optimizer none runs no optimizer")
         elif not self.train:
-            names = (name for name in ("optimizer", "fused_optimizer") if name in given)
             refuse(names, "--infer runs no optimizer")
 
 
@@ -147,6 +151,7 @@ class StepKeywords(TypedDict, total=False):
     tf32: bool | None
     optimizer: OptimizerName
     fused_optimizer: bool
+    clip: float | None
     channels_last: bool
     compile: bool
     on_cpu: bool
@@ -182,7 +187,6 @@ class TargetOptions(StepOptions):
         # A lone text would be taken for a list of one-letter inputs.
         given: object = self.input
         object.__setattr__(self, "input", (given,) if isinstance(given, str) else tuple(self.input))
-        require_in_range(self)
 
     def refuse_sizes(self, why: str, names: Iterable[str] = INPUT_SIZES) -> None:
         """Refuse sizes that would have no effect.

@@ -216,6 +216,7 @@ def intercepted(steps: OptimizerSteps) -> Iterator[None]:
             patch.multiple(
                 clip_grad,
                 _has_foreach_support=lambda tensors, device: True,
+                _device_has_foreach_support=lambda device: True,
                 _get_total_norm=steps.in_phase(clip_grad._get_total_norm),
                 _clip_grads_with_norm_=steps.in_phase(clip_grad._clip_grads_with_norm_),
             )

@@ -68,6 +68,7 @@ def capture(
                 f"--amp {options.amp}": bool(options.autocast),
                 f"--optimizer {options.optimizer}": options.optimizer != "adamw",
                 "--fused-optimizer": options.fused_optimizer,
+                f"--clip {options.clip}": options.clip is not None,
                 "--channels-last": options.channels_last,
             },
             function,
@@ -190,4 +191,6 @@ def _step(
     if optimizer is not None:
         if options.amp == "fp16":
             modes.steps.unscale(optimizer)
+        if options.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()

@@ -93,6 +93,9 @@ def real_step(
             return
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if optimizer is not None:
+            if options.clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(module.parameters(), options.clip)
             scaler.step(optimizer)
             scaler.update()
         module.zero_grad()

@@ -267,7 +267,7 @@ class FixSession:
 
         request, options = self.request, self.options
         wanted = request.selection
-        names = ("train", "amp", "tf32", "optimizer", "fused_optimizer", "channels_last", "compile")
+        names = ("train", "amp", "tf32", "optimizer", "fused_optimizer", "clip", "channels_last", "compile")
         settings: dict[str, tuple[Any, Any]] = {
             "gpu": (request.gpu.name, None),
             "level": (request.level, "safe"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -51,15 +52,40 @@ def test_bare_products_leave_nothing_to_fuse() -> None:
     assert not findings(capture(model, x, train=False), "NTC001")
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_fused_optimizer_is_worth_what_its_capture_saves(optimizer: str) -> None:
-    unfused = capture(LanguageModel(), tokens(), amp="bf16", optimizer=optimizer)
-    fused = capture(LanguageModel(), tokens(), amp="bf16", optimizer=optimizer, fused_optimizer=True)
+def test_a_fused_optimizer_is_worth_what_its_capture_saves(optimizer: str, clip: float | None) -> None:
+    more: dict[str, Any] = {"amp": "bf16", "optimizer": optimizer, "clip": clip}
+    unfused = capture(LanguageModel(), tokens(), **more)
+    fused = capture(LanguageModel(), tokens(), **more, fused_optimizer=True)
     for finding in findings(unfused, "NTC003", min_gain=0):
         assert finding.gain_s == pytest.approx(saved_s(unfused, fused), rel=0.02)
         assert finding.safety == "safe"
     assert bool(findings(unfused, "NTC003")) == (saved_s(unfused, fused) > 0.05e-3)
     assert not findings(fused, "NTC003", min_gain=0)
+
+
+@pytest.mark.parametrize("clips", ["clip_grad_norm_", "get_total_norm"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_what_clips_gradients_is_no_part_of_the_optimizer(clips: str, foreach: bool) -> None:
+    def trained(clip: bool) -> list[str]:
+        with torch.device("meta"):
+            model, x = LanguageModel(), tokens()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(x: torch.Tensor) -> None:
+            model(x).backward()
+            if clip and clips == "get_total_norm":
+                nn.utils.get_total_norm(
+                    [p.grad for p in model.parameters() if p.grad is not None], foreach=foreach
+                )
+            elif clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+            optimizer.step()
+
+        return [finding.message for finding in findings(capture(step, x), "NTC003", min_gain=0)]
+
+    assert trained(clip=True) == trained(clip=False)
 
 
 def test_without_an_optimizer_there_is_nothing_to_fuse() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from tilefit.ops import OPTIMIZER, StepOp, Streaming
+from tilefit.ops import OPTIMIZER, Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
 from tilefit.rules.finding import SAFE
@@ -14,6 +14,8 @@ from tilefit.units import count, size
 #: Optimizers with a fused kernel on CUDA (torch.optim, the ``fused`` argument).
 FUSED = ("adam", "adamw", "sgd", "adagrad")
 _SCALER = "non_finite_check_and_unscale"
+_NORMS = ("aten._foreach_norm", "aten.linalg_vector_norm")
+_MULTIPLIES = ("aten._foreach_mul_", "aten.mul_")
 
 
 class UnfusedOptimizer(Rule):
@@ -46,11 +48,7 @@ class UnfusedOptimizer(Rule):
         settings = step.settings
         if settings.fused_optimizer or settings.optimizer not in FUSED:
             return
-        unfused = [
-            index
-            for index, entry in enumerate(step.ops)
-            if entry.phase == OPTIMIZER and _SCALER not in entry.name
-        ]
+        unfused = list(_updates(step))
         trained = [p for p in step.parameters.values() if p.trainable]
         if not unfused or not trained:
             return
@@ -75,3 +73,26 @@ class UnfusedOptimizer(Rule):
                 f"{count(elements)} parameters: {size(moved)} moved, fused {size(fused.moved_bytes)}",
             ),
         )
+
+
+def _updates(step: Step) -> Iterator[int]:
+    """The operations of the optimizers themselves: a scaler's and those that clip gradients stay.
+
+    ``clip_grad_norm_`` takes norms and the norm of these, clamps what the bound makes of it, and multiplies
+    as often as it took norms of gradients.
+    """
+    norms = multiplications = 0
+    for index, entry in enumerate(step.ops):
+        if entry.phase != OPTIMIZER or _SCALER in entry.name:
+            continue
+        if entry.name in _NORMS:
+            norms += 1
+        elif entry.name == "aten.clamp" and norms:
+            norms, multiplications = 0, norms - 1
+        elif multiplications and entry.name in _MULTIPLIES:
+            multiplications -= 1
+        elif norms and (entry.name == "aten.stack" or getattr(entry.op, "elements", 0) == 1):
+            continue
+        else:
+            norms = 0
+            yield index
