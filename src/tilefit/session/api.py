@@ -100,9 +100,9 @@ def check(
         name: What to call the model in the report.
         datamodule: Of a LightningModule: where its data come from.
         keywords: How the step runs (the fields of :class:`~tilefit.options.StepOptions`: ``train``, ``amp``,
-            ``tf32``, ``optimizer``, ``fused_optimizer``, ``clip``, ``channels_last``, ``compile``, ``on_cpu``) and
-            which findings are wanted (those of :class:`~tilefit.options.Selection`: ``select``, ``ignore``,
-            ``min_gain``, ``per_module_ignores``).
+            ``tf32``, ``optimizer``, ``fused_optimizer``, ``clip``, ``channels_last``, ``compile``,
+            ``on_cpu``) and which findings are wanted (those of :class:`~tilefit.options.Selection`:
+            ``select``, ``ignore``, ``min_gain``, ``per_module_ignores``).
 
     Returns:
         A :class:`~tilefit.report.Report`; with several GPUs a :class:`~tilefit.report.Comparison`.
