@@ -271,3 +271,55 @@ for _ in range(4):
     assert forward == [2 * 4 * 512 * 513 // 2, 2 * 4 * 512 * 512 // 4]
     (bags,) = (entry for entry in step.ops if entry.name == "aten._embedding_bag_forward_only")
     assert bags.outputs[0].shape == (512, 64)
+
+
+_TWO = """
+import torch
+from torch import nn
+
+{made}
+both = nn.Sequential(Net(), Net()).cuda()
+one, two = both
+{compiled}
+optimizer = torch.optim.SGD(both.parameters(), 0.1)
+for _ in range(4):
+    x = torch.randn(8, 16, device="cuda")
+    optimizer.zero_grad()
+    run(x)
+    optimizer.step()
+"""
+_NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(24)))
+    {decorated}
+    def forward(self, x):
+        return self.layers(x)
+
+def run(x):
+    two(one(x)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("compiled", "decorated", "is_compiled", "is_told"),
+    [
+        ("", "", False, False),
+        ("two = torch.compile(two); one.compile()", "", True, False),
+        ("run = torch.compile(run, mode='max-autotune')", "", True, False),
+        ("", "@torch.compile", True, False),
+        ("both = torch.compile(both)", "", False, False),  # its parts are called
+        ("one, two = (torch.compile(each, disable=True) for each in both)", "", False, False),
+        ("one, two = (torch.compile(each, backend='aot_eager') for each in both)", "", False, False),
+        ("two.compile()", "", False, True),
+        ("per_sample = torch.func.vmap(torch.compile(two)); two = lambda x: per_sample(x)", "", False, False),
+    ],
+)
+def test_a_step_is_compiled_where_most_of_its_forward_pass_is(
+    tmp_path: Path, compiled: str, decorated: str, is_compiled: bool, is_told: bool
+) -> None:
+    program = _TWO.format(made=_NET.format(decorated=decorated), compiled=compiled)
+    step = _run(tmp_path, program)
+    assert step.settings.compiled == is_compiled
+    assert any("torch.compile covers" in note for note in step.notes) == is_told

@@ -120,7 +120,7 @@ def _step(loop: Loop, gpu: str) -> Step:
     torch.set_num_threads(1)  # the threads of a process are not in its copy
     modes = ProgramModes(gpus.get(gpu))
     with modes.running():
-        modes.compiles = loop.options.compile
+        modes.compiling.whole = loop.options.compile
         model = loop.model.to("cuda").train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = made_optimizer(loop.options.optimizer, parameters)

@@ -15,6 +15,7 @@ from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
 from tilefit.capture.program import flex
+from tilefit.capture.program.compiling import Compiling
 from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
@@ -85,25 +86,24 @@ class ProgramModes(Modes):
         self.steps: _Steps = _Steps(self.recorder, self.autocast)
         self.meetings = Meetings(self.recorder, self.semantic)
         self.device_mode = Device(self.meetings, RULES)
-        self.compiles = self.compiles_flex = False
+        self.compiling = Compiling(self.recorder.ops)
         #: Numbers of the memory that was there when the step began.
         self.alive_before: set[int] = set()
 
     @property
     def unseen_notes(self) -> list[str]:
-        """What a part of the step did elsewhere."""
+        """What a part of the step did elsewhere, or otherwise than the rest."""
         lines = ", ".join(self.recorder.host_products)
-        return [f"Products on the CPU are not counted: {lines}."] if lines else []
+        host = [f"Products on the CPU are not counted: {lines}."] if lines else []
+        return host + self.compiling.notes
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block a program runs on the GPU."""
         install(self.device_mode, self.gpu)
         with ExitStack() as stack:
-            stack.enter_context(self._compiled())
-            stack.enter_context(
-                flex.emulated(self.semantic.fused, lambda: self.compiles or self.compiles_flex)
-            )
+            stack.enter_context(self.compiling.following())
+            stack.enter_context(flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex))
             stack.enter_context(_followed(self.autocast))
             stack.enter_context(intercepted(self.steps))
             stack.enter_context(
@@ -130,6 +130,7 @@ class ProgramModes(Modes):
         for name, whole in gathered_parameters(self.sites.roots):
             self.recorder.name_parameter(whole, name)
         self.recorder.restart()
+        self.compiling.restart()
         self.alive_before = self.recorder.alive
         self.meetings.restart()
         self.recorder.muted = False
@@ -152,24 +153,6 @@ class ProgramModes(Modes):
             self.steps.optimizer_bytes = sum(map(state_bytes, self.steps.known))
             self.steps.counted = True
         return self.steps.optimizer_bytes
-
-    @contextmanager
-    def _compiled(self) -> Iterator[None]:
-        """Compiled models run as plain Python, and are known for compiled."""
-
-        def compiled(model: Any = None, **options: Any) -> Any:
-            if model is None:
-                return lambda function: compiled(function, **options)
-            self.compiles |= isinstance(model, nn.Module)
-            self.compiles_flex |= getattr(model, "__name__", "") == "flex_attention"
-            return model
-
-        def in_place(model: nn.Module, *args: Any, **options: Any) -> None:
-            self.compiles = True
-
-        with patch.object(torch, "compile", compiled), patch.object(nn.Module, "compile", in_place):
-            torch.compiler.set_stance("force_eager")
-            yield
 
 
 @contextmanager

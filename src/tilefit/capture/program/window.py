@@ -82,7 +82,7 @@ class Window:
             optimizer=modes.steps.name,
             fused_optimizer=modes.steps.fused,
             channels_last=modes.channels_last_seen,
-            compiled=modes.compiles,
+            compiled=modes.compiling.share >= 0.5,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             cuda_graph=modes.meetings.graphs,
         )

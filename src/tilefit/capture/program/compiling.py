@@ -1,0 +1,100 @@
+"""What of a program's step runs compiled: the models and the functions that it gives ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from tilefit import units
+from tilefit.ops import FORWARD, StepOp
+
+#: Shares of the forward pass below and above which a few operations are beside the point: losses, metrics.
+_LITTLE, _MOST = 0.1, 0.8
+
+
+class Compiling:
+    """Runs what is compiled as plain Python, and counts its operations in the forward pass.
+
+    Args:
+        ops: The operations of the step, which are cleared when a step begins.
+
+    Attributes:
+        whole: The whole step is to be taken for compiled.
+        flex: ``flex_attention`` is compiled by itself.
+    """
+
+    def __init__(self, ops: Sequence[StepOp]) -> None:
+        self._ops = ops
+        self.whole = self.flex = False
+        self._depth = self._since = self._counted = 0
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Within the block ``torch.compile`` compiles nothing."""
+        # nn.Module.compile asks it as well.
+        with patch.object(torch, "compile", self._compiled):
+            torch.compiler.set_stance("force_eager")
+            yield
+
+    def _compiled(self, model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: self._compiled(function, **options)
+        if options.get("disable") or options.get("backend", "inductor") != "inductor":
+            return model  # other backends fuse nothing
+        if getattr(model, "__name__", "") == "flex_attention":
+            self.flex = True
+            return model
+        if isinstance(model, nn.Module):
+            model._compiled_call_impl = self._followed(model._call_impl)
+            return model
+        return self._followed(model)
+
+    def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # PyTorch compiles nothing that is called within a transform of torch.func.
+            if self._depth or torch._C._functorch.peek_interpreter_stack() is not None:
+                return function(*args, **kwargs)
+            self._depth, self._since = 1, len(self._ops)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._counted = self._count()
+                self._depth = 0
+
+        return run
+
+    def restart(self) -> None:
+        """A step begins, perhaps within what is compiled."""
+        self._since = self._counted = 0
+
+    def _count(self) -> int:
+        inside = self._ops[self._since :] if self._depth else ()
+        return self._counted + sum(entry.phase == FORWARD for entry in inside)
+
+    @property
+    def fuses_flex(self) -> bool:
+        """Whether a call of ``flex_attention`` now is compiled."""
+        return self.whole or self.flex or bool(self._depth)
+
+    @property
+    def share(self) -> float:
+        """Of the forward pass's operations, those that ran compiled."""
+        forward = sum(entry.phase == FORWARD for entry in self._ops)
+        return 1.0 if self.whole else self._count() / forward if forward else 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said where a part of the step is compiled."""
+        if not _LITTLE < self.share < _MOST:
+            return []
+        taken = "compiled" if self.share >= 0.5 else "not compiled"
+        return [
+            f"torch.compile covers {units.share(self.share)} of the forward operations: all count as {taken}."
+        ]
