@@ -471,8 +471,8 @@ class Training:
         optimizer_s = max(self._optimizer_s(i) for i in range(self.split.pipeline))
         own_s = compute_s + again_s + link_s + optimizer_s
         # Without stages what is left is work that messages make: copies into them and out of them.
-        bubble_s = max(0.0, silent_s - own_s) if self.split.pipeline > 1 else 0.0
-        data_s = max(0.0, time_s - own_s - bubble_s)
+        bubble_s = _left(silent_s, own_s) if self.split.pipeline > 1 else 0.0
+        data_s = _left(time_s, own_s + bubble_s)
         return StepTime(time_s, compute_s, again_s, link_s, data_s, bubble_s, optimizer_s)
 
     def least_s(self) -> float:
@@ -591,3 +591,9 @@ def in_flight(stage: int, stages: int, chunks: int, parts: int) -> float:
     if chunks == 1:
         return min(stages - stage, parts)
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, parts * chunks) / chunks
+
+
+def _left(whole_s: float, part_s: float) -> float:
+    """What is left of a time; nothing where only rounding makes a difference."""
+    left_s = whole_s - part_s
+    return left_s if left_s > 1e-9 * whole_s else 0.0
