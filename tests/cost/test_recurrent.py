@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from typing import Any
@@ -101,6 +102,38 @@ def test_persistent_steps_take_what_was_measured(changes: dict[str, Any], us_per
 def test_standard_steps_take_about_what_was_measured(changes: dict[str, Any], us_per_step: float) -> None:
     predicted = estimate(layer(**changes), "h200")
     assert predicted.low_s / 256 <= us_per_step * 1e-6 <= predicted.high_s / 256
+
+
+@pytest.mark.parametrize(
+    ("size", "forward_us", "backward_us"),
+    [
+        ({"mode": "LSTM", "input_size": 512, "hidden_size": 512, "num_layers": 2, "batch": 40}, 622, 1527),
+        ({"mode": "GRU", "input_size": 512, "hidden_size": 512, "batch": 40}, 261, 626),
+        ({"mode": "LSTM", "input_size": 200, "hidden_size": 200, "num_layers": 2, "batch": 20}, 486, 955),
+    ],
+)
+def test_fp32_layers_of_programs_take_about_what_an_h100_took(
+    size: dict[str, Any], forward_us: float, backward_us: float
+) -> None:
+    """Of 35 time steps, products in TF32; what was measured is of an H200."""
+    op = Recurrent(seq_len=35, dtype="tf32", **size)
+    forward, *backward = (
+        estimate(layer, "h100-sxm").time_s
+        for layer in (
+            op,
+            dataclasses.replace(op, direction=BACKWARD_DATA),
+            dataclasses.replace(op, direction=BACKWARD_WEIGHT),
+        )
+    )
+    assert forward == pytest.approx(forward_us * 1e-6, rel=0.15)
+    assert sum(backward) == pytest.approx(backward_us * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(("hidden", "us_per_step"), [(32, 0.42), (64, 0.54), (128, 2.22)])
+def test_few_hidden_units_stay_in_one_multiprocessor(hidden: int, us_per_step: float) -> None:
+    """Weights of 256 KiB no longer fit its registers; the size itself and its mini-batch were measured."""
+    op = Recurrent("LSTM", hidden, hidden, 200, 20, dtype="tf32")
+    assert estimate(op, "h200").time_s / 200 == pytest.approx(us_per_step * 1e-6, rel=0.2)
 
 
 def test_one_step_off_the_persistent_rules_costs_several_times_as_much() -> None:

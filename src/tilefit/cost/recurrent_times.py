@@ -173,7 +173,7 @@ class Table:
         cell = layer.mode.lower()
         if cell == "rnn_relu" and cell not in {row.cell for row in self._algorithms}:
             cell = "rnn_tanh"
-        kind = (cell, "fp32" if dtype == "tf32" else dtype, training)
+        kind = (cell, dtype, training)
         rows = [
             row
             for row in self._algorithms
