@@ -7,15 +7,19 @@ captures the same step of the same programs and says where they differ, function
 
     python benchmarks/program_ops.py --rows rows.jsonl --seconds 300      # on a GPU; appends a row a program
     python benchmarks/program_ops.py --rows rows.jsonl --compare --out benchmarks/results/program_ops.json
+
+Any other program is named by its file and its arguments, ``"path/main.py --epochs 1"``; its data are made up.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import fcntl
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -49,8 +53,20 @@ PROGRAMS: dict[str, tuple[Path, tuple[str, ...], bool]] = {
     "contrastive": (OWN / "contrastive.py", (), False),
     "mixture": (OWN / "mixture.py", (), False),
 }
+
+
+def program(name: str) -> tuple[Path, tuple[str, ...], bool]:
+    """One of the table, or any file with its arguments, whose data are made up."""
+    if name in PROGRAMS:
+        return PROGRAMS[name]
+    path, *arguments = shlex.split(name)
+    return Path(path), tuple(arguments), True
+
+
 #: Steps before the one that is listed, and before those that are timed; how many are timed.
 SKIP, BEFORE, TIMED = 2, 4, 8
+#: Seconds after which a program is given up, its imports apart.
+LONGEST_S = 40.0
 #: Functions that the device runs, by what the capture calls them.
 _SAME = {
     "aten._cudnn_rnn": "aten.recurrent",
@@ -182,7 +198,8 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def launched(spans: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[list[Any]]:
-    """``[operation and operands, its kernels]`` of each marked operation that launched some, in order.
+    """``[operation and operands, its kernels, their microseconds]`` of each marked operation that launched
+    some, in order.
 
     Marks never lie within each other, and only one thread launches at a time: that of the backward pass while
     the program's waits for it.
@@ -201,8 +218,9 @@ def launched(spans: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list
         index = bisect_right(starts, at) - 1
         inside = index >= 0 and at <= starts[index] + float(marks[index]["dur"])
         name = marks[index]["name"].removeprefix(_MARK) if inside else ""
-        call = calls.setdefault(index if inside else -1, [name, []])
+        call = calls.setdefault(index if inside else -1, [name, [], 0.0])
         call[1].append(kernel["name"].removeprefix("void ")[:60])
+        call[2] = round(call[2] + kernel["dur"], 2)
     return list(calls.values())
 
 
@@ -216,7 +234,7 @@ def _operands(args: Any) -> str:
         elif isinstance(each, (list, tuple)) and each and hasattr(each[0], "stride"):
             shown.append(f"{len(each)} x {max(part.numel() for part in each)}")
         else:
-            shown.append(str(each)[:24])
+            shown.append(str(each)[:24] if isinstance(each, (int, float, str)) else type(each).__name__)
     return " ".join(shown)[:240]
 
 
@@ -227,7 +245,7 @@ def run_program(name: str, rows: Path, timed: int) -> None:
     from tilefit.capture.program.contained import contained
     from tilefit.capture.program.finding import StepFinder
 
-    path, arguments, fake = PROGRAMS[name]
+    path, arguments, fake = program(name)
     observed = Observed(name, rows, timed)
     listed = StepFinder(SKIP, 1, observed.begin, observed.end, lambda: "")
     following = StepFinder(BEFORE, timed, observed.begin_timed, observed.end_timed, lambda: "")
@@ -238,8 +256,9 @@ def run_program(name: str, rows: Path, timed: int) -> None:
         seen_whole()
     with ExitStack() as stack:
         turn = stack.enter_context(rows.with_suffix(".turn").open("w"))
-        import_libraries(name)
+        import_libraries(path)
         fcntl.lockf(turn, fcntl.LOCK_EX)  # the imports of all overlap; the rest is one by one
+        faulthandler.dump_traceback_later(LONGEST_S, exit=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if fake:
             stack.enter_context(contained(folder, fake=True))
@@ -255,17 +274,19 @@ def run_program(name: str, rows: Path, timed: int) -> None:
             observed.write(error=f"{type(error).__name__}: {error}"[:500])
 
 
-def import_libraries(name: str) -> None:
+def import_libraries(path: Path) -> None:
     """What a program will import."""
-    if name in ("trainer", "accelerated", "language_model"):
+    text = path.read_text()
+    if "transformers" in text:
         import transformers
 
         _ = transformers.Trainer
-    if name == "lightning":
+    if "torchvision" in text or "lightning" in text:
         from tilefit.capture.torchvision_import import tolerated
 
         with tolerated():
             import torchvision  # noqa: F401
+    if "pytorch_lightning" in text:
         try:
             import pytorch_lightning  # noqa: F401
         except ImportError:
@@ -335,7 +356,7 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
     from tilefit.cost.priced import resolve
     from tilefit.options import ProgramOptions
 
-    path, arguments, fake = PROGRAMS[name]
+    path, arguments, fake = program(name)
     options = ProgramOptions(str(path), arguments, skip=SKIP, fake_data=fake)
     step = capture_program_in_child(options, gpu, timeout_s=600)
     assert step.program is not None
@@ -345,6 +366,7 @@ def recorded(name: str, gpu: str) -> dict[str, Any]:
         "seen": dict(captured(step)),
         "kernels": sum(launched(e, priced) for e in step.ops),
         "launched": by_function((e.name, launched(e, priced)) for e in step.ops),
+        "us": by_function((e.name, 1e6 * o.time_s) for e, o in zip(step.ops, estimate.ops, strict=True)),
         "waits": dict(Counter(f"{e.kind} {e.name}" for e in step.program.events if e.blocks)),
         "copies": dict(Counter(e.kind for e in step.program.events)),
         "aten": dict(Counter(entry.name for entry in step.ops)),
@@ -375,24 +397,28 @@ def difference(real: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         "step_ms": [1e3 * real["step_s"], 1e3 * ours["step_s"]],
         "kernels_ms": [1e3 * real["kernels_s"], 1e3 * ours["kernels_s"]],
         "launches_off": _off(
-            by_function((n.split()[0], len(k)) for n, k in real.get("calls", []) if n), ours["launched"]
+            by_function((n.split()[0], len(k)) for n, k, *_ in real.get("calls", []) if n), ours["launched"]
+        ),
+        "us_off": _off(
+            by_function((n.split()[0], us[0]) for n, _, *us in real.get("calls", []) if n and us), ours["us"]
         ),
         "aten_captured": ours["aten"],
         "aten_executed": real["aten"],
     }
 
 
-def by_function(launches: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Kernels by the name of the function, without its overload."""
-    sums: Counter[str] = Counter()
-    for name, kernels in launches:
-        sums[_SAME.get(short := ".".join(name.split(".")[:2]), short).rstrip("_")] += kernels
-    return dict(sums)
+def by_function(each: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Kernels or microseconds by the name of the function, without its overload."""
+    sums: dict[str, float] = {}
+    for name, value in each:
+        function = _SAME.get(short := ".".join(name.split(".")[:2]), short).rstrip("_")
+        sums[function] = sums.get(function, 0) + value
+    return sums
 
 
-def _off(theirs: dict[str, int], ours: dict[str, int]) -> dict[str, list[int]]:
-    """Functions whose kernels are not as many, by how much."""
-    both = {name: [theirs.get(name, 0), ours.get(name, 0)] for name in {*theirs, *ours}}
+def _off(theirs: dict[str, float], ours: dict[str, float]) -> dict[str, list[float]]:
+    """Functions of which both do not have as much, by how much."""
+    both = {name: [round(all.get(name, 0), 1) for all in (theirs, ours)] for name in {*theirs, *ours}}
     off = {name: counts for name, counts in both.items() if counts[0] != counts[1]}
     return dict(sorted(off.items(), key=lambda item: -abs(item[1][0] - item[1][1])))
 
@@ -422,14 +448,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=", ".join(PROGRAMS))
+    parser.add_argument(
+        "programs", nargs="*", default=list(PROGRAMS), help=f"{', '.join(PROGRAMS)}, or files"
+    )
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--timed", type=int, default=TIMED)
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", choices=list(PROGRAMS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         run_program(options.child, options.rows, options.timed)

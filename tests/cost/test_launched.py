@@ -52,6 +52,14 @@ def _conv(direction: str, channels: int = 64, **fields: bool) -> Op:
         (Conv2d(128, 256, 512, (2, 2), (3, 3), (2, 2), (1, 1)), 3),
         (Conv2d(128, 256, 512, (2, 2), (1, 1), (2, 2), (0, 0), direction=BACKWARD_WEIGHT), 3),
         (Conv2d(128, 256, 256, (2, 2), (3, 3), (1, 1), (1, 1), direction=BACKWARD_WEIGHT), 5),
+        # Pixels that make whole accesses are multiplied as they lie; the weights' gradients of the images are
+        # summed.
+        (Conv2d(64, 256, 1024, (14, 14), (1, 1), (1, 1), (0, 0), dtype="fp16"), 1),
+        (Conv2d(64, 96, 24, (28, 28), (1, 1), (1, 1), (0, 0), dtype="fp16", direction=BACKWARD_WEIGHT), 2),
+        (Conv2d(64, 576, 144, (1, 1), (1, 1), (1, 1), (0, 0), dtype="fp16", direction=BACKWARD_WEIGHT), 1),
+        # Three channels are converted where the image is large.
+        (Conv2d(64, 3, 64, (224, 224), (7, 7), (2, 2), (3, 3), dtype="fp16"), 4),
+        (Conv2d(128, 3, 64, (32, 32), (4, 4), (2, 2), (1, 1), dtype="tf32"), 1),
         (Attention(8, 12, 128, 64), 1),
     ],
 )
