@@ -451,7 +451,8 @@ def _lookup(call: Call, recorder: Recording) -> list[Described]:
     """Of the first operand only as much is read as is written."""
     role = "embedding" if call.packet == "embedding" else "indexing"
     read_bytes = sum(map(touched_bytes, (*call.outputs, *_distinct(call.inputs[1:], recorder))))
-    return _streamed(call, recorder, role, inner=_row_length(call), read_bytes=read_bytes)
+    fields = _rows(call) or {"inner": _row_length(call)}
+    return _streamed(call, recorder, role, **fields, read_bytes=read_bytes)
 
 
 @_describes("_embedding_bag _embedding_bag_forward_only")
@@ -462,6 +463,32 @@ def _bags(call: Call, recorder: Recording) -> list[Described]:
     small = sum(map(touched_bytes, (numbers, *others)))
     read_bytes = min(rows, touched_bytes(table)) + small
     return _streamed(call, recorder, "indexing", inner=prod(table.shape[1:]), read_bytes=read_bytes)
+
+
+def _rows(call: Call) -> dict[str, Any]:
+    """Of a call that takes rows of a table by their numbers: elements of a row, rows, and those of the table;
+    nothing of a call that takes single elements, or rows along another dimension or by a mask."""
+    table, numbers = call.inputs[0], call.inputs[1:2]
+    match call.packet.strip("_"):
+        case "embedding":
+            pass
+        case "embedding_dense_backward":
+            table = call.outputs[0]
+        case "index_select" | "index_add":
+            if not table.dim() or call.named("dim") % table.dim():
+                return {}
+        case "index" | "index_put" | "index_put_impl" | "unsafe_index_put":
+            numbers = [each for each in call.args[1] if each is not None]
+            several = len(numbers) > 1 and call.packet == "index"
+            if several or any(each is None for each in call.args[1][: len(numbers)]):
+                return {}
+        case _:
+            return {}
+    if any(each.dtype in (torch.bool, torch.uint8) for each in numbers):
+        return {}
+    picked = prod(torch.broadcast_shapes(*(each.shape for each in numbers)))  # type: ignore[no-untyped-call]
+    inner = prod(table.shape[len(numbers) :])
+    return {"inner": inner, "picked": picked, "table": prod(table.shape[: len(numbers)])}
 
 
 def _row_length(call: Call) -> int:
@@ -493,7 +520,7 @@ def _embedding_backward(call: Call, recorder: Recording) -> list[Described]:
         recorder,
         "embedding",
         BACKWARD_WEIGHT,
-        inner=_row_length(call),
+        **_rows(call),
         read_bytes=sum(map(touched_bytes, call.inputs)) + rows,
         write_bytes=touched_bytes(table) + rows,
         kernels=2 if indices.numel() <= _UNSORTED_INDICES else 30,
@@ -509,7 +536,7 @@ def _scatter(call: Call, recorder: Recording) -> list[Described]:
         call,
         recorder,
         "indexing",
-        inner=_row_length(call),
+        **(_rows(call) or {"inner": _row_length(call)}),
         read_bytes=sum(map(touched_bytes, call.inputs[in_place:])),
         write_bytes=moved + (0 if in_place else touched_bytes(call.outputs[0])),
         kernels=1 if in_place else 2,
@@ -526,7 +553,7 @@ def _sorted_first(call: Call, recorder: Recording) -> list[Described]:
     op, phase, read, written = _streaming(call, recorder, "indexing")
     assert isinstance(op, Streaming)
     many = _BAG_KERNELS if call.packet.startswith("_embedding") else _ADDING_KERNELS
-    op = replace(op, kernels=1 if call.named("accumulate") is False else many)
+    op = replace(op, kernels=1 if call.named("accumulate") is False else many, **_rows(call))
     return [(op, phase, read, written)]
 
 

@@ -9,6 +9,7 @@ from tilefit.cost.constants import Constants
 from tilefit.cost.conv import with_large_filter
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.priced import PricedGpu, priced
+from tilefit.cost.rows import with_rows
 from tilefit.cost.streaming import traffic, with_work
 from tilefit.cost.transfer import transferred
 from tilefit.gpus import Gpu
@@ -44,7 +45,8 @@ def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
         _KNOWN.clear()
     new = list(dict.fromkeys(op for op, _ in keys if (op, device) not in _KNOWN))
     for op, found in zip(new, by_stages([traffic(op) for op in new], device), strict=True):
-        _KNOWN[op, device] = with_large_filter(op, with_work(op, found, device), device)
+        found = with_rows(op, with_work(op, found, device), device)
+        _KNOWN[op, device] = with_large_filter(op, found, device)
     return [_KNOWN[key] for key in keys]
 
 

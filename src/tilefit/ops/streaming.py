@@ -49,6 +49,8 @@ class Streaming(Op):
         kernels: GPU kernels it launches.
         function: The library's function that runs, by ATen's name without underscores around it
             (``native_layer_norm``, ``add``); empty where that is unknown, or several are fused into one.
+        picked, table: Rows of ``inner`` elements that are looked up, written or added to by their numbers,
+            and those of the table that they are in; 0 where it does nothing of the kind.
     """
 
     kind: ClassVar[str] = "streaming"
@@ -65,6 +67,8 @@ class Streaming(Op):
     strided: bool = False
     kernels: int = 1
     function: str = ""
+    picked: int = 0
+    table: int = 0
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -92,6 +96,7 @@ class Streaming(Op):
             inner=growth.of(self.inner) if growth.grows and over_batch and self.inner else self.inner,
             read_bytes=round(self.read_bytes * read),
             write_bytes=round(self.write_bytes * write),
+            picked=growth.of(self.picked) if self.picked and growth.read_bytes[1] else self.picked,
         )
 
     def shared(self, share: float, kernels: float = 1.0) -> Streaming:
@@ -100,6 +105,7 @@ class Streaming(Op):
             elements=max(1, round(self.elements * share)),
             read_bytes=round(self.read_bytes * share),
             write_bytes=round(self.write_bytes * share),
+            picked=round(self.picked * share),
             kernels=max(1, round(self.kernels * kernels)) if kernels != 1.0 else self.kernels,
         )
 
