@@ -81,3 +81,13 @@ def test_given_statistics_are_applied_faster_than_they_are_made(strided: bool) -
     # ResNet-50's first norm, 103 million elements: the kernel that applies is slower than a plain one.
     assert 1.3 * estimate(pointwise(200), "h200").time_s < applied_s < 0.6 * made_s
     assert estimate(replace(inference, strided=True), "h200").time_s <= applied_s
+
+
+@pytest.mark.parametrize(
+    ("function", "role", "h100_us"),
+    [("logsumexp", "reduction", 13.6), ("binary_cross_entropy_with_logits", "loss", 8.3)],
+)
+def test_small_operations_of_many_kernels_take_their_time(function: str, role: str, h100_us: float) -> None:
+    """Nine and six kernels, in two small programs on an H100."""
+    op = Streaming(role, 4096, 16384, 128, function=function)
+    assert estimate(op, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.5)

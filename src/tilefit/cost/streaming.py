@@ -102,10 +102,13 @@ _KERNELS = {
             constant_pad_nd cumprod eye topk upsample_nearest2d_backward""",
         3: "native_group_norm sort _foreach_norm",
         4: "nll_loss2d_forward bincount histc",
-        5: "native_group_norm_backward nonzero_static randperm",
+        5: "native_group_norm_backward nonzero_static randperm linalg_lu_solve",
         6: "binary_cross_entropy_with_logits",
         9: "logsumexp",
+        7: "_ctc_loss",
         14: "multinomial",
+        19: "_linalg_slogdet",
+        24: "_ctc_loss_backward",
     }.items()
     for name in names.split()
 }
@@ -118,9 +121,12 @@ _BLOCK = 1024
 
 def traffic(op: Op) -> Op:
     """An operation that does nothing but move its bytes, of one that is priced by these and its work: a
-    kernel that a compiler wrote, or one that applies given statistics."""
+    kernel that a compiler wrote, or one that applies given statistics. One that was not measured as a whole
+    is so many kernels."""
     if not isinstance(op, Streaming):
         return op
+    if op.function in _KERNELS and op.function not in FUNCTIONS:
+        return replace(op, kernels=op.kernels - 1 + _KERNELS[op.function])
     if op.function == GENERATED:
         return replace(op, flop_per_element=0.0)
     return replace(op, role="pointwise", strided=False) if op.function == APPLIED else op
