@@ -126,6 +126,13 @@ def _():
     return [str(y.device), list(y.shape), list(weight.grad.shape)]
 
 
+@case("coalesced")
+def _():
+    listed = torch.sparse_coo_tensor([[1, 0], [0, 1]], [1.0, 2.0], (2, 3)).cuda()
+    ordered = torch.ones(5, 3).to_sparse().cuda()
+    return [each.is_coalesced() for each in (listed, listed.coalesce(), ordered, ordered.t())]
+
+
 @case("rows of a table")
 def _():
     """Trained by optimizers for sparse gradients: the table is never written as a whole."""

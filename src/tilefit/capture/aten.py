@@ -465,6 +465,34 @@ def _bags(call: Call, recorder: Recording) -> list[Described]:
     return _streamed(call, recorder, "indexing", inner=prod(table.shape[1:]), read_bytes=read_bytes)
 
 
+@_describes("sparse_product")
+def _sparse_product(call: Call, recorder: Recording) -> list[Described]:
+    """A sparse matrix times a dense one: for each of its elements a row is read, and added to a sum. Elements
+    have a value and a number, those in COO two, of which cuSPARSE makes such as in CSR."""
+    dense, values = call.inputs
+    fields: dict[str, Any] = {"inner": dense.shape[1], "picked": values.numel(), "table": dense.shape[0]}
+    fields["read_bytes"] = values.numel() * (
+        dense.shape[1] * dense.element_size() + values.element_size() + 8
+    )
+    return _streamed(call, recorder, "indexing", **fields, kernels=_SPARSE_KERNELS[call.args[3]])
+
+
+@_describes("coalesced_values")
+def _coalesced(call: Call, recorder: Recording) -> list[Described]:
+    """The numbers of a sparse matrix's elements are sorted with their values."""
+    values = call.inputs[0]
+    moved = _SORTED_TIMES * values.numel() * (values.element_size() + 16)
+    fields: dict[str, Any] = {"inner": 1, "picked": values.numel(), "table": values.numel()}
+    fields |= {"read_bytes": moved, "write_bytes": moved, "kernels": _COALESCE_KERNELS}
+    return _streamed(call, recorder, "sort", **fields)
+
+
+#: Kernels of a product of a sparse matrix in COO and in CSR, and of what coalesces one (as seen on an H100).
+_SPARSE_KERNELS, _COALESCE_KERNELS = {False: 10, True: 7}, 16
+#: How often a sort reads and writes what it sorts, about.
+_SORTED_TIMES = 4
+
+
 def _rows(call: Call) -> dict[str, Any]:
     """Of a call that takes rows of a table by their numbers: elements of a row, rows, and those of the table;
     nothing of a call that takes single elements, or rows along another dimension or by a mask."""

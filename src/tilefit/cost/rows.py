@@ -39,6 +39,8 @@ _PUT_CLOCKS, _PUT_AGAIN_CLOCKS, _WARP_ELEMENTS = 0.435, 1430.0, 64
 _FEW_ROW_CLOCKS, _FEW_ROWS_S = 53.0, 2e-6
 _SEGMENTS_S, _SEGMENT_SORT_CLOCKS = 75e-6, 48.0
 _SEGMENT_CLOCKS, _SEGMENT_ELEMENT_CLOCKS = 507.0, 4.8
+#: Each of the kernels of a small sparse product.
+_KERNEL_S = 2e-6
 #: Half-width of the 80 % interval, as a factor minus one.
 _SPREAD = 0.4
 
@@ -112,10 +114,17 @@ def _embedding_gradient(op: Streaming, gpu: PricedGpu) -> float:
     return zeroed_s + _SEGMENTS_S + _clocks_s(op.picked * _SEGMENT_SORT_CLOCKS, gpu) + max(segments_s, read_s)
 
 
+def _in_kernels(op: Streaming, gpu: PricedGpu) -> float:
+    """So many small kernels, and the bytes."""
+    return op.kernels * _KERNEL_S + op.moved_bytes / rate_bytes_per_s(op.moved_bytes, gpu, gpu.constants)
+
+
 _LOOKUPS = ("embedding", "index", "index_select")
 _SECONDS: dict[str, Callable[[Streaming, PricedGpu], float]] = {
     **dict.fromkeys(_LOOKUPS, _looked_up),
     "index_add": _added,
     **dict.fromkeys(("index_put", "index_put_impl", "unsafe_index_put"), _put),
     "embedding_dense_backward": _embedding_gradient,
+    "tilefit.sparse_product": _in_kernels,
+    "tilefit.coalesced_values": _in_kernels,
 }

@@ -261,7 +261,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for part in parts:
             self.copied(TO_GPU, getattr(tensor, part)(), non_blocking)
         made = CudaTensor(torch.empty((), dtype=dtype, device=META).expand(tensor.shape))
-        made.entries = tensor._nnz()
+        made.entries, made.compressed = tensor._nnz(), tensor.layout != torch.sparse_coo
+        made.coalesced = made.compressed or tensor.is_coalesced()
         return made
 
     def to_gpu(self, tensor: torch.Tensor, like: torch.Tensor) -> CudaTensor:

@@ -255,7 +255,8 @@ def _view_of_sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         turned = func._overloadpacket.__name__ in ("t", "transpose")
         return NotImplemented if turned else CudaTensor.of_rows(args[0].shape, *args[0].rows)
     made = CudaTensor(func(args[0].on_meta, *args[1:], **kwargs))
-    made.entries = args[0].entries
+    made.entries, made.compressed, made.coalesced = args[0].entries, args[0].compressed, args[0].coalesced
+    made.turned = args[0].turned ^ (func._overloadpacket.__name__ in ("t", "transpose"))
     return made
 
 
@@ -263,10 +264,10 @@ def _view_of_sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 def _sparse_product(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     first, second = args
     if isinstance(first, CudaTensor) and first.entries is not None:
-        return _bags(device, first.shape[0], first.entries, second)
+        return _multiplied(device, first, second)
     if isinstance(second, CudaTensor) and second.entries is not None:
         turned = device.launch(aten.t.default, (first,), {})
-        made = _bags(device, second.shape[1], second.entries, turned)
+        made = _multiplied(device, _view_of_sparse(device, aten.t.default, (second,), {}), turned)
         return device.launch(aten.t.default, (made,), {})
     return NotImplemented
 
@@ -277,18 +278,31 @@ def _sparse_sum(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented if kwargs.get("beta", 1) else _sparse_product(device, func, args[1:], {})
 
 
-def _bags(device: Device, rows: int, entries: int, dense: torch.Tensor) -> Any:
-    """A sparse matrix times a dense one.
+def _multiplied(device: Device, matrix: CudaTensor, dense: torch.Tensor) -> Any:
+    """A sparse matrix times a dense one; one whose elements are in no order, as those of a transposed one, is
+    coalesced for it (PyTorch, ATen/native/sparse/cuda/SparseCUDABlas.cpp)."""
+    if not matrix.is_coalesced():
+        matrix = _coalesce(device, None, (matrix,), {})
+    values = CudaTensor(torch.empty(matrix.entries or 0, dtype=dense.dtype, device=META))
+    call = (dense, values, matrix.shape[0], matrix.compressed)
+    return device.launch(torch.ops.tilefit.sparse_product.default, call, {})
 
-    What it moves is what a bag of embeddings does: for each element a row is read, and added to a sum.
-    """
 
-    def on_gpu(size: int, dtype: torch.dtype) -> CudaTensor:
-        return CudaTensor(torch.empty(size, dtype=dtype, device=META))
+#: How often the host waits for the numbers of elements while they are sorted and summed (an H100).
+_COALESCE_WAITS = 5
 
-    columns, weights = on_gpu(entries, torch.int64), on_gpu(entries, dense.dtype)
-    call = (dense, columns, on_gpu(rows, torch.int64), False, 0, False, weights)
-    return device.launch(aten._embedding_bag_forward_only.default, call, {})[0]
+
+@_rule("coalesce")
+def _coalesce(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Sorted by what sorts their numbers, and summed where they are the same."""
+    matrix = args[0]
+    made = CudaTensor(matrix.on_meta)
+    made.entries = matrix.entries
+    values = CudaTensor(torch.empty(matrix.entries or 0, dtype=matrix.dtype, device=META))
+    device.launch(torch.ops.tilefit.coalesced_values.default, (values,), {})
+    for _ in range(_COALESCE_WAITS):
+        device.watch.waited("coalesce")
+    return made
 
 
 # ---- what is Python on CUDA ------------------------------------------------------------------------
@@ -346,6 +360,14 @@ def _ctc_backward_shapes(grad: torch.Tensor, scores: torch.Tensor, *_: Any, **__
 
 def register_shapes() -> None:
     """Give operations a kernel on ``meta`` that have none in PyTorch; what CUDA runs whole stays whole."""
+    sparse: Any = torch.library.Library("tilefit", "FRAGMENT")  # type: ignore[no-untyped-call]
+    sparse.define("sparse_product(Tensor dense, Tensor values, int rows, bool compressed) -> Tensor")
+    sparse.impl(
+        "sparse_product", lambda dense, _values, rows, _: dense.new_empty(rows, dense.shape[1]), "Meta"
+    )
+    sparse.define("coalesce(Tensor matrix) -> Tensor")
+    sparse.define("coalesced_values(Tensor values) -> Tensor")
+    sparse.impl("coalesced_values", torch.empty_like, "Meta")
     library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     for overload in ("", ".Tensor"):
         library.impl(f"_ctc_loss{overload}", _ctc_shapes)
@@ -354,7 +376,7 @@ def register_shapes() -> None:
     own: Any = torch.library.Library("aten", "IMPL", "AutogradCUDA")  # type: ignore[no-untyped-call]
     for name in WHOLE:
         own.impl(name, torch.library.fallthrough_kernel)
-    _kept.extend((library, own))
+    _kept.extend((sparse, library, own))
 
 
 _kept: list[torch.library.Library] = []

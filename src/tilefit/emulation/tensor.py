@@ -32,12 +32,17 @@ class CudaTensor(torch.Tensor):
         value: What is known of its values, or None.
         entries: How many elements a sparse tensor (COO) has; None for a dense one. Its matrix on ``meta`` has
             the memory of a single element.
+        compressed, coalesced, turned: It is in CSR; its elements (COO) are in order, and each there once, or
+            were before it was transposed.
         rows: Numbers and values of the rows that it has, if it is sparse by rows; ``on_meta`` is the values'.
     """
 
     on_meta: torch.Tensor
     value: Value | None
     entries: int | None = None
+    compressed: bool = False
+    coalesced: bool = True
+    turned: bool = False
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     #: Where no memory has an address yet.
@@ -95,6 +100,12 @@ class CudaTensor(torch.Tensor):
         """As of any tensor."""
         return self.entries is not None
 
+    def is_coalesced(self) -> bool:
+        """As of any tensor."""
+        if self.entries is None:
+            return super().is_coalesced()
+        return self.compressed or (self.rows is None and self.coalesced and not self.turned)
+
     def _nnz(self) -> int:
         return super()._nnz() if self.entries is None else self.entries
 
@@ -105,9 +116,11 @@ class CudaTensor(torch.Tensor):
         return self.rows[1] if self.rows else super()._values()
 
     def coalesce(self) -> torch.Tensor:
-        """Each row once: they are sorted, counted, for which the host waits, and summed."""
-        if self.rows is None:
+        """Each row or element once: they are sorted, counted, for which the host waits, and summed."""
+        if self.entries is None:
             return super().coalesce()
+        if self.rows is None:
+            return self if self.is_coalesced() else torch.ops.tilefit.coalesce(self)
         numbers, values = self.rows
         known, where = torch.unique(numbers[0], return_inverse=True)
         summed = values.new_empty(len(known), *values.shape[1:]).index_add_(0, where, values)

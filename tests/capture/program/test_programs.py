@@ -269,8 +269,33 @@ for _ in range(4):
         entry.op.scores for entry in step.ops if isinstance(entry.op, Attention) and entry.phase == "forward"
     ]
     assert forward == [2 * 4 * 512 * 513 // 2, 2 * 4 * 512 * 512 // 4]
-    (bags,) = (entry for entry in step.ops if entry.name == "aten._embedding_bag_forward_only")
-    assert bags.outputs[0].shape == (512, 64)
+    (product,) = (entry for entry in step.ops if entry.name == "tilefit.sparse_product")
+    assert product.outputs[0].shape == (512, 64)
+    assert product.op.kernels == 7
+
+
+def test_what_multiplies_a_transposed_sparse_matrix_waits_for_its_order(tmp_path: Path) -> None:
+    """As the backward pass of every graph convolution does: the transposed matrix is sorted first."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+
+graph = (torch.rand(64, 64) < 0.1).float().to_sparse().cuda()
+weight = torch.nn.Parameter(torch.randn(64, 16, device="cuda"))
+optimizer = torch.optim.SGD([weight], 0.1)
+for _ in range(6):
+    loss = torch.sparse.mm(graph, weight).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    )
+    products = [entry.phase for entry in step.ops if entry.name == "tilefit.sparse_product"]
+    assert len(products) == 2
+    assert [entry.op.kernels for entry in step.ops if entry.name == "tilefit.coalesced_values"] == [16]
+    assert step.program is not None
+    assert [event.name for event in step.program.events if event.blocks] == ["coalesce"] * 5
 
 
 _TWO = """

@@ -13,6 +13,8 @@ from tilefit.units import counted, seconds
 
 #: The read of a ``GradScaler``, and the reads of anomaly mode, which has a rule of its own.
 FOUND_INF, ANOMALY = "found_inf", "detect_anomaly"
+#: What puts the elements of a sparse matrix in order.
+COALESCE = "coalesce"
 #: What has as many elements as values say.
 _SIZED = frozenset(
     """nonzero argwhere where masked_select index bincount repeat_interleave unique _unique2 unique_dim
@@ -21,6 +23,10 @@ _SIZED = frozenset(
 _ON_GPU = "Leave shapes to sizes: torch.where, or a product with the mask, in place of an index by it."
 _FUSED = "Pass fused=True to the optimizer: GradScaler then leaves to it what it reads."
 _COPIES = "Copy without waiting (SYN002)."
+_SORTED = (
+    "Coalesce a sparse matrix once, before the loop; its transposed one, which every backward pass multiplies "
+    "by, is sorted anew each time: keep that too, in an autograd function of your own."
+)
 _LATER = "Keep it on the GPU (total += loss.detach()) and read it every hundredth step."
 
 
@@ -84,8 +90,10 @@ class HostWaits(Rule):
             return
         copies = [event for event in events if event.kind == TO_GPU and event.blocks]
         sized = sum(event.name in _SIZED for event in gone)
-        values = len(gone) - sized - (0 if stays else len(scaler))
-        cures = {_LATER: values, _ON_GPU: sized, _FUSED: 0 if stays else len(scaler), _COPIES: len(copies)}
+        ordered = sum(event.name == COALESCE for event in gone)
+        fused = 0 if stays else len(scaler)
+        values = len(gone) - sized - ordered - fused
+        cures = {_LATER: values, _ON_GPU: sized, _SORTED: ordered, _FUSED: fused, _COPIES: len(copies)}
         lines = [
             f"host {seconds(estimate.host_time_s)}, GPU {seconds(estimate.gpu_time_s)}; with what each waits "
             f"for the other {seconds(estimate.time_s)}"
