@@ -24,8 +24,8 @@ _ON_GPU = "Leave shapes to sizes: torch.where, or a product with the mask, in pl
 _FUSED = "Pass fused=True to the optimizer: GradScaler then leaves to it what it reads."
 _COPIES = "Copy without waiting (SYN002)."
 _SORTED = (
-    "Coalesce a sparse matrix once, before the loop; its transposed one, which every backward pass multiplies "
-    "by, is sorted anew each time: keep that too, in an autograd function of your own."
+    "Coalesce a sparse matrix once, before the loop; its transposed one, which every backward pass "
+    "multiplies by, is sorted anew each time: keep that too, in an autograd function of your own."
 )
 _LATER = "Keep it on the GPU (total += loss.detach()) and read it every hundredth step."
 
