@@ -3,6 +3,7 @@
 One row of the result a layer, type, layout and pass. Between calls the L2 cache is overwritten.
 
     PYTHONPATH=src python benchmarks/first_layers.py --seconds 90 --out first_layers_h200.jsonl
+    python benchmarks/first_layers.py --measured benchmarks/results/first_layers_h200.jsonl.gz
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import kernel_times
 import torch
+
+from tilefit.ops import BACKWARD_WEIGHT, FORWARD, Conv2d
 
 aten = torch.ops.aten
 BATCHES, IMAGES, CHANNELS, FILTERS = (16, 64, 256), (32, 64, 128, 224), (1, 3, 4), (16, 64, 128)
@@ -33,12 +36,32 @@ def call(case: dict[str, Any], device: torch.device) -> Callable[[], Any]:
 
     x = tensor(case["batch"], case["channels"], image, image)
     weight = tensor(case["filters"], case["channels"], size, size)
-    padding = 0 if size == step else size // 2 if size % 2 else 1
+    padding = _padding(case)
     told = [step, step], [padding, padding], [1, 1], False, [0, 0], 1
     if case["pass"] == "forward":
         return lambda: aten.convolution(x, weight, None, *told)
     gradient = torch.randn_like(aten.convolution(x, weight, None, *told))
     return lambda: aten.convolution_backward(gradient, x, weight, [0], *told, [False, True, False])
+
+
+def _padding(case: dict[str, Any]) -> int:
+    size = int(case["window"])
+    return 0 if size == case["step"] else size // 2 if size % 2 else 1
+
+
+def op_of(case: dict[str, Any]) -> Conv2d:
+    """As a captured call is."""
+    sizes = case["image"], case["window"], case["step"], _padding(case)
+    return Conv2d(
+        case["batch"], case["channels"], case["filters"], *((each, each) for each in sizes),
+        dtype="tf32" if case["dtype"] == "fp32" else case["dtype"],
+        direction=FORWARD if case["pass"] == "forward" else BACKWARD_WEIGHT,
+        channels_last=case["layout"] == "NHWC",
+    )  # fmt: skip
+
+
+def kind(case: dict[str, Any]) -> str:
+    return " ".join((case["dtype"], case["layout"], case["pass"]))
 
 
 def cases(largest: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
@@ -57,4 +80,4 @@ def cases(largest: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
 
 
 if __name__ == "__main__":
-    kernel_times.run(__doc__.splitlines()[0], cases)
+    kernel_times.run(__doc__.splitlines()[0], cases, op_of, kind)

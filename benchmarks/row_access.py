@@ -4,6 +4,7 @@ One row of the result a function, type, table, number of indices and width. Betw
 overwritten.
 
     PYTHONPATH=src python benchmarks/row_access.py --seconds 60 --out row_access_h200.jsonl
+    python benchmarks/row_access.py --measured benchmarks/results/row_access_h100.jsonl --gpu h100-sxm
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import kernel_times
 import torch
+
+from tilefit.ops import Streaming
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -66,5 +69,26 @@ def cases(largest: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
             yield case, lambda device, case=case: call(case, device)
 
 
+def op_of(case: dict[str, Any]) -> Streaming:
+    """As a captured call is."""
+    name, inner, picked, table = case["function"], case["width"], case["indices"], case["table"]
+    size = DTYPES[case["dtype"]].itemsize
+    moved, function = picked * inner * size, name.split()[0]
+    read, written = moved + 8 * picked, moved
+    if name == "embedding_dense_backward":
+        least = min(moved, table * inner * size)
+        read, written = read + least, table * inner * size + least
+    elif function in ("index_add", "scatter_add", "index_put"):
+        read += moved
+    kernels = {"index_put": 16, "embedding_dense_backward": 2 if picked <= 3072 else 30}.get(name, 1)
+    role = "embedding" if function.startswith("embedding") else "indexing"
+    if name == "scatter_add each":
+        inner, picked, table = 1, picked * inner, table * inner
+    return Streaming(
+        role, picked * inner, read, written, case["dtype"],
+        inner=inner, kernels=kernels, function=function, picked=picked, table=table,
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
-    kernel_times.run(__doc__.splitlines()[0], cases)
+    kernel_times.run(__doc__.splitlines()[0], cases, op_of, lambda case: case["function"])

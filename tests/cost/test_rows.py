@@ -33,6 +33,8 @@ def op(
         # One by one.
         ("index_add", 60_000, 60_000, 256, "fp32", 116, 120),
         ("index_add", 60_000, 60_000, 256, "bf16", 134, 135),
+        ("scatter_add", 60_000, 60_000, 256, "fp32", 56, 58),
+        ("scatter_add", 60_000 * 256, 60_000 * 256, 1, "fp32", 127, 129),
         # Sorted; few rows get many additions each, one after another.
         ("index_put", 60_000, 60_000, 64, "fp32", 82, 85),
         ("index_put", 200, 60_000, 64, "fp32", 290, 293),
@@ -52,7 +54,7 @@ def test_rows_take_about_what_was_measured(
 
 
 @given(
-    st.sampled_from(["index_add", "index_put", "embedding_dense_backward"]),
+    st.sampled_from(["index_add", "scatter_add", "index_put", "embedding_dense_backward"]),
     st.integers(3_100, 500_000),
     st.integers(1, 500_000),
     st.sampled_from([4, 64, 1000]),

@@ -505,6 +505,14 @@ def _rows(call: Call) -> dict[str, Any]:
         case "index_select" | "index_add":
             if not table.dim() or call.named("dim") % table.dim():
                 return {}
+        case "gather" | "scatter_add":
+            # Numbers that are the same along a row take it whole.
+            each = call.inputs[1]
+            whole = table.dim() > 1 and call.named("dim") == 0 and not any(each.stride()[1:])
+            if whole:
+                return {"inner": prod(each.shape[1:]), "picked": each.shape[0], "table": table.shape[0]}
+            adds = call.packet.startswith("scatter")
+            return {"inner": 1, "picked": each.numel(), "table": table.numel()} if adds else {}
         case "index" | "index_put" | "index_put_impl" | "unsafe_index_put":
             numbers = [each for each in call.args[1] if each is not None]
             several = len(numbers) > 1 and call.packet == "index"

@@ -26,6 +26,8 @@ _LOOKED_UP_CLOCKS, _BLOCK_BYTES = 145.0, 4096
 #: Additions one by one: an element in fp32 and in 16 bits, and a row.
 _ADDED_CLOCKS = {4: 1.72, 2: 2.05}
 _ADDED_ROW_CLOCKS, _ADDED_S = 2.4, 2e-6
+#: Rows scattered: an element of rows that are added whole, one of those added by their own numbers.
+_SCATTERED_CLOCKS, _SCATTERED_EACH_CLOCKS, _SCATTERED_S = 0.72, 1.7, 8e-6
 #: Rows written.
 _WRITTEN_CLOCKS, _WRITTEN_ROW_CLOCKS, _WRITTEN_S = 1.06, 3.6, 4.5e-6
 #: Rows added in order: up to so many by one sorting kernel; their checks and kernels; a million's sort, which
@@ -87,6 +89,11 @@ def _added(op: Streaming, gpu: PricedGpu) -> float:
     return _ADDED_S + copied_s + _clocks_s(op.picked * (op.inner * each + _ADDED_ROW_CLOCKS), gpu)
 
 
+def _scattered(op: Streaming, gpu: PricedGpu) -> float:
+    each = _SCATTERED_CLOCKS if op.inner > 1 else _SCATTERED_EACH_CLOCKS
+    return _SCATTERED_S + _clocks_s(op.picked * op.inner * each, gpu)
+
+
 def _put(op: Streaming, gpu: PricedGpu) -> float:
     if op.kernels == 1:
         return _WRITTEN_S + _clocks_s(op.picked * (op.inner * _WRITTEN_CLOCKS + _WRITTEN_ROW_CLOCKS), gpu)
@@ -119,10 +126,11 @@ def _in_kernels(op: Streaming, gpu: PricedGpu) -> float:
     return op.kernels * _KERNEL_S + op.moved_bytes / rate_bytes_per_s(op.moved_bytes, gpu, gpu.constants)
 
 
-_LOOKUPS = ("embedding", "index", "index_select")
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
 _SECONDS: dict[str, Callable[[Streaming, PricedGpu], float]] = {
     **dict.fromkeys(_LOOKUPS, _looked_up),
     "index_add": _added,
+    "scatter_add": _scattered,
     **dict.fromkeys(("index_put", "index_put_impl", "unsafe_index_put"), _put),
     "embedding_dense_backward": _embedding_gradient,
     "tilefit.sparse_product": _in_kernels,
