@@ -91,3 +91,22 @@ def test_small_operations_of_many_kernels_take_their_time(function: str, role: s
     """Nine and six kernels, in two small programs on an H100."""
     op = Streaming(role, 4096, 16384, 128, function=function)
     assert estimate(op, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "elements", "moved", "us"),
+    [
+        ("_foreach_sqrt", 653_844, 5_222_592, 12.9),
+        ("_foreach_addcmul", 1_068_940, 12_827_136, 9.9),
+        ("_foreach_div", 1_188_355, 9_506_840, 13.0),
+        # Beyond the L2 cache everything comes from memory.
+        ("_foreach_addcdiv", 166_899_522, 2_670_392_336, 1007.3),
+    ],
+)
+def test_tensors_that_an_optimizer_has_just_written_are_in_the_cache(
+    function: str, elements: int, moved: int, us: float
+) -> None:
+    """Adam of programs that set nothing, on an H100."""
+    op = Streaming("optimizer", elements, moved * 2 // 3, moved // 3, function=function)
+    op = replace(op, kernels=9 if moved > 1e9 else 1)
+    assert estimate(op, "h100-sxm").time_s == pytest.approx(us * 1e-6, rel=0.35)
