@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import fcntl
+import gzip
 import json
 import os
 import random
@@ -426,7 +427,8 @@ def _off(theirs: dict[str, float], ours: dict[str, float]) -> dict[str, list[flo
 def compare(names: list[str], rows: Path, gpu: str, out: Path | None) -> None:
     """Capture what was observed, and say where they differ."""
     result = []
-    for line in rows.read_text().splitlines():
+    text = gzip.decompress(rows.read_bytes()).decode() if rows.suffix == ".gz" else rows.read_text()
+    for line in text.splitlines():
         real = json.loads(line)
         if real["program"] not in names or "error" in real:
             continue
@@ -437,10 +439,12 @@ def compare(names: list[str], rows: Path, gpu: str, out: Path | None) -> None:
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     off = [abs(row["kernels_off"]) for row in result if row["kernels_off"] is not None]
+    times = [abs(row["kernels_ms"][1] / row["kernels_ms"][0] - 1) for row in result if row["kernels_ms"][0]]
     print(
         f"{sum(row['equal'] for row in result)} of {len(result)} record the same products; host waits "
         f"agree in {sum(row['waits'][0] == row['waits'][1] for row in result)}; kernels are off by "
-        f"{statistics.median(off) if off else float('nan'):.1%} in the median"
+        f"{statistics.median(off) if off else float('nan'):.1%} in the median, the GPU's time by "
+        f"{statistics.median(times) if times else float('nan'):.1%}"
     )
 
 
