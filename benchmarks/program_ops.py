@@ -30,7 +30,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,7 @@ def run_program(name: str, rows: Path, timed: int) -> None:
     import runpy
 
     from tilefit.capture.program.contained import contained
+    from tilefit.capture.program.fake_data import pretrained
     from tilefit.capture.program.finding import StepFinder
 
     path, arguments, fake = program(name)
@@ -262,6 +263,8 @@ def run_program(name: str, rows: Path, timed: int) -> None:
         faulthandler.dump_traceback_later(LONGEST_S, exit=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if fake:
+            # Weights that nobody has set may be anything, and trainers wait otherwise for a loss that is NaN.
+            pretrained._without_initialization = nullcontext
             stack.enter_context(contained(folder, fake=True))
         stack.enter_context(listed.watching())
         stack.enter_context(following.watching())
@@ -281,7 +284,8 @@ def import_libraries(path: Path) -> None:
     if "transformers" in text:
         import transformers
 
-        _ = transformers.Trainer
+        with suppress(ImportError):
+            _ = transformers.Trainer
     if "torchvision" in text or "lightning" in text:
         from tilefit.capture.torchvision_import import tolerated
 

@@ -43,6 +43,7 @@ class Recognizer(nn.Module):
 
 
 def main():
+    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loader = DataLoader(Utterances(), 32, shuffle=True, collate_fn=collate, num_workers=4, pin_memory=True)
     model = Recognizer().to(device)

@@ -343,7 +343,10 @@ def _like(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("_ctc_loss _ctc_loss_backward")
 def _ctc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Lengths are mostly the host's."""
+    """Both passes move to the GPU what the host knows: both lengths, and where each target begins."""
+    lengths = [each for each in args if isinstance(each, (list, tuple))]
+    for table in (*lengths, *lengths[1:]):
+        device.copied(TO_GPU, torch.tensor(table), non_blocking=False)
     return device.launch(func, args, kwargs, from_host=True)
 
 

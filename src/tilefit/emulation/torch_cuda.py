@@ -20,6 +20,7 @@ from tilefit.emulation.device import Device
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
 from tilefit.gpus import Gpu
+from tilefit.ops.program import TO_HOST
 
 #: PyTorch, some of whose functions are replaced.
 _torch: Any = torch
@@ -185,18 +186,17 @@ def _types() -> None:
 def _functions(device: Device) -> None:
     """Functions that are not an operation each.
 
-    CTC takes its lengths on the host, and moves them; those of the GPU are waited for.
+    CTC takes its lengths on the host: those of the GPU are waited for. Whether cuDNN's will do it asks of
+    targets on the host, and again once the lengths are numbers.
     """
     ctc = _torch.ctc_loss
 
     def ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
         lengths = rest[:2]
         if isinstance(scores, CudaTensor) and all(isinstance(each, torch.Tensor) for each in lengths):
-            for each in lengths:
-                if isinstance(each, CudaTensor):
-                    device.watch.waited("ctc_loss")
-            rest = (*(each.to(CUDA) for each in lengths), *rest[2:])
+            rest = (*(each.tolist() for each in lengths), *rest[2:])
             targets = targets.to(CUDA)
+            device.copied(TO_HOST, targets, non_blocking=False)
         return ctc(scores, targets, *rest, **kwargs)  # type: ignore[no-any-return]
 
     def cond(which: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:

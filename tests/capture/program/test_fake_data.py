@@ -160,6 +160,25 @@ def test_metrics_that_are_not_installed_do_nothing_and_what_makes_data_is_missed
     assert "sklearn" in str(sources.explained(raised.value))
 
 
+def test_a_library_beside_the_program_learns_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers asks which of its optional parts it can offer, where it is installed editable."""
+    if PathFinder.find_spec("sklearn") is not None:
+        pytest.skip("it is installed")
+    (tmp_path / "vendored.py").write_text(
+        "import importlib.metadata, importlib.util\n"
+        "def installed():\n"
+        "    packages = importlib.metadata.packages_distributions()\n"
+        "    return importlib.util.find_spec('sklearn'), 'sklearn' in packages, 'torch' in packages\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found: list[str] = []
+    with fake_data(found):
+        assert importlib.import_module("vendored").installed() == (None, False, True)
+    assert not found
+
+
 def test_a_file_of_the_users_called_datasets_is_theirs(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,13 +178,18 @@ def user_source() -> str:
     return "".join(linecache.getlines(frame.f_code.co_filename)) if frame else ""
 
 
+#: ``importlib.util`` and ``importlib.metadata``, files or frozen.
+_LOOKS_AROUND = re.compile(r"importlib\W(util|metadata)\b")
+
+
 def asked_by_user() -> bool:
-    """Whether the user's code asks, itself or through Python's own library."""
+    """Whether the user's code asks, itself or through Python's own library; not what looks for what is
+    installed, to do without."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if not is_installed(file):
             return True
-        if "-packages" in file:
+        if "-packages" in file or _LOOKS_AROUND.search(file):
             return False
     return False
 
