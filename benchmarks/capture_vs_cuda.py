@@ -114,6 +114,8 @@ class Witness(TorchDispatchMode):
         return out
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.layout != torch.strided or b.layout != torch.strided:  # cuSPARSE's
+            return
         batch = a.shape[0] if a.dim() == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         letters = _letter(b) + _letter(a)

@@ -55,6 +55,14 @@ def unknown(*shape):
     return torch.randn(1 << 17, device="cuda")[: torch.Size(shape).numel()].view(shape)
 
 
+def numbers_after_a_model_is_made():
+    """Of the CPU's generator, after large parameters."""
+    torch.manual_seed(3)
+    nn.LSTM(200, 203), nn.Embedding(300, 301), nn.Conv2d(64, 128, 3, dtype=torch.float64)
+    nn.init.normal_(nn.Parameter(torch.empty(1 << 17)))
+    return torch.randint(1 << 30, (3,)).tolist()
+
+
 case("available")(lambda: torch.cuda.is_available())
 case("name")(lambda: torch.cuda.get_device_name())
 case("capability")(lambda: torch.cuda.get_device_capability())
@@ -284,6 +292,11 @@ def _():
     return [str(other.weight.device), other.weight is not net.weight and other.weight.requires_grad]
 
 
+@case("numbers of the host")
+def _():
+    return [numbers_after_a_model_is_made() == each for each in NUMBERS]
+
+
 @case("ctc")
 def _():
     scores = nn.Parameter(unknown(50, 4, 20))
@@ -383,6 +396,7 @@ def _():
     return [str(model.cuda().weight.device), held() is model.weight]
 
 
+NUMBERS = [numbers_after_a_model_is_made(), [0, 0, 0]]
 device = Device(Nobody(), RULES)
 install(device, gpus.get("h100-sxm"))
 answers = {}

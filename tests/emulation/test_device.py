@@ -81,6 +81,8 @@ def _answers() -> dict[str, Any]:
         "thread": "cuda:0",
         "deepcopy": ["cuda:0", True],
         "generator": [3],
+        # What large parameters would have taken is thrown away, so that shuffling is that of a real run.
+        "numbers of the host": [True, False],
         # The targets and the lengths that the GPU has; three tables for each pass, one for the mean.
         "ctc": [[50, 4, 20], {"to_gpu": 7, "to_host": 2}],
         "packed": [20, 8],
