@@ -6,7 +6,7 @@ each kernel with the operation that launched it, and the next steps are timed. W
 captures the same step of the same programs and says where they differ, function by function.
 
     python benchmarks/program_ops.py --rows rows.jsonl --seconds 300      # on a GPU; appends a row a program
-    python benchmarks/program_ops.py --rows rows.jsonl --compare --out benchmarks/results/program_ops.json
+    python benchmarks/program_ops.py --rows benchmarks/results/program_ops_h200.jsonl.gz --compare
 
 Any other program is named by its file and its arguments, ``"path/main.py --epochs 1"``; its data are made up.
 """
@@ -149,6 +149,8 @@ class Observed:
         torch = self.torch
         self.write(
             gpu=torch.cuda.get_device_name() if self.gpu else "none",
+            driver=driver() if self.gpu else "none",
+            date=time.strftime("%Y-%m-%d"),
             torch=torch.__version__,
             step_s=step_s,
             peak_bytes=torch.cuda.max_memory_allocated() if self.gpu else 0,
@@ -164,6 +166,12 @@ class Observed:
         """Until the GPU is done."""
         if self.gpu:
             self.torch.cuda.synchronize()
+
+
+def driver() -> str:
+    """The GPU's driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_the_host_launches_a_layer_not_its_steps() -> None:
 
 def test_operations_written_before_have_no_such_attributes() -> None:
     layer = replace(LAYER, persistent="")
-    later = ("persistent", "rows")
+    later = ("persistent", "rows", "dropout")
     values = [getattr(layer, each.name) for each in fields(layer) if each.name not in later]
     assert Recurrent(*values) == layer
 

@@ -266,11 +266,11 @@ def _recurrent(mode_name: str, calls: FusedCalls, *args: Any) -> Any:
     # PackedSequence (data, batch_sizes, hx, weights, biases, layers, dropout, train, bidirectional).
     packed = isinstance(args[3], (list, tuple))
     if packed:
-        x, batch_sizes, hx, weights, _, layers, _, _, bidirectional = args
+        x, batch_sizes, hx, weights, _, layers, dropout, train, bidirectional = args
         steps, batch = len(batch_sizes), int(batch_sizes[0])
         batch_first = False
     else:
-        x, hx, weights, _, layers, _, _, bidirectional, batch_first = args
+        x, hx, weights, _, layers, dropout, train, bidirectional, batch_first = args
         batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
     states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     persistent = calls.recorder.sites.is_running(Persistent)
@@ -295,6 +295,7 @@ def _recurrent(mode_name: str, calls: FusedCalls, *args: Any) -> Any:
         proj_size=projected if projected != hidden else 0,
         packed=packed,
         rows=x.shape[0] if packed else 0,
+        dropout=bool(train and dropout and layers > 1),
         dtype=dtype,
         persistent=_purpose(x, *states, *weights) if persistent else "",
     )

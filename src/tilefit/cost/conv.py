@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
+from tilefit.cost.conv_kernels import is_plain_product, kernels
 from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import (
     ALIGNMENTS,
@@ -44,11 +45,6 @@ _STRIDED_GRADIENT_FACTOR = 1.25
 _CONVERTED_PER_CLOCK_PER_SM = 8.9
 _MISALIGNED_NCHW_PER_CLOCK_PER_SM = 6.4
 _MISALIGNED_NHWC_PER_CLOCK_PER_SM = 5.4
-#: Pixels that make whole accesses of so many bytes are multiplied as they lie, by a slower kernel than those
-#: of 16 bytes, but by a single one (H100).
-_PLAIN_ACCESS_BYTES = 8
-#: Pixels of an image from which few or misaligned channels are converted too: 32 x 32 were not, 85 x 85 were.
-_CONVERTED_PIXELS = 4096
 #: The first layers' kernels gather channels one by one: FLOP per clock and SM that remain, counted on the
 #: channels padded to a full access, forward and for the weight gradient; the gathers hide the prologue.
 #: From 3, 4 and 8 channels at the input of ResNet, VGG, MobileNet and ViT on an H200, which all take nearly
@@ -191,21 +187,9 @@ def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int
 
 @counts(Conv)
 def count_conv(entry: StepOp, gpu: Gpu) -> int:
-    """Kernels of cuDNN's (those of ``benchmarks/program_ops.py`` on an H200 and an H100): what converts both
-    operands to NHWC and the result back, where one has more than a pixel and is not the same in both; what
-    adds the bias; and what prepares or sums a weight gradient on Tensor Cores."""
-    op = entry.op
-    assert isinstance(op, Conv)
-    bias = entry.phase == FORWARD and len(entry.inputs) > 2
-    aligned = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
-    as_it_lies = not aligned and (min(op.group_channels) == 1 or prod(op.input_size) < _CONVERTED_PIXELS)
-    if op.is_narrow or as_it_lies or not uses_tensor_cores(op.dtype, gpu):
-        return 1 + bias
-    summed = op.direction == BACKWARD_WEIGHT and prod(op.input_size) > 1
-    if _is_plain_product(op, _PLAIN_ACCESS_BYTES) or op.channels_last:
-        return 1 + bias + summed
-    converted = sum(prod(sizes) > 1 for sizes in (op.input_size, op.kernel_size, op.output_size))
-    return 1 + bias + converted + summed
+    """Those of the pass, and of a bias."""
+    assert isinstance(entry.op, Conv)
+    return kernels(entry.op, gpu) + (entry.phase == FORWARD and len(entry.inputs) > 2)
 
 
 class _Path(NamedTuple):
@@ -246,7 +230,7 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     ).implicit_gemm
     misaligned = any(c % access for c in channels)
     rate = 0.0
-    if _is_plain_product(op):
+    if is_plain_product(op):
         reason = "1 x 1 in NCHW: a plain product for each image"
     elif not op.channels_last:
         rate = _MISALIGNED_NCHW_PER_CLOCK_PER_SM if misaligned else _CONVERTED_PER_CLOCK_PER_SM
@@ -272,17 +256,6 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
         constants = replace(constants, prologue_bytes=0.0)
     return _Path(product, kernel, constants, conversion_s)
-
-
-def _is_plain_product(op: Conv, access_bytes: int = 16) -> bool:
-    """Whether a convolution is a product of matrices as they lie in NCHW, whose rows are the pixels.
-
-    On an H200, of 1 x 1 passes whose pixels make whole accesses the median took 0.94 (gradients of weights
-    1.4) times as long as in NHWC, of others 2.5 to 3.3 times as long.
-    """
-    pixels = prod(op.input_size)
-    aligned = pixels * size_bytes(op.dtype) % access_bytes == 0 or pixels == 1
-    return not op.channels_last and max(*op.kernel_size, *op.stride) == 1 and not max(op.padding) and aligned
 
 
 def _runs_winograd(op: Conv) -> bool:

@@ -143,12 +143,40 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
     )
 
 
+#: Products in fp32 of 33 rows or more that the library makes in two steps, of three with a bias: the longest
+#: contraction, most rows, and most elements of the result; and others where a bias is added.
+_IN_STEPS, _IN_STEPS_WITH_BIAS, _FEW_ROWS = (32, 4096, 1 << 17), (1024, 512, 1 << 16), 32
+
+
+def kernels(op: Gemm, gpu: Gpu) -> int:
+    """Kernels that a product takes (``benchmarks/launch_counts.py``, 6,048 on an H200).
+
+    A split contraction is added up by another, but seldom where a bias is added, and never of a matrix times
+    a vector. Where there is but one row, column or element to add up, PyTorch copies a bias into the result
+    first (``isInputCompliesAddmmCudaLt`` in ATen/native/cuda/Blas.cpp).
+    """
+    if op.bias and min(op.m, op.n, op.k) == 1:
+        return 2
+    if _is_in_steps(op):
+        return 2 + op.bias
+    if op.bias or min(op.m, op.n) == 1:
+        return 1
+    return 1 + (schedule(op, gpu, constants_of(gpu), select(op, gpu)).split > 1)
+
+
+def _is_in_steps(op: Gemm) -> bool:
+    of_rows = op.dtype == "fp32" and op.layout[1] == "N" and op.m > _FEW_ROWS and min(op.n, op.k) > 1
+    limits = (_IN_STEPS, _IN_STEPS_WITH_BIAS) if op.bias else (_IN_STEPS,)
+    return of_rows and any(
+        op.k <= contraction and op.m <= rows and op.m * op.n <= size for contraction, rows, size in limits
+    )
+
+
 @counts(Gemm)
 def count_gemm(entry: StepOp, gpu: Gpu) -> int:
-    """A split contraction is added up by another kernel; a matrix times a vector is never split so."""
-    op = entry.op
-    assert isinstance(op, Gemm)
-    return 1 + (min(op.m, op.n) > 1 and schedule(op, gpu, constants_of(gpu), select(op, gpu)).split > 1)
+    """Those of a product."""
+    assert isinstance(entry.op, Gemm)
+    return kernels(entry.op, gpu)
 
 
 @describes(Gemm(96, 264, 520, "fp16", "NN"))

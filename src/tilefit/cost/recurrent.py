@@ -15,6 +15,7 @@ from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.launch import counts, launches
 from tilefit.cost.memory import floor_s
 from tilefit.cost.persistent import persistent_steps
+from tilefit.cost.recurrent_kernels import kernels
 from tilefit.cost.recurrent_times import table
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
@@ -32,42 +33,31 @@ _PERSISTENT_SPREAD = 0.3
 #: layer and direction: the lower quartiles over the host-bound cells of
 #: ``benchmarks/results/recurrent_grid_h200.json``, of which other processes disturbed some.
 RECURRENT_S = 300e-6
-#: What the persistent kernels of ``tilefit.nn`` launch in each pass of a layer: two products or a product and
-#: a sum, the filling of the exchange buffer and the recurrence.
-PERSISTENT_KERNELS = 4
-#: The weights' gradient of a layer and direction: 11 kernels for three, two of an LSTM and one of a GRU
-#: (``benchmarks/results/program_ops.json``).
-WEIGHT_KERNELS = 4
-#: Time steps whose products of the input cuDNN makes at once: 29 kernels for three layers of 35 steps there.
-STEPS_AHEAD = 4
 RECURRENT_STEP_S = 14e-6
 RECURRENT_BACKWARD_STEP_S = 20e-6
 
 
+#: What the persistent kernels of ``tilefit.nn`` launch in each pass of a layer: two products or a product and
+#: a sum, the filling of the exchange buffer and the recurrence.
+PERSISTENT_KERNELS = 4
+
+
 @launches(Recurrent)
 def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float]:
-    """cuDNN's standard algorithm launches two kernels each time step, but for the weights' gradient, which is
-    a few products over all steps, as are all others."""
+    """One call, in which the standard algorithm takes the host's time for each step."""
     if persistent_steps(op, gpu) is not None:
         return PERSISTENT_KERNELS * op.num_layers, RECURRENT_S * op.num_layers
-    if cudnn_algorithm(op, gpu)[0] != STANDARD:
-        return 1, RECURRENT_S
-    steps = op.seq_len * op.num_layers * op.directions
-    if op.direction == BACKWARD_WEIGHT:
-        return WEIGHT_KERNELS * op.num_layers * op.directions, RECURRENT_S
+    stepwise = cudnn_algorithm(op, gpu)[0] == STANDARD and op.direction != BACKWARD_WEIGHT
     each_s = RECURRENT_STEP_S if op.direction == FORWARD else RECURRENT_BACKWARD_STEP_S
-    return 2 * steps, RECURRENT_S + steps * each_s
+    steps = op.seq_len * op.num_layers * op.directions * stepwise
+    return kernels(op, gpu), RECURRENT_S + steps * each_s
 
 
 @counts(Recurrent)
 def count_recurrent(entry: StepOp, gpu: Gpu) -> int:
-    """The products of the input are made for a few time steps at once."""
-    op = entry.op
-    assert isinstance(op, Recurrent)
-    kernels, _ = launch_recurrent(op, entry.phase, gpu, Settings())
-    stepwise = persistent_steps(op, gpu) is None and cudnn_algorithm(op, gpu)[0] == STANDARD
-    ahead = -(-op.seq_len // STEPS_AHEAD) * op.num_layers * op.directions
-    return kernels + ahead * (stepwise and op.direction == FORWARD)
+    """Those that are launched, whatever the host's time."""
+    assert isinstance(entry.op, Recurrent)
+    return launch_recurrent(entry.op, entry.phase, gpu, Settings())[0]
 
 
 @estimates(Recurrent)

@@ -113,7 +113,7 @@ _KERNELS = {
             binary_cross_entropy_backward nll_loss2d_backward max_pool2d_with_indices_backward
             adaptive_max_pool2d_backward _adaptive_avg_pool2d_backward upsample_bilinear2d_backward
             upsample_bicubic2d upsample_bicubic2d_backward grid_sampler_2d_backward reflection_pad2d_backward
-            constant_pad_nd cumprod eye topk upsample_nearest2d_backward""",
+            constant_pad_nd cumprod eye topk upsample_nearest2d_backward _softmax_backward_data""",
         3: "native_group_norm sort _foreach_norm",
         4: "nll_loss2d_forward bincount histc",
         5: "native_group_norm_backward nonzero_static randperm linalg_lu_solve",
@@ -244,8 +244,12 @@ def count_streaming(entry: StepOp, gpu: Gpu) -> int:
     if op.function.endswith("index_put") and op.kernels > 1:
         indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)
         return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= _TILE_SORTED else 6)
-    if op.function == "native_batch_norm" and op.dtype == "bf16" and not op.strided:
+    norm = op.function.startswith("native_batch_norm")
+    pixels = prod(entry.inputs[0].shape[2:]) if norm and entry.inputs else 2
+    if op.function == "native_batch_norm" and (pixels == 1 or (op.dtype == "bf16" and not op.strided)):
         return 3  # cuDNN takes none of these: statistics, their running mean, and what applies them
+    if op.function == "native_batch_norm_backward" and pixels == 1:
+        return 2
     if op.function == "embedding_dense_backward":
         return _SORTED_KERNELS if op.kernels > 2 else op.kernels
     return op.kernels - 1 + _KERNELS.get(op.function, 1)

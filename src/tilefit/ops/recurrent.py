@@ -33,6 +33,7 @@ class Recurrent(Op):
         persistent: ``inference`` or ``training``: what a layer of ``tilefit.nn`` is for, which runs
             persistent kernels where they were measured to be faster for that; empty: cuDNN runs it.
         rows: Steps that the samples of a ``PackedSequence`` have altogether; 0: each has ``seq_len``.
+        dropout: Between the layers some of the features are dropped.
     """
 
     kind: ClassVar[str] = "recurrent"
@@ -51,6 +52,7 @@ class Recurrent(Op):
     direction: str = FORWARD
     persistent: str = ""
     rows: int = 0
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in GATES:

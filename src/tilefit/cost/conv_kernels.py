@@ -1,0 +1,103 @@
+"""How many kernels cuDNN launches for a pass of a convolution.
+
+Read off the kernels of 6,560 calls on an H200 (torch 2.11, cuDNN 9.19; ``benchmarks/launch_counts.py``), the
+thresholds by half of the sizes. Kernels on Tensor Cores take NHWC and whole accesses of channels: what lies
+otherwise is converted or padded before, and the result after. Small or narrow passes run as they lie.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from tilefit.cost.gemm import kernels as product_kernels
+from tilefit.cost.kernels import uses_tensor_cores
+from tilefit.gpus import Gpu
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD
+from tilefit.ops.conv import Conv
+from tilefit.ops.dtypes import elements_per_access, size_bytes
+
+#: Pixels that make whole accesses of so many bytes are multiplied as they lie, by a slower kernel than those
+#: of 16 bytes, but by a single one.
+_PLAIN_ACCESS_BYTES = 8
+#: Pixels of an image from which few channels are converted too.
+_CONVERTED_PIXELS = 4096
+#: Fewest channels of the input that make no whole accesses and are converted: in 16 bits, and in TF32.
+_CONVERTED = {FORWARD: (16, 1 << 30), BACKWARD_DATA: (1, 1 << 30), BACKWARD_WEIGHT: (2, 10)}
+#: FLOP of passes in TF32 from which they run by kernels that convert all operands, by the pass; and of
+#: gradients of weights whose channels are padded.
+_LARGE_TF32 = {FORWARD: 5e8, BACKWARD_DATA: 5e8, BACKWARD_WEIGHT: 1.6e8}
+_PADDED = 1e7
+#: FLOP of gradients in 16 bits and in TF32 up to which output channels that make no whole accesses stay so.
+_FEW_OUTPUTS = (9e6, 2.9e7)
+#: Taps of filters on few channels whose gradient in TF32 has a kernel of its own, whatever the image.
+_FEW_TAPS = 25
+
+
+def is_plain_product(op: Conv, access_bytes: int = 16) -> bool:
+    """Whether a convolution is a product of matrices as they lie in NCHW, whose rows are the pixels.
+
+    On an H200, of 1 x 1 passes whose pixels make whole accesses the median took 0.94 (gradients of weights
+    1.4) times as long as in NHWC, of others 2.5 to 3.3 times as long.
+    """
+    pixels = prod(op.input_size)
+    aligned = pixels * size_bytes(op.dtype) % access_bytes == 0 or pixels == 1
+    return not op.channels_last and _is_pointwise(op) and aligned
+
+
+def kernels(op: Conv, gpu: Gpu) -> int:
+    """Kernels of a pass without the one that adds a bias."""
+    if op.is_narrow:
+        return 1
+    if not uses_tensor_cores(op.dtype, gpu):
+        return _on_cuda_cores(op)
+    pixels = prod(op.input_size)
+    if is_plain_product(op, _PLAIN_ACCESS_BYTES):
+        return 1 + (op.direction == BACKWARD_WEIGHT and pixels > 1)  # the images' products are added
+    split = op.direction == BACKWARD_WEIGHT and product_kernels(op.implicit_gemm, gpu) > 1
+    ins, outs = (channels % elements_per_access(op.dtype) > 0 for channels in op.group_channels)
+    if op.channels_last:
+        return 1 + split + (ins + outs + (ins or outs)) * _is_padded(op, misaligned_input=ins)
+    zeros = op.dtype == "tf32" and op.direction == BACKWARD_DATA
+    if ins and _runs_as_it_lies(op):
+        return 1 + zeros
+    if outs and op.direction != FORWARD and op.flop < _FEW_OUTPUTS[op.dtype == "tf32"]:
+        return 1
+    if op.dtype == "tf32" and not outs and op.flop < _LARGE_TF32[op.direction]:
+        # Of the input and the filter; a gradient of the input needs its zeros; of the weights all in one.
+        return {FORWARD: 3, BACKWARD_DATA: 2, BACKWARD_WEIGHT: 1}[op.direction]
+    converted = sum(prod(sizes) > 1 for sizes in (op.input_size, op.kernel_size, op.output_size))
+    return 1 + converted + split
+
+
+def _is_padded(op: Conv, misaligned_input: bool) -> bool:
+    """Whether operands in NHWC whose channels make no whole accesses are padded: all but the few channels of
+    a first layer, which have kernels of their own, and gradients of few weights."""
+    if op.direction == FORWARD and misaligned_input:
+        return op.group_channels[0] >= (2 if op.dtype == "tf32" else _CONVERTED[FORWARD][0])
+    return op.direction != BACKWARD_WEIGHT or op.flop > _PADDED
+
+
+def _runs_as_it_lies(op: Conv) -> bool:
+    """Whether a pass in NCHW the channels of whose input make no whole accesses is not converted."""
+    channels = op.group_channels[0]
+    small = channels == 1 or prod(op.input_size) < _CONVERTED_PIXELS
+    if op.dtype == "tf32" and op.direction == BACKWARD_WEIGHT:
+        small = prod(op.kernel_size) <= _FEW_TAPS or op.flop < _PADDED
+    return small and channels < _CONVERTED[op.direction][op.dtype == "tf32"]
+
+
+def _on_cuda_cores(op: Conv) -> int:
+    """In fp32: a gradient of the input begins with zeros where the channels make whole accesses; operands in
+    NHWC are converted, the output's if it has more than a pixel, all but the weights' gradient's."""
+    ins, outs = (channels % elements_per_access(op.dtype) > 0 for channels in op.group_channels)
+    zeros = op.direction == BACKWARD_DATA and not outs and not _is_pointwise(op)
+    if not op.channels_last:
+        return 1 + zeros
+    if op.direction == BACKWARD_WEIGHT or (op.direction == FORWARD and ins):
+        return 1
+    whole = op.direction == FORWARD and not _is_pointwise(op) and prod(op.output_size) > 1
+    return 3 + whole + 2 * zeros
+
+
+def _is_pointwise(op: Conv) -> bool:
+    return max(*op.kernel_size, *op.stride) == 1 and not max(op.padding)
