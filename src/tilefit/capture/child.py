@@ -215,8 +215,12 @@ def _captured(target: str, options: TargetOptions) -> Step:
 
 def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     from tilefit import gpus
+    from tilefit.capture.program.confined import confine
     from tilefit.capture.program.run import capture_program
 
+    confine(
+        (folder, "/dev", "/proc")
+    )  # what Python's own functions write is redirected; what else writes fails
     started = os.getpid()
 
     def done(result: Step | TilefitError) -> NoReturn:

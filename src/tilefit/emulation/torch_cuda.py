@@ -93,11 +93,12 @@ def _answer(gpu: Gpu, device: Device) -> None:
         "memory_summary": "",
         "can_device_access_peer": False,
     }
+    state = torch.zeros(16, dtype=torch.uint8)  # of random numbers: seed and offset
+    answers |= {"get_rng_state": state, "get_rng_state_all": [state]}
     for name, answer in answers.items():
-        setattr(cuda, name, lambda *a, _answer=answer, **k: _answer)
-    cuda.memory.mem_get_info = cuda.mem_get_info
-    cuda.get_rng_state = lambda *a, **k: torch.zeros(16, dtype=torch.uint8)  # seed and offset
-    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()]
+        for module in (cuda, cuda.memory, cuda.random):
+            if module is cuda or hasattr(module, name):
+                setattr(module, name, lambda *a, _answer=answer, **k: _answer)
     cuda._utils._get_device_index = _device_index
     _torch._utils._get_all_device_indices = lambda: [0]
     _torch._C._cuda_getDevice = lambda: 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,45 @@ def test_of_one_that_raises_its_own_frames_are_shown(
         _run(tmp_path, "def check():\n    raise ValueError('mine')\ncheck()\n")
     frames = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  File ")]
     assert [frame.rsplit(", in ")[1] for frame in frames] == ["<module>", "check"]
+
+
+def test_files_that_libraries_write_themselves_are_not_the_users(tmp_path: Path) -> None:
+    code = (
+        f"import sqlite3; from safetensors.torch import load_file, save_file; os.chdir({str(tmp_path)!r})\n"
+        "os.mkdir('made')\n"
+        "for _ in range(9):\n"
+        "    save_file({'w': torch.ones(3)}, 'model.safetensors')\n"
+        "    save_file({'w': torch.ones(3)}, 'made/model.safetensors')\n"
+        "    assert load_file('made/model.safetensors').keys() == load_file('model.safetensors').keys()\n"
+        "    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), 'model.ts')\n"
+        "    torch.jit.load(f='model.ts')\n"
+        "    sqlite3.connect('runs.db').execute('create table if not exists t (a int)')\n"
+        "    sqlite3.connect(':memory:'), torch.cuda.random.get_rng_state()\n"
+        "    step()\n"
+    )
+    for name in ("model.safetensors", "model.ts"):
+        (tmp_path / name).write_text("kept")
+    assert _run(tmp_path, code).ops
+    assert (tmp_path / "model.safetensors").read_text() == (tmp_path / "model.ts").read_text() == "kept"
+    assert {each.name for each in tmp_path.iterdir()} == {"model.safetensors", "model.ts", "program.py"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Landlock is Linux's")
+def test_what_nobody_redirects_cannot_be_written(tmp_path: Path) -> None:
+    """Run in a process of its own, which is confined from then on."""
+    (tmp_path / "may").mkdir()
+    (tmp_path / "mine.bin").write_text("kept")
+    code = (
+        "import ctypes, os, sys; from tilefit.capture.program.confined import confine\n"
+        "if not confine(['may', 'gone', '/dev']): sys.exit(77)\n"
+        "opened = ctypes.CDLL(None).open\n"
+        "print([opened(path, os.O_WRONLY | os.O_CREAT | flag, 0o600) >= 0 for path, flag in [\n"
+        "    (b'mine.bin', os.O_TRUNC), (b'new.bin', 0), (b'may/new.bin', 0), (b'/dev/null', 0)]])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    if run.returncode == 77:
+        pytest.skip("this system has no Landlock")
+    assert run.stdout.split("\n")[0] == "[False, False, True, True]", run.stderr
+    assert (tmp_path / "mine.bin").read_text() == "kept"

@@ -120,7 +120,7 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
     return CaptureError(
         "the program ended without a training step: no optimizer stepped, and no backward pass ran",
         where=options.program,
-        hint="Give the arguments with which it trains, after --.",
+        hint="Give the arguments with which it trains, after --; with --ranks N it finds N GPUs.",
     )
 
 

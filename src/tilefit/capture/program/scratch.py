@@ -1,7 +1,8 @@
 """A program's files: what it writes lands in a folder that is deleted afterwards, and is read from there.
 
 A program that is run to see a step of it would otherwise overwrite the user's checkpoints and logs with those
-of a training that never was. Python's own functions are redirected; what a library opens in C is not.
+of a training that never was. Python's own functions are redirected; what libraries open in C is another
+module's, ``native_files``, and the system stops the rest (``confined``).
 """
 
 from __future__ import annotations

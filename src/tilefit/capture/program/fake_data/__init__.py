@@ -6,10 +6,11 @@ Nothing is ever downloaded. A source that is there is read as ever.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tilefit.capture.program import native_files
 from tilefit.capture.program.fake_data import arrays, hub, network, pretrained, side_libraries, vision
 from tilefit.capture.program.fake_data.files import Files
 from tilefit.capture.program.fake_data.sources import Sources
@@ -31,12 +32,14 @@ def fake_data(found: list[str], folder: Path | None = None, *, fake: bool = True
         fake: Random data take the place of what is missing; otherwise it is noted, for
             :meth:`~tilefit.capture.program.fake_data.sources.Sources.explained`.
     """
-    with TemporaryDirectory(prefix="tilefit-") as own, Sources(found, fake=fake) as sources:
+    own = TemporaryDirectory(prefix="tilefit-") if folder is None else nullcontext(folder)
+    with own as place, Sources(found, fake=fake) as sources:
         files = Files(sources)
         sources.make = files.make
         changes = {name: change for part in _PARTS for name, change in part.changes(sources).items()}
+        changes |= native_files.changes(sources.replace, lambda: files.scratch)
         with (
-            redirected(folder or own, files.supply) as files.scratch,
+            redirected(place, files.supply) as files.scratch,
             side_libraries.answered(sources),
             changed(changes),
         ):
