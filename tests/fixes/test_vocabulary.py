@@ -67,7 +67,9 @@ def test_a_checkpoint_opens_in_unmodified_code_and_back(tmp_path: Path) -> None:
     opened = GPT2LMHeadModel.from_pretrained(tmp_path)
     assert opened.config.vocab_size == 101
     ids = torch.tensor([[1, 2, 3]])
-    assert torch.equal(opened.eval()(ids).logits, changed.eval()(ids).logits)
+    # A product of 101 columns and one of 104 may add in another order on some CPUs.
+    torch.testing.assert_close(opened.eval()(ids).logits, changed.eval()(ids).logits)
+    assert torch.equal(opened.transformer.wte.weight, changed.state_dict()["transformer.wte.weight"])
     padded(opened).load_state_dict(changed.state_dict(), strict=True)
 
 
