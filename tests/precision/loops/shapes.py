@@ -932,8 +932,20 @@ def gradients_by_autograd_grad_divided():
 # ---- several models, optimizers, threads ----------------------------------------------------------
 
 
+def _thread(train: Callable[..., None], *args: int) -> threading.Thread:
+    """A thread that trains where this one does: the default device is each thread's own."""
+
+    def run() -> None:
+        if device.type != "cpu":
+            torch.set_default_device(device)
+        train(*args)
+
+    device = torch.get_default_device()
+    return threading.Thread(target=run)
+
+
 def _in_threads(train: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(3)]
+    threads = [_thread(train, i) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -1003,7 +1015,7 @@ def a_training_in_a_thread_that_forgets_the_scaler():
             s.scale(mse(model, *batch())).backward()
             optimizer.step()  # here
 
-    thread = threading.Thread(target=train)
+    thread = _thread(train)
     thread.start()
     thread.join()
 
