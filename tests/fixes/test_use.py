@@ -706,6 +706,24 @@ def gradients_of_each_row(m: Any) -> Any:
     return per_sample_gradients(m, X)
 
 
+def gradients_in_batches(m: Any, x: torch.Tensor) -> Any:
+    """Of the first output alone, as ``jacobian(vectorize=True)`` takes them too."""
+    y = m(x) if isinstance(m(x), torch.Tensor) else m(x)[0]
+    directions = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+    return torch.autograd.grad(y, list(m.parameters()), directions, is_grads_batched=True, allow_unused=True)
+
+
+CASES += [
+    Case(f"gradients_in_batches_{fix}", make, inputs, fix, lambda m, x=x: gradients_in_batches(m, x))
+    for make, inputs, fix, x in (
+        (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
+        (lambda: convolutions(norm=False), IMAGES, "pad-channels", IMAGE),
+        (Projections, ROWS, "merge-projections", X),
+        (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
+    )
+]
+
+
 # ---- loops over time ---------------------------------------------------------------------------
 
 STEPS = on_meta(2, 16, 16)

@@ -74,3 +74,8 @@ def linear_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
         if parameter.dtype not in (dtype, torch.float32):
             return None
     return dtype
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., n] as a matrix of rows. Gradients in batches (``is_grads_batched``) cannot be flattened."""
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilefit.cost import estimate
 from tilefit.fixes.behaviour import Behaviour
-from tilefit.fixes.calls import linear_dtype
+from tilefit.fixes.calls import as_rows, linear_dtype
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import (
@@ -172,12 +172,12 @@ class _Product(Function):
         ctx.left.difference_update(used)
         ctx.kept = (x, weight, x._version) if ctx.left else None
         by_input, by_weight, by_bias = None, [None] * len(sizes), [None] * len(sizes)
-        rows = x.flatten(0, -2)
+        rows = as_rows(x)
         for members, gradient, own in _parts(ctx, used, gradients, weight):
             if needs_x:
                 product = gradient @ own
                 by_input = product if by_input is None else by_input + product
-            gradient = gradient.flatten(0, -2)
+            gradient = as_rows(gradient)
             if any(needs[: len(sizes)]):
                 _divide(by_weight, members, sizes, (gradient.mT @ rows).to(ctx.weights[0].dtype))
             if any(needs[len(sizes) :]):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import Function
 
 from tilefit.fixes.behaviour import Behaviour
-from tilefit.fixes.calls import linear_dtype
+from tilefit.fixes.calls import as_rows, linear_dtype
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
 from tilefit.fixes.modules import (
@@ -153,14 +153,14 @@ class _Parameters(Function):
             return None, None, None
         found.sort(key=lambda each: each[0])
         numbers, gradients, inputs = zip(*found, strict=True)
-        gradient = torch.stack(gradients).flatten(0, -2)
+        gradient = as_rows(torch.stack(gradients))
         if torch.is_grad_enabled():
             rows = torch.stack(inputs).to(gradient.dtype)
         else:
             rows = ctx.product.rows
             rows = rows if len(numbers) == len(rows) else rows[list(numbers)]
         _, needs_weight, needs_bias = ctx.needs_input_grad
-        by_weight = gradient.mT @ rows.flatten(0, -2) if needs_weight else None
+        by_weight = gradient.mT @ as_rows(rows) if needs_weight else None
         return None, by_weight, gradient.sum(0) if needs_bias else None
 
 
