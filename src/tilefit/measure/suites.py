@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from math import log2
 from random import Random
@@ -38,9 +39,16 @@ class Entry:
 # Shapes and times of baidu-research/DeepBench, commit da81ba7 (2020-08-11), Apache License 2.0.
 
 
+_CONV_SIZES = ("n", "c", "k", "h", "w", "r", "s", "stride_h", "stride_w", "pad_h", "pad_w")
+
+
 def _table(name: str) -> list[dict[str, str]]:
     text = resources.files("tilefit.measure").joinpath("deepbench", name).read_text()
     return list(csv.DictReader(text.splitlines()))
+
+
+def _numbers(text: str, separator: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(separator)))
 
 
 def _published(row: dict[str, str]) -> dict[str, float]:
@@ -68,26 +76,11 @@ def deepbench_gemm(dtype: str = "bf16") -> list[Entry]:
 
 def deepbench_conv(dtype: str = "bf16", channels_last: bool = True) -> list[Entry]:
     """The 94 convolutions of DeepBench's training list, each with its two gradients."""
-    passes = {"fwd": FORWARD, "dgrad": BACKWARD_DATA, "wgrad": BACKWARD_WEIGHT}
-    entries = []
+    entries: list[Entry] = []
     for row in _table("conv.csv"):
-        number = {key: int(row[key]) for key in list(row)[1:12]}
-        times = _published(row)
-        for short, direction in passes.items():
-            op = Conv2d(
-                number["n"],
-                number["c"],
-                number["k"],
-                (number["h"], number["w"]),
-                (number["r"], number["s"]),
-                (number["stride_h"], number["stride_w"]),
-                (number["pad_h"], number["pad_w"]),
-                dtype=dtype,
-                channels_last=channels_last,
-                direction=direction,
-            )
-            published = {k.removesuffix(f"_{short}"): v for k, v in times.items() if k.endswith(short)}
-            entries.append(Entry(op, "deepbench", published))
+        n, c, k, h, w, r, s, *around = (int(row[key]) for key in _CONV_SIZES)
+        op = Conv2d(n, c, k, (h, w), (r, s), (around[0], around[1]), (around[2], around[3]), dtype=dtype)
+        entries += _each_pass(replace(op, channels_last=channels_last), row, ("fwd", "dgrad", "wgrad"))
     return entries
 
 
@@ -98,137 +91,39 @@ def deepbench_rnn(dtype: str = "fp16") -> list[Entry]:
     include it.
     """
     modes = {"vanilla": "RNN_RELU", "lstm": "LSTM", "gru": "GRU"}
-    passes = {"fwd": FORWARD, "bwd_data": BACKWARD_DATA, "bwd_weights": BACKWARD_WEIGHT}
-    entries = []
+    entries: list[Entry] = []
     for row in _table("rnn.csv"):
-        hidden, times = int(row["hidden"]), _published(row)
-        for short, direction in passes.items():
-            op = Recurrent(
-                modes[row["cell"]],
-                hidden,
-                hidden,
-                int(row["timesteps"]),
-                int(row["batch"]),
-                dtype=dtype,
-                direction=direction,
-            )
-            published = {k.removesuffix(f"_{short}"): v for k, v in times.items() if k.endswith(short)}
-            entries.append(Entry(op, "deepbench", published))
+        hidden, steps, batch = (int(row[key]) for key in ("hidden", "timesteps", "batch"))
+        op = Recurrent(modes[row["cell"]], hidden, hidden, steps, batch, dtype=dtype)
+        entries += _each_pass(op, row, ("fwd", "bwd_data", "bwd_weights"))
     return entries
+
+
+def _each_pass(op: Conv | Recurrent, row: dict[str, str], names: Sequence[str]) -> Iterator[Entry]:
+    """An operation and its two gradients, with the times that their columns have."""
+    times = _published(row)
+    for name, direction in zip(names, DIRECTIONS, strict=True):
+        published = {k.removesuffix(f"_{name}"): v for k, v in times.items() if k.endswith(name)}
+        yield Entry(replace(op, direction=direction), "deepbench", published)
 
 
 # --- real models: linear layers --------------------------------------------------------------------
 
-#: Outputs x inputs of the linear layers, from the models' public configuration files, and the number of
-#: rows (batch x tokens) of a sample: a sequence, an image's patches or a clip's frames.
-LINEARS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "gpt2": ("2304x768 768x768 3072x768 768x3072 50257x768 50304x768", (1024,)),
-    "gpt2-medium": ("3072x1024 1024x1024 4096x1024 1024x4096 50257x1024", (1024,)),
-    "gpt2-large": ("3840x1280 1280x1280 5120x1280 1280x5120 50257x1280", (1024,)),
-    "gpt2-xl": ("4800x1600 1600x1600 6400x1600 1600x6400 50257x1600", (1024,)),
-    "bert-base": ("768x768 3072x768 768x3072 30522x768 2x768", (128, 512)),
-    "bert-large": ("1024x1024 4096x1024 1024x4096 30522x1024", (128, 512)),
-    "roberta-base": ("768x768 50265x768 3072x768 3x768", (512,)),
-    "distilbert": ("768x768 3072x768 768x3072 28996x768", (128,)),
-    "t5-small": ("512x512 2048x512 512x2048 32128x512", (512, 114)),
-    "t5-base": ("768x768 3072x768 768x3072 32128x768", (512, 114)),
-    "flan-t5-xl": ("2048x2048 5120x2048 2048x5120 32128x2048", (512,)),
-    "bart-large": ("1024x1024 4096x1024 1024x4096 50264x1024", (1024,)),
-    "whisper-tiny": ("384x384 1536x384 384x1536 51865x384", (1500, 448)),
-    "whisper-base": ("512x512 2048x512 512x2048 51865x512", (1500, 448)),
-    "whisper-small": ("768x768 3072x768 768x3072 51865x768", (1500, 448)),
-    "whisper-large": ("1280x1280 5120x1280 1280x5120 51866x1280", (1500, 448)),
-    "llama-7b": ("4096x4096 11008x4096 4096x11008 32000x4096 32001x4096 12288x4096 22016x4096", (2048, 4096)),
-    "llama-13b": ("5120x5120 13824x5120 5120x13824 32000x5120", (2048, 4096)),
-    "llama-70b": ("8192x8192 1024x8192 28672x8192 8192x28672 128256x8192 10240x8192", (4096, 8192)),
-    "llama3-8b": ("4096x4096 1024x4096 14336x4096 4096x14336 128256x4096 6144x4096 28672x4096", (8192,)),
-    "llama3.2-1b": ("2048x2048 512x2048 8192x2048 2048x8192 128256x2048", (2048,)),
-    "llama3.2-3b": ("3072x3072 1024x3072 8192x3072 3072x8192 128256x3072", (2048,)),
-    "llama-5461": ("2048x2048 5461x2048 2048x5461 32001x2048", (2048,)),
-    "mistral-7b": ("4096x4096 1024x4096 14336x4096 4096x14336 32000x4096", (4096,)),
-    "mixtral": ("4096x4096 14336x4096 4096x14336 8x4096", (4096, 1024)),
-    "qwen2.5-0.5b": ("896x896 128x896 4864x896 896x4864 151936x896", (2048,)),
-    "qwen2.5-1.5b": ("1536x1536 256x1536 8960x1536 1536x8960 151936x1536", (2048,)),
-    "qwen2.5-7b": ("3584x3584 512x3584 18944x3584 3584x18944 152064x3584", (4096,)),
-    "qwen2.5-32b": ("5120x5120 1024x5120 27648x5120 5120x27648 152064x5120", (4096,)),
-    "gemma-2b": ("2048x2048 256x2048 16384x2048 2048x16384 256000x2048", (2048,)),
-    "gemma2-9b": ("4096x3584 2048x3584 3584x4096 14336x3584 3584x14336 256000x3584", (4096,)),
-    "phi-2": ("2560x2560 10240x2560 2560x10240 51200x2560", (2048,)),
-    "phi-3-mini": ("9216x3072 3072x3072 16384x3072 3072x8192 32064x3072", (4096,)),
-    "falcon-7b": ("4672x4544 4544x4544 18176x4544 4544x18176 65024x4544", (2048,)),
-    "opt-1.3b": ("2048x2048 8192x2048 2048x8192 50272x2048", (2048,)),
-    "pythia-410m": ("3072x1024 1024x1024 4096x1024 1024x4096 50304x1024", (2048,)),
-    "bloom-560m": ("3072x1024 1024x1024 4096x1024 250880x1024", (2048,)),
-    "smollm-135m": ("576x576 192x576 1536x576 576x1536 49152x576", (2048,)),
-    "tinyllama": ("2048x2048 256x2048 5632x2048 2048x5632 32000x2048", (2048,)),
-    "deepseek-moe": ("2048x2048 1408x2048 2048x1408 10944x2048 64x2048 102400x2048", (4096, 384)),
-    "mamba-130m": ("3072x768 80x1536 1536x48 768x1536 50280x768", (2048,)),
-    "rwkv-169m": ("768x768 2688x768 768x2688 50277x768", (1024,)),
-    "vit-tiny": ("576x192 192x192 768x192 192x768 1000x192", (197,)),
-    "vit-small": ("1152x384 384x384 1536x384 384x1536 1000x384", (197,)),
-    "vit-base": ("2304x768 768x768 3072x768 768x3072 1000x768", (197, 50)),
-    "vit-large": ("3072x1024 1024x1024 4096x1024 1024x4096", (197, 257)),
-    "vit-huge": ("3840x1280 1280x1280 5120x1280 1280x5120", (257,)),
-    "siglip-so400m": ("1152x1152 4304x1152 1152x4304", (729, 256)),
-    "dinov2-giant": ("4608x1536 1536x1536 8192x1536 1536x4096", (257,)),
-    "swin-tiny": (
-        "288x96 96x96 384x96 96x384 576x192 768x192 192x768 192x384 1152x384 1536x384 384x1536 384x768 "
-        "2304x768 3072x768",
-        (3136, 784, 196, 49),
-    ),
-    "clip-text": ("512x512 2048x512 512x2048", (77,)),
-    "wav2vec2": ("768x768 3072x768 768x3072 32x768 768x512", (499,)),
-    "dit-xl": ("3456x1152 1152x1152 4608x1152 1152x4608 6912x1152 32x1152", (256, 1024)),
-    "sd-unet": (
-        "320x320 2560x320 320x1280 320x768 640x640 5120x640 640x2560 640x768 1280x1280 10240x1280 1280x5120",
-        (4096, 1024, 256, 77),
-    ),
-    "sd3": ("1536x1536 4608x1536 6144x1536 1536x6144 9216x1536", (1024, 333)),
-    "resnet50-head": ("1000x2048 1000x512 4096x25088 4096x4096 1000x4096 1000x1280", (1,)),
-    "dlrm": ("512x13 256x512 128x256 64x256 1024x479 1024x1024 512x1024 256x512 1x256", (1,)),
-    "wide-and-deep": ("1024x429 512x1024 256x512 1x256 400x1170 400x400", (1,)),
-    "mlp-mnist": ("512x784 512x512 10x512 128x784 10x128", (1,)),
-    "mlp-mixer": ("384x196 196x384 3072x768 768x3072", (196, 768)),
-    "tabular": ("192x96 300x200 100x300 50x100", (1,)),
-    "lstm-lm": ("2600x650 33278x650 1600x400 10000x200 1500x1500 10000x1500", (35, 1)),
-    "conformer": ("256x256 1024x256 256x1024 5000x256 512x512 2048x512 512x2048", (374, 251)),
-    "tacotron": ("1024x768 4096x1536 80x512 256x80", (1, 400)),
-}
+_BATCHES = _numbers("1 2 3 4 5 6 8 12 16 20 24 25 32 48 50 64 96 100 128 192 200 256 384 500 512 1024", " ")
 
-_BATCHES = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    12,
-    16,
-    20,
-    24,
-    25,
-    32,
-    48,
-    50,
-    64,
-    96,
-    100,
-    128,
-    192,
-    200,
-    256,
-    384,
-    500,
-    512,
-    1024,
-)
+
+@cache
+def _shapes(name: str) -> dict[str, list[str]]:
+    """The shapes of real models in a file, as words, by model."""
+    text = resources.files("tilefit.measure").joinpath("shapes", f"{name}.txt").read_text()
+    lines = (line.partition(": ") for line in text.splitlines() if not line.startswith("#"))
+    return {model: shapes.split() for model, _, shapes in lines}
 
 
 def linears(model: str) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     """(outputs, inputs) of a model's linear layers, and its rows per sample."""
-    text, rows = LINEARS[model]
-    return [(int(n), int(k)) for n, k in (pair.split("x") for pair in text.split())], rows
+    samples, *pairs = _shapes("linears")[model]
+    return [(int(n), int(k)) for n, k in (pair.split("x") for pair in pairs)], _numbers(samples, ",")
 
 
 def linear_passes(rows: int, outputs: int, inputs: int, dtype: str) -> tuple[Gemm, Gemm, Gemm]:
@@ -239,7 +134,7 @@ def linear_passes(rows: int, outputs: int, inputs: int, dtype: str) -> tuple[Gem
 
 def model_gemm(rng: Random, max_rows: int = 65536) -> Entry:
     """A random linear layer of a random model, at a random batch, in one of its three passes."""
-    model = rng.choice(list(LINEARS))
+    model = rng.choice(list(_shapes("linears")))
     pairs, samples = linears(model)
     outputs, inputs = rng.choice(pairs)
     rows = rng.choice(samples) * rng.choice(_BATCHES)
@@ -345,38 +240,19 @@ def gemms(seed: int) -> Iterator[Entry]:
 # --- convolutions ----------------------------------------------------------------------------------
 
 
-def _numbers(text: str, dimensions: int) -> tuple[int, ...]:
-    values = tuple(map(int, text.split("x")))
-    return values * dimensions if len(values) == 1 else values
-
-
 def convolutions() -> dict[str, list[Conv]]:
     """The forward convolutions of real models, for one sample, by model."""
-    text = resources.files("tilefit.measure").joinpath("shapes", "convolutions.txt").read_text()
-    models: dict[str, list[Conv]] = {}
-    for line in text.splitlines():
-        if line.startswith("#"):
-            continue
-        model, _, shapes = line.partition(": ")
-        dimensions = int(model[-2]) if "@" in model else 2
-        models[model] = []
-        for shape in shapes.split():
-            cin, cout, size, kernel, stride, padding, *rest = shape.split(",")
-            dilation, groups = rest or ("1", "1")
-            models[model].append(
-                Conv(
-                    1,
-                    int(cin),
-                    int(cout),
-                    _numbers(size, dimensions),
-                    _numbers(kernel, dimensions),
-                    _numbers(stride, dimensions),
-                    _numbers(padding, dimensions),
-                    _numbers(dilation, dimensions),
-                    int(groups),
-                )
-            )
-    return models
+    return {
+        model: [_convolution(shape, int(model[-2]) if "@" in model else 2) for shape in shapes]
+        for model, shapes in _shapes("convolutions").items()
+    }
+
+
+def _convolution(shape: str, dimensions: int) -> Conv:
+    cin, cout, size, kernel, stride, padding, dilation, groups = [*shape.split(","), "1", "1"][:8]
+    window = (_numbers(text, "x") for text in (size, kernel, stride, padding, dilation))
+    spatial = (each if len(each) > 1 else each * dimensions for each in window)
+    return Conv(1, int(cin), int(cout), *spatial, int(groups))
 
 
 def _conv_variant(rng: Random, op: Conv, source: str) -> list[Entry]:
@@ -385,9 +261,8 @@ def _conv_variant(rng: Random, op: Conv, source: str) -> list[Entry]:
     batch = rng.choice([1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256])
     channels_last = len(op.input_size) > 1 and rng.random() < 0.65
     op = replace(op, batch=batch, dtype=dtype, channels_last=channels_last)
-    directions = [FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT]
-    if op.in_channels <= 4:  # nobody needs the gradient of an image
-        directions = [FORWARD, BACKWARD_WEIGHT]
+    # Nobody needs the gradient of an image.
+    directions = DIRECTIONS if op.in_channels > 4 else (FORWARD, BACKWARD_WEIGHT)
     return [Entry(replace(op, direction=direction), source) for direction in directions]
 
 
@@ -429,34 +304,6 @@ def convs(seed: int) -> Iterator[Entry]:
 
 # --- attention -------------------------------------------------------------------------------------
 
-#: Query heads, key/value heads, head size, sequence lengths, causal.
-ATTENTIONS: dict[str, tuple[int, int, int, tuple[int, ...], bool]] = {
-    "gpt2": (12, 12, 64, (256, 512, 1024), True),
-    "gpt2-xl": (25, 25, 64, (1024,), True),
-    "bert-base": (12, 12, 64, (128, 384, 512), False),
-    "bert-large": (16, 16, 64, (128, 512), False),
-    "whisper-small": (12, 12, 64, (1500, 448), False),
-    "llama-7b": (32, 32, 128, (512, 2048, 4096), True),
-    "llama3-8b": (32, 8, 128, (2048, 4096, 8192), True),
-    "llama-70b": (64, 8, 128, (2048, 4096), True),
-    "llama3.2-1b": (32, 8, 64, (1024, 2048, 4096), True),
-    "qwen2.5-0.5b": (14, 2, 64, (1024, 2048), True),
-    "qwen2.5-7b": (28, 4, 128, (2048, 4096), True),
-    "gemma-2b": (8, 1, 256, (1024, 2048), True),
-    "phi-2": (32, 32, 80, (1024, 2048), True),
-    "phi-3-mini": (32, 32, 96, (2048, 4096), True),
-    "falcon-7b": (71, 1, 64, (2048,), True),
-    "vit-base": (12, 12, 64, (197, 50, 577), False),
-    "vit-large": (16, 16, 64, (197, 257), False),
-    "vit-huge": (16, 16, 80, (257,), False),
-    "siglip-so400m": (16, 16, 72, (256, 729), False),
-    "swin-tiny": (3, 3, 32, (49,), False),
-    "dit-xl": (16, 16, 72, (256, 1024), False),
-    "stable-diffusion-unet": (8, 8, 40, (4096, 1024, 77), False),
-    "t5-base": (12, 12, 64, (512,), False),
-    "wav2vec2": (12, 12, 64, (499,), False),
-}
-
 
 def attentions(seed: int) -> Iterator[Entry]:
     """Endless distinct attentions: real heads and random ones, forward and backward."""
@@ -465,9 +312,11 @@ def attentions(seed: int) -> Iterator[Entry]:
         dtype = rng.choices(["bf16", "fp16", "fp32"], [75, 20, 5])[0]
         batch = rng.choice([1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])
         if rng.random() < 0.5:
-            source = rng.choice(list(ATTENTIONS))
-            heads, kv_heads, width, lengths, causal = ATTENTIONS[source]
-            length = kv_len = rng.choice(lengths)
+            source = rng.choice(list(_shapes("attentions")))
+            *sizes, kind, lengths = _shapes("attentions")[source]
+            heads, kv_heads, width = map(int, sizes)
+            length = kv_len = rng.choice(_numbers(lengths, ","))
+            causal = kind == "causal"
         else:
             source = "grid-attention"
             width = rng.choice(
