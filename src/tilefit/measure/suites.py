@@ -250,9 +250,9 @@ def convolutions() -> dict[str, list[Conv]]:
 
 def _convolution(shape: str, dimensions: int) -> Conv:
     cin, cout, size, kernel, stride, padding, dilation, groups = [*shape.split(","), "1", "1"][:8]
-    window = (_numbers(text, "x") for text in (size, kernel, stride, padding, dilation))
-    spatial = (each if len(each) > 1 else each * dimensions for each in window)
-    return Conv(1, int(cin), int(cout), *spatial, int(groups))
+    spatial = [_numbers(text, "x") for text in (size, kernel, stride, padding, dilation)]
+    wide = [each if len(each) > 1 else each * dimensions for each in spatial]
+    return Conv(1, int(cin), int(cout), wide[0], wide[1], wide[2], wide[3], wide[4], int(groups))
 
 
 def _conv_variant(rng: Random, op: Conv, source: str) -> list[Entry]:
