@@ -23,7 +23,7 @@ from tilefit.ops import Conv
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule
 from tilefit.rules.alignment import first_convolution as first_rule
-from tilefit.rules.alignment.padding import Replacement, replaced_s
+from tilefit.rules.base import Replaced
 from tilefit.rules.resize import pad
 
 #: What the channels of a pixel are padded to: an access, a half and a whole cache line.
@@ -154,10 +154,10 @@ def _alternatives(found: Mapping[int, str]) -> Iterator[dict[int, int]]:
             yield {old: pad(old, _MULTIPLES_BYTES[1] // size_bytes(dtype))}
 
 
-def _promises(context: Context, resized: Replacement) -> bool:
+def _promises(context: Context, resized: Replaced) -> bool:
     """Whether the convolutions alone would save something worth a closer look."""
-    before_s = sum(context.estimate.ops[index].time_s for index in resized)
-    return before_s - replaced_s(context, resized) > _LEAST_GAIN * context.estimate.time_s
+    before_s = context.time_s(resized)
+    return before_s - context.replaced_s(resized) > _LEAST_GAIN * context.estimate.time_s
 
 
 def _refusals(context: Context, indices: Iterable[int]) -> Iterator[Refusal]:

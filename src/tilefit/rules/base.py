@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-from tilefit.cost import StepEstimate
+from tilefit.cost import StepEstimate, estimate
 from tilefit.cost.priced import PricedGpu
 from tilefit.ops import Step, StepOp
 from tilefit.rules.sites import pattern
+
+#: New operations by index into ``Step.ops``; an empty tuple removes the operation.
+Replaced = Mapping[int, tuple[StepOp, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Change:
             2.0); the gain is per unit of the original's work.
     """
 
-    replace: Mapping[int, tuple[StepOp, ...]] = field(default_factory=dict)
+    replace: Replaced = field(default_factory=dict)
     work_ratio: float = 1.0
     step: Step | None = None
     rewrite: Callable[[Step], Step] | None = None
@@ -76,6 +79,9 @@ class Proposal:
     severity: str = ""
 
 
+Proposals = Iterable[Proposal]
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """All that a rule may look at: data, never a live module."""
@@ -87,6 +93,14 @@ class Context:
     def place(self, indices: Iterable[int], source: str | None = None) -> Place:
         """Where some operations are."""
         return Place.of((self.step.ops[index].site for index in indices), source)
+
+    def time_s(self, indices: Iterable[int]) -> float:
+        """GPU time of some operations, in seconds."""
+        return sum(self.estimate.ops[index].time_s for index in indices)
+
+    def replaced_s(self, replaced: Replaced) -> float:
+        """GPU time of what takes the place of some operations, in seconds."""
+        return sum(estimate(entry.op, self.gpu).time_s for entries in replaced.values() for entry in entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +145,5 @@ class Rule(ABC):
     right: ClassVar[Case]
 
     @abstractmethod
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         """Yield what should change; the engine prices, filters and ranks."""

@@ -202,7 +202,7 @@ def _is_worth(context: Context, proposal: Proposal, finding: Finding, min_gain: 
     what has no price."""
     if proposal.change is None:
         return True
-    touched_s = sum(context.estimate.ops[index].time_s for index in proposal.change.replace)
+    touched_s = context.time_s(proposal.change.replace)
     return (
         finding.gain_fraction >= min_gain
         and finding.gain_s >= OPERATION_SHARE * touched_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
@@ -41,6 +41,37 @@ class Flow:
     def needed(self, starts: Iterable[int], keep: Callable[[int], bool]) -> set[int]:
         """Operations that ``starts`` depend on through operations that ``keep`` accepts, without them."""
         return self._walk(starts, keep, lambda index: self.writers[index].values())
+
+    def before(self, index: int) -> int | None:
+        """The operation that wrote what an operation works on: its largest operand."""
+        operand = activation(self.step.ops[index])
+        return self.writers[index].get(operand.id) if operand else None
+
+    def after(self, index: int, phase: str = "") -> int | None:
+        """The only operation, of a phase if one is given, that reads what an operation wrote."""
+        readers = [i for i in self.readers[index] if phase in ("", self.step.ops[i].phase)]
+        return readers[0] if len(readers) == 1 else None
+
+    def way(
+        self,
+        start: int,
+        follow: Callable[[int], int | None],
+        ends: Callable[[StepOp], bool],
+        passes: Callable[[StepOp], bool],
+        most: float = inf,
+    ) -> list[int] | None:
+        """The operations from one on, without it, to the first at which it ``ends``; None if anything that it
+        does not pass through comes before that, or more than ``most``."""
+        found: list[int] = []
+        at = follow(start)
+        while at is not None and len(found) < most:
+            found.append(at)
+            if ends(self.step.ops[at]):
+                return found
+            if not passes(self.step.ops[at]):
+                return None
+            at = follow(at)
+        return None
 
     def _walk(
         self, starts: Iterable[int], keep: Callable[[int], bool], next_: Callable[[int], Iterable[int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
@@ -17,6 +18,13 @@ LAST, CHANNEL, ANY = "last", "channel", "any"
 def pad(size: int, multiple: int) -> int:
     """The next multiple."""
     return -(-size // multiple) * multiple
+
+
+def resized(entry: StepOp, sizes: Mapping[int, int], *names: str, **others: int) -> StepOp:
+    """An operation with the sizes in some of its fields exchanged as ``sizes`` says (old: new)."""
+    now = {name: getattr(entry.op, name) for name in names}
+    changed: dict[str, Any] = {name: sizes.get(size, size) for name, size in now.items()} | others
+    return replace(entry, op=replace(entry.op, **changed))  # type: ignore[type-var]
 
 
 def resize_features(

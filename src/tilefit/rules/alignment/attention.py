@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from tilefit.cost import estimate
@@ -12,12 +11,11 @@ from tilefit.rules.alignment.padding import (
     best_padding,
     is_misaligned,
     misfit,
-    replaced_s,
     run_on,
 )
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
-from tilefit.rules.resize import resize_streams
+from tilefit.rules.resize import resize_streams, resized
 from tilefit.units import seconds
 
 #: Head sizes that fused kernels fill completely.
@@ -65,11 +63,11 @@ class AttentionSizes(Rule):
     )
     right = wrong.but("577", "584")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         yield from self._heads(context)
         yield from self._written_out(context)
 
-    def _heads(self, context: Context) -> Iterable[Proposal]:
+    def _heads(self, context: Context) -> Proposals:
         groups: dict[tuple[int, int, int], list[int]] = {}
         for index, entry in enumerate(context.step.ops):
             op = entry.op
@@ -88,7 +86,7 @@ class AttentionSizes(Rule):
             }
             if not options:
                 continue
-            best = min(options, key=lambda other: replaced_s(context, options[other]))
+            best = min(options, key=lambda other: context.replaced_s(options[other]))
             size = heads * head_dim // best
             entry = context.step.ops[indices[0]]
             after = estimate(options[best][indices[0]][0].op, context.gpu)
@@ -104,7 +102,7 @@ class AttentionSizes(Rule):
                 ),
             )
 
-    def _written_out(self, context: Context) -> Iterable[Proposal]:
+    def _written_out(self, context: Context) -> Proposals:
         step = context.step
         groups: dict[tuple[int, str], list[int]] = {}
         for index, entry in enumerate(step.ops):
@@ -119,11 +117,13 @@ class AttentionSizes(Rule):
 
     def _padded(self, context: Context, size: int, dtype: str, indices: list[int]) -> Proposal:
         step = context.step
-        sizes, resized = best_padding(
+        sizes, products = best_padding(
             context,
             [size],
             dtype,
-            lambda to: {index: (_resized(step.ops[index], size, to[size]),) for index in indices},
+            lambda to: {
+                index: (resized(step.ops[index], to, "m", "n", "k", ld_a=0, ld_b=0),) for index in indices
+            },
         )
         new = sizes[size]
         return Proposal(
@@ -137,8 +137,8 @@ class AttentionSizes(Rule):
                 "mask the added positions."
             ),
             safety=SAFE,
-            change=Change({**resize_streams(step, sizes), **resized}),
-            arithmetic=arithmetic(context, resized, indices),
+            change=Change({**resize_streams(step, sizes), **products}),
+            arithmetic=arithmetic(context, products, indices),
         )
 
 
@@ -153,10 +153,3 @@ def _with_heads(entry: StepOp, heads: int) -> StepOp:
     assert isinstance(op, Attention)
     size = op.num_heads * op.head_dim // heads
     return replace(entry, op=replace(op, num_heads=heads, num_kv_heads=heads, head_dim=size, value_dim=size))
-
-
-def _resized(entry: StepOp, old: int, new: int) -> StepOp:
-    op = entry.op
-    assert isinstance(op, Gemm)
-    m, n, k = (new if size == old else size for size in (op.m, op.n, op.k))
-    return replace(entry, op=replace(op, m=m, n=n, k=k, ld_a=0, ld_b=0))

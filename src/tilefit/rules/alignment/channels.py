@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from tilefit.cost import estimate
 from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import Replacement, best_padding, counted_lines, is_misaligned, misfit
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.alignment.padding import best_padding, counted_lines, is_misaligned, misfit
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Replaced, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.resize import CHANNEL, resize_streams
+from tilefit.rules.resize import CHANNEL, resize_streams, resized
 from tilefit.units import seconds
 
 
@@ -48,17 +47,17 @@ class ConvChannels(Rule):
     )
     right = wrong.but("60", "64")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         for (sizes, dtype), indices in misaligned(context.step).items():
             yield self._proposal(context, sizes, dtype, indices)
 
     def _proposal(self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]) -> Proposal:
         step = context.step
-        padding, resized = padded(context, sizes, dtype, indices)
+        padding, convolutions = padded(context, sizes, dtype, indices)
         place = context.place(indices)
         lines = []
         for index in indices:
-            entry, (after,) = step.ops[index], resized[index]
+            entry, (after,) = step.ops[index], convolutions[index]
             old, faster = context.estimate.ops[index], estimate(after.op, context.gpu)
             lines.append(
                 f"{entry.phase} {entry.op.shape} {dtype}: {old.kernel_family} {seconds(old.time_s)} -> "
@@ -72,11 +71,7 @@ class ConvChannels(Rule):
             fix=f"Use {changes} (pad trained weights with zeros).",
             safety=SAFE,
             change=Change(
-                {
-                    **resize_streams(step, padding, CHANNEL),
-                    **_depthwise(step.ops, padding),
-                    **resized,
-                }
+                {**resize_streams(step, padding, CHANNEL), **_depthwise(step.ops, padding), **convolutions}
             ),
             arithmetic=tuple(counted_lines(lines)),
         )
@@ -107,7 +102,7 @@ def misaligned(step: Step) -> dict[tuple[tuple[int, ...], str], list[int]]:
 
 def padded(
     context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]
-) -> tuple[dict[int, int], Replacement]:
+) -> tuple[dict[int, int], Replaced]:
     """The best numbers of channels by those they replace, and the convolutions with them."""
     ops = context.step.ops
     return best_padding(
@@ -119,23 +114,16 @@ def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:
     op = entry.op
     assert isinstance(op, Conv)
     # A first layer's few channels are the image's, not the layer's choice.
-    keeps = op.in_channels < elements_per_access(op.dtype)
-    return replace(
-        entry,
-        op=replace(
-            op,
-            in_channels=op.in_channels if keeps else sizes.get(op.in_channels, op.in_channels),
-            out_channels=sizes.get(op.out_channels, op.out_channels),
-        ),
-    )
+    own = [] if op.in_channels < elements_per_access(op.dtype) else ["in_channels"]
+    return resized(entry, sizes, "out_channels", *own)
 
 
 def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> dict[int, tuple[StepOp, ...]]:
     """The depthwise convolutions between, which carry the same channels."""
     return {
-        index: (replace(entry, op=replace(entry.op, in_channels=new, out_channels=new, groups=new)),)
+        index: (resized(entry, sizes, "in_channels", "out_channels", "groups"),)
         for index, entry in enumerate(ops)
         if isinstance(entry.op, Conv)
         and entry.op.groups == entry.op.in_channels == entry.op.out_channels
-        and (new := sizes.get(entry.op.groups))
+        and entry.op.groups in sizes
     }

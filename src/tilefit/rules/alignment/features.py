@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tilefit.ops import FORWARD, Recurrent, Step, StepOp, Streaming
-from tilefit.rules.alignment.padding import Replacement, best_padding, is_misaligned
-from tilefit.rules.base import Context
+from tilefit.ops import FORWARD, Recurrent, Step, Streaming
+from tilefit.rules.alignment.padding import best_padding, is_misaligned
+from tilefit.rules.base import Context, Replaced
 from tilefit.rules.layers import Linear, linears
-from tilefit.rules.resize import ANY, LAST, resize_features, resize_streams
+from tilefit.rules.resize import ANY, LAST, resize_features, resize_streams, resized
 
 
 @dataclass(slots=True)
@@ -34,7 +33,7 @@ class Group:
         """Indices of the linear layers' products."""
         return sorted(index for layer in self.layers for index in layer.indices)
 
-    def padded(self, context: Context) -> tuple[dict[int, int], Replacement, Replacement]:
+    def padded(self, context: Context) -> tuple[dict[int, int], Replaced, Replaced]:
         """New sizes by old ones; the layers with them; the streaming operations with them."""
         step = context.step
         sizes, layers = best_padding(
@@ -43,7 +42,10 @@ class Group:
             self.dtype,
             lambda to: {
                 **resize_features(step, self.layers, to),
-                **{index: (_resized(step.ops[index], to),) for index in self.recurrent},
+                **{
+                    index: (resized(step.ops[index], to, "input_size", "hidden_size", "proj_size"),)
+                    for index in self.recurrent
+                },
             },
         )
         return sizes, layers, resize_streams(step, sizes, ANY if self.vocabularies else LAST)
@@ -118,17 +120,3 @@ def _tensors_of_loss(step: Step) -> set[int]:
         if op.role == "loss" or passes_on:
             tensors.update(ref.id for ref in entry.inputs if not ref.parameter)
     return tensors
-
-
-def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:
-    op = entry.op
-    assert isinstance(op, Recurrent)
-    return replace(
-        entry,
-        op=replace(
-            op,
-            input_size=sizes.get(op.input_size, op.input_size),
-            hidden_size=sizes.get(op.hidden_size, op.hidden_size),
-            proj_size=sizes.get(op.proj_size, op.proj_size),
-        ),
-    )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
 from tilefit.cost import estimate
 from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
 from tilefit.ops.dtypes import elements_per_access, size_bytes
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
@@ -50,21 +49,21 @@ class FirstConvolution(Rule):
     )
     right = wrong.but("Conv2d(3, ", "Conv2d(8, ").but("256, 3,", "256, 8,")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         for module, indices in few_channels(context.step).items():
             yield from self._proposals(context, module, indices)
 
-    def _proposals(self, context: Context, module: str, indices: list[int]) -> Iterable[Proposal]:
+    def _proposals(self, context: Context, module: str, indices: list[int]) -> Proposals:
         step = context.step
         first = step.ops[indices[0]].op
         assert isinstance(first, Conv)
         options = padded(step, indices)
         if not options:
             return
-        new = min(options, key=lambda c: replaced_s(context, options[c]))
+        new = min(options, key=lambda c: context.replaced_s(options[c]))
         change = options[new]
-        before_s = sum(context.estimate.ops[index].time_s for index in indices)
-        if replaced_s(context, change) > (1 - _CLEAR_GAIN) * before_s:
+        before_s = context.time_s(indices)
+        if context.replaced_s(change) > (1 - _CLEAR_GAIN) * before_s:
             return
         lines = []
         for index in indices:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, run_on
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
 
@@ -48,7 +46,7 @@ class LinearFeatures(Rule):
     )
     right = wrong.but("5461", "5504")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         for group in groups(context.step):
             # A vocabulary is ALN002's, a recurrent size ALN007's.
             if not group.vocabularies and not group.recurrent:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from tilefit.cost import estimate
-from tilefit.ops import Gemm, StepOp
+from tilefit.ops import Gemm
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
-from tilefit.rules.base import Context
+from tilefit.rules.base import Context, Replaced
 from tilefit.rules.layers import gemm
 from tilefit.rules.resize import pad
 from tilefit.units import seconds, share
@@ -18,8 +18,6 @@ TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
 #: A full cache line is preferred to 16 bytes unless it is slower by this share: on an H200 it measured a few
 #: per cent faster, never slower.
 _TIE = 0.01
-
-Replacement = Mapping[int, tuple[StepOp, ...]]
 
 
 def is_misaligned(size: int, dtype: str) -> bool:
@@ -41,21 +39,16 @@ def best_padding(
     context: Context,
     sizes: Iterable[int],
     dtype: str,
-    resized: Callable[[Mapping[int, int]], Replacement],
-) -> tuple[dict[int, int], Replacement]:
+    resized: Callable[[Mapping[int, int]], Replaced],
+) -> tuple[dict[int, int], Replaced]:
     """New sizes by old ones, and the operations they lead to: multiples of 16 bytes or of a full line."""
     sizes = tuple(sizes)
     by_line = {size: pad(size, LINE_BYTES // size_bytes(dtype)) for size in sizes}
     by_access = {size: pad(size, elements_per_access(dtype)) for size in sizes}
     line, access = resized(by_line), resized(by_access)
-    if replaced_s(context, access) < (1 - _TIE) * replaced_s(context, line):
+    if context.replaced_s(access) < (1 - _TIE) * context.replaced_s(line):
         return by_access, access
     return by_line, line
-
-
-def replaced_s(context: Context, replaced: Replacement) -> float:
-    """GPU time of the replacements."""
-    return sum(estimate(entry.op, context.gpu).time_s for entries in replaced.values() for entry in entries)
 
 
 def misaligned_operands(op: Gemm) -> str:
@@ -67,7 +60,7 @@ def misaligned_operands(op: Gemm) -> str:
     return ", ".join(f"{' and '.join(operands)} ({size})" for size, operands in names.items())
 
 
-def arithmetic(context: Context, replaced: Replacement, indices: Iterable[int]) -> tuple[str, ...]:
+def arithmetic(context: Context, replaced: Replaced, indices: Iterable[int]) -> tuple[str, ...]:
     """A line per distinct product: what is misaligned in it, the kernels it gets, the time it would take."""
     lines = []
     flop_before = flop_after = 0

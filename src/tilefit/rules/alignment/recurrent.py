@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import misfit, pairs, replaced_s
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.alignment.padding import misfit, pairs
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
@@ -35,7 +33,7 @@ class RecurrentSizes(Rule):
     wrong = Case("nn.LSTM(1501, 1501)", "torch.empty(100, 256, 1501)", "--amp bf16")
     right = wrong.but("1501", "1536")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         for group in groups(context.step):
             # A vocabulary that meets the recurrent size is ALN002's, with both sizes.
             if group.recurrent and not group.vocabularies:
@@ -45,7 +43,7 @@ class RecurrentSizes(Rule):
         step = context.step
         sizes, resized, streams = group.padded(context)
         first = step.ops[group.recurrent[0]]
-        before_s = sum(context.estimate.ops[index].time_s for index in resized)
+        before_s = context.time_s(resized)
         return Proposal(
             place=context.place(group.recurrent),
             message=f"recurrent sizes of {' and '.join(map(str, sizes))} are {misfit(group.dtype)}",
@@ -57,6 +55,6 @@ class RecurrentSizes(Rule):
             change=Change({**streams, **resized}),
             arithmetic=(
                 f"{first.op.shape} {group.dtype}, all passes and the linear layers beside it: "
-                f"{seconds(before_s)} -> {seconds(replaced_s(context, resized))}",
+                f"{seconds(before_s)} -> {seconds(context.replaced_s(resized))}",
             ),
         )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.rules.alignment.padding import (
     arithmetic,
@@ -14,9 +11,9 @@ from tilefit.rules.alignment.padding import (
     misfit,
     run_on,
 )
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.resize import resize_streams
+from tilefit.rules.resize import resize_streams, resized
 
 
 class Rows(Rule):
@@ -57,7 +54,7 @@ class Rows(Rule):
     )
     right = wrong.but("16383", "16384")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         groups: dict[tuple[int, str], list[tuple[int, str]]] = {}
         for index, entry in enumerate(context.step.ops):
             rows = contiguous_rows(entry)
@@ -69,10 +66,12 @@ class Rows(Rule):
     def _proposal(self, context: Context, size: int, dtype: str, members: list[tuple[int, str]]) -> Proposal:
         step = context.step
 
-        def resized(to: Mapping[int, int]) -> dict[int, tuple[StepOp, ...]]:
-            return {index: (_with_rows(step.ops[index], rows, to[size]),) for index, rows in members}
-
-        sizes, products = best_padding(context, [size], dtype, resized)
+        sizes, products = best_padding(
+            context,
+            [size],
+            dtype,
+            lambda to: {index: (resized(step.ops[index], to, rows),) for index, rows in members},
+        )
         indices = [index for index, _ in members]
         return Proposal(
             place=context.place(indices),
@@ -86,12 +85,6 @@ class Rows(Rule):
             arithmetic=arithmetic(context, products, indices),
             next_command=gemm_command(context, indices[0]),
         )
-
-
-def _with_rows(entry: StepOp, rows: str, new: int) -> StepOp:
-    op = entry.op
-    assert isinstance(op, Gemm)
-    return replace(entry, op=replace(op, n=new) if rows == "n" else replace(op, k=new))
 
 
 def contiguous_rows(entry: StepOp) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, pairs, run_on
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import size as bytes_text
 
@@ -61,7 +59,7 @@ class Vocabulary(Rule):
     )
     right = wrong.but("50257", "50304")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         for group in groups(context.step):
             if group.vocabularies:
                 yield self._proposal(context, group)

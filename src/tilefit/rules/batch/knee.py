@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tilefit.cost import curve, estimate_step
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, seconds, size
@@ -46,7 +44,7 @@ class BatchBelowKnee(Rule):
     )
     right = wrong.but("(16,", "(65536,")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         if not step.batch:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import ceil
 
 from tilefit.cost.recompute import Recompute
@@ -10,7 +10,7 @@ from tilefit.cost.waits import host_bytes_per_s
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.ops.timeline import LOGITS
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 from tilefit.units import capacity, seconds, share, size
 
@@ -65,7 +65,7 @@ class OutOfMemory(Rule):
     )
     right = wrong.but("(64,", "(16,")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         memory = step.memory
         usable = USABLE_SHARE * gpu.memory_bytes

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Op, StepOp, Streaming, TensorRef
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, size
 
@@ -40,7 +39,7 @@ class Double(Rule):
     )
     right = wrong.but(".double()", "")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         replaced = {
             index: (_single(entry),) for index, entry in enumerate(step.ops) if entry.op.dtype in _NARROWER

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilefit.ops import Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.dtypes.autocast import under_autocast
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, share
@@ -41,7 +39,7 @@ class MixedPrecision(Rule):
     )
     right = wrong.under("--amp bf16")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu, estimate = context.step, context.gpu, context.estimate
         half = next((dtype for dtype in ("bf16", "fp16") if gpu.supports(dtype)), None)
         products = [index for index, entry in enumerate(step.ops) if not isinstance(entry.op, Streaming)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit import units
 from tilefit.ops import Conv, Gemm, Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import UNSAFE
 
 
@@ -37,7 +36,7 @@ class Tf32(Rule):
     )
     right = wrong.under("--tf32")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         if step.settings.amp or not gpu.supports("tf32"):
             return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import Flow, elements, is_cast, tensor_bytes
 from tilefit.rules.outside.attention_by_hand import attention_chains
@@ -61,12 +60,12 @@ class Upcasts(Rule):
     )
     right = wrong.but("RmsNorm(2048)", "nn.RMSNorm(2048)")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         yield from _detours(Flow(context.step))
         yield from _wide_products(context)
 
 
-def _detours(flow: Flow) -> Iterator[Proposal]:
+def _detours(flow: Flow) -> Proposals:
     step = flow.step
     by_owner: dict[str, list[tuple[list[int], StepOp]]] = defaultdict(list)
     # Attention written out by hand, or by PyTorch, is replaced as a whole (NTC002, NTC005).
@@ -191,7 +190,7 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
     return replace(last, op=op, site=site, inputs=tuple(reads.values()), outputs=tuple(writes.values()))
 
 
-def _wide_products(context: Context) -> Iterator[Proposal]:
+def _wide_products(context: Context) -> Proposals:
     step = context.step
     products = [
         (i, e.op) for i, e in enumerate(step.ops) if isinstance(e.op, Gemm) and e.site.fallback is None

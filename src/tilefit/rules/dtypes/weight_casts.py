@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilefit.ops import StepOp
 from tilefit.ops.dtypes import HALVES
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.flow import is_cast
 from tilefit.units import size
@@ -41,7 +39,7 @@ class WeightCasts(Rule):
     )
     right = wrong.but("range(4)))", "range(4))).bfloat16()").but("64, 4096)", "64, 4096).bfloat16()")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         seen: set[str] = set()
         extra: list[int] = []

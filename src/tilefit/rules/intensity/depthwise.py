@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.flow import Flow, activation
+from tilefit.rules.flow import Flow
 from tilefit.units import number
 
 #: A place is proposed if it saves this share of its GPU time: the model is another one afterwards.
@@ -63,7 +61,7 @@ class Depthwise(Rule):
         "nn.Identity()",
     )
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, flow = context.step, Flow(context.step)
         blocks = []
         for index, entry in enumerate(step.ops):
@@ -102,11 +100,7 @@ class Depthwise(Rule):
 
 def _gain(context: Context, block: _Block) -> float:
     """Share of a block's GPU time that the change saves."""
-    before = sum(context.estimate.ops[i].time_s for i in block.replaced)
-    after = sum(
-        estimate(entry.op, context.gpu).time_s for entries in block.replaced.values() for entry in entries
-    )
-    return 1 - after / before
+    return 1 - context.replaced_s(block.replaced) / context.time_s(block.replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +127,7 @@ def _block(flow: Flow, index: int) -> _Block | None:
     step = flow.step
     depthwise = step.ops[index].op
     assert isinstance(depthwise, Conv)
-    between = _back(flow, index, FORWARD)
+    between = _back(flow, index)
     if between is None:
         return None
     first = between.pop()
@@ -159,23 +153,13 @@ def _block(flow: Flow, index: int) -> _Block | None:
     return _Block(index, expand, depthwise, replaced)
 
 
-def _back(flow: Flow, index: int, phase: str) -> list[int] | None:
+def _back(flow: Flow, index: int) -> list[int] | None:
     """The streaming operations before a convolution, and last the convolution before them."""
-    step = flow.step
-    way: list[int] = []
-    while len(way) < 6:
-        operand = activation(step.ops[index])
-        writer = flow.writers[index].get(operand.id) if operand else None
-        if writer is None or step.ops[writer].phase != phase:
-            return None
-        way.append(writer)
-        op = step.ops[writer].op
-        if isinstance(op, Conv):
-            return way
-        if op.category not in ("pointwise", "normalization", "copy"):
-            return None
-        index = writer
-    return None
+    ops, between = flow.step.ops, ("pointwise", "normalization", "copy")
+    way = flow.way(
+        index, flow.before, lambda entry: isinstance(entry.op, Conv), lambda e: e.op.category in between, 6
+    )
+    return way if way and all(ops[i].phase == FORWARD for i in way) else None
 
 
 def _gradients_after(flow: Flow, index: int) -> list[int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from tilefit.cost.conv import falls
 from tilefit.ops import BACKWARD_DATA, FORWARD, Conv, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.alignment.padding import replaced_s
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.units import seconds
 
@@ -51,7 +49,7 @@ class LargeFilters(Rule):
     )
     right = wrong.but("7, padding=3", "5, padding=2")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         ops = context.step.ops
         fallen = {
             replace(op, direction=FORWARD)
@@ -65,7 +63,7 @@ class LargeFilters(Rule):
         }
         if not rows:
             return
-        before_s = sum(context.estimate.ops[index].time_s for index in rows)
+        before_s = context.time_s(rows)
         place = context.place(rows)
         many = f"{place.sites} convolutions have filters" if place.sites > 1 else "1 convolution has a filter"
         yield Proposal(
@@ -75,7 +73,7 @@ class LargeFilters(Rule):
             safety=ADVICE,
             change=Change(rows),
             arithmetic=(
-                f"all passes: {seconds(before_s)} -> {seconds(replaced_s(context, rows))}",
+                f"all passes: {seconds(before_s)} -> {seconds(context.replaced_s(rows))}",
                 f"shapes: {', '.join(sorted(op.shape for op in fallen))}",
             ),
         )

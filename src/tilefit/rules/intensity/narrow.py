@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, LinearCall, activation, is_add, linear_calls
 from tilefit.rules.layers import gemm
@@ -54,7 +53,7 @@ class NarrowPair(Rule):
     )
     right = wrong.but(" + 2.0 * self.up(self.down(x))", "")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         if step.settings.training:
             return
@@ -96,23 +95,14 @@ class NarrowPair(Rule):
 
 def _second(flow: Flow, calls: dict[int, LinearCall], index: int) -> tuple[list[int], int] | None:
     """The scalings after a narrow product and the product they lead to, if that is all they lead to."""
-    step = flow.step
-    op = gemm(step, index)
+    op = gemm(flow.step, index)
     if op.n >= _NARROW or op.bias:
         return None
-    between: list[int] = []
-    at = index
-    while True:
-        if len(flow.readers[at]) != 1:
-            return None
-        at = flow.readers[at][0]
-        second = step.ops[at].op
-        if isinstance(second, Gemm):
-            fits = at in calls and second.k == op.n and second.m == op.m
-            return (between, at) if fits else None
-        if not _is_scaling(step.ops[at]):
-            return None
-        between.append(at)
+    way = flow.way(index, flow.after, lambda entry: isinstance(entry.op, Gemm), _is_scaling)
+    if not way or way[-1] not in calls:
+        return None
+    second = gemm(flow.step, way[-1])
+    return (way[:-1], way[-1]) if (second.k, second.m) == (op.n, op.m) else None
 
 
 def _is_scaling(entry: StepOp) -> bool:
@@ -126,22 +116,10 @@ def _is_scaling(entry: StepOp) -> bool:
 def _added_to_full(flow: Flow, calls: dict[int, LinearCall], index: int, second: int) -> list[int] | None:
     """The scaling and the addition after a pair, if the other term is a linear layer of the same input."""
     step = flow.step
-    after: list[int] = []
-    at = second
-    while len(flow.readers[at]) == 1:
-        at = flow.readers[at][0]
-        after.append(at)
-        entry = step.ops[at]
-        if is_add(entry):
-            others = set(flow.writers[at].values()) - {second, *after}
-            own, narrow = activation(step.ops[index]), step.ops[index].op
-            for other in others & set(calls):
-                full = activation(step.ops[other])
-                same = full is not None and own is not None and full.id == own.id
-                op = step.ops[other].op
-                if same and isinstance(op, Gemm) and isinstance(narrow, Gemm) and op.k == narrow.k:
-                    return after
-            return None
-        if not _is_scaling(entry):
-            return None
-    return None
+    after = flow.way(second, flow.after, is_add, _is_scaling)
+    own = activation(step.ops[index])
+    if not after or own is None:
+        return None
+    others = {*flow.writers[after[-1]].values()} & {*calls} - {second, *after}
+    inputs = [activation(step.ops[other]) for other in others if gemm(step, other).k == gemm(step, index).k]
+    return after if any(full is not None and full.id == own.id for full in inputs) else None

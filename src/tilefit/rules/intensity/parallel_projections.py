@@ -9,7 +9,7 @@ from typing import Any
 
 from tilefit.ops import BACKWARD_DATA, Gemm, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
     Flow,
@@ -72,7 +72,7 @@ class ParallelProjections(Rule):
         "self.up = nn.Linear(features, hidden", "self.up = nn.Linear(features, 2 * hidden"
     )
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         flow = Flow(step)
         by_form: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilefit.cost import MEMORY
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.batch.memory import largest_batch
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import LinearCall, linear_calls
@@ -48,7 +46,7 @@ class SmallBatch(Rule):
     )
     right = wrong.but("(1,", "(512,")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu, estimate = context.step, context.gpu, context.estimate
         bound = [
             call

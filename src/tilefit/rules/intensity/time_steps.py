@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, bias_gradient, is_add, together
 from tilefit.rules.layers import gemm
@@ -53,7 +52,7 @@ class TimeSteps(Rule):
     )
     right = wrong.but("torch.stack([self.layer(row) for row in x])", "self.layer(x)")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         flow = Flow(context.step)
         repeated = [group for group in repeated_weights(flow) if not group.sequential]
         if not repeated:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from tilefit.ops import Conv, Step, StepOp, Streaming
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, replaced_s
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
@@ -46,7 +45,7 @@ class ChannelsLast(Rule):
     )
     right = wrong.under("--amp bf16 --channels-last")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         turned = channels_last(step)
         if not turned:
@@ -54,10 +53,10 @@ class ChannelsLast(Rule):
         place = context.place(turned)
         volume = any(len(op.input_size) == 3 for i in turned if isinstance(op := step.ops[i].op, Conv))
         memory_format = "torch.channels_last_3d" if volume else "torch.channels_last"
-        before_s = sum(context.estimate.ops[index].time_s for index in turned)
+        before_s = context.time_s(turned)
         conversions = _conversions(step.ops)
         followers = _followers(step.ops)
-        follows_s = sum(context.estimate.ops[index].time_s for index in followers)
+        follows_s = context.time_s(followers)
         many = f"{place.sites} convolutions run" if place.sites > 1 else "1 convolution runs"
         yield Proposal(
             place=place,
@@ -67,10 +66,10 @@ class ChannelsLast(Rule):
             change=Change({**dict.fromkeys(conversions, ()), **followers, **turned}),
             arithmetic=(
                 f"convolutions, all passes: {seconds(before_s)} -> "
-                f"{seconds(replaced_s(context, turned))}"
+                f"{seconds(context.replaced_s(turned))}"
                 + (
                     f"; batch normalization and pooling: {seconds(follows_s)} -> "
-                    f"{seconds(replaced_s(context, followers))}"
+                    f"{seconds(context.replaced_s(followers))}"
                     if followers
                     else ""
                 ),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from tilefit.ops import Conv, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.units import seconds, size
 
@@ -49,7 +48,7 @@ class LayoutCopies(Rule):
     )
     right = wrong.but(".contiguous()", "")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         ops = context.step.ops
         groups: dict[tuple[str, str], list[int]] = {}
         for index, entry in enumerate(ops):
@@ -67,7 +66,7 @@ class LayoutCopies(Rule):
             if any(ref.id in images for i in indices for ref in (*ops[i].inputs, *ops[i].outputs)):
                 continue
             moved = sum(ops[index].op.moved_bytes for index in indices)
-            time_s = sum(context.estimate.ops[index].time_s for index in indices)
+            time_s = context.time_s(indices)
             if not time_s:
                 continue  # a profiled run did without them
             names = ", ".join(dict.fromkeys(ops[index].name for index in indices if ops[index].name))

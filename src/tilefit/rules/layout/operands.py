@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.rules.alignment.padding import gemm_command
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import Linear, linears
 from tilefit.units import seconds
@@ -54,7 +53,7 @@ class OperandLayout(Rule):
     )
     right = wrong.but("4089, 4096", "4096, 4089").but("weight.T", "weight")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         groups: dict[tuple[int, int, str, str], list[Linear]] = {}
         for layer in linears(step):
@@ -67,7 +66,7 @@ class OperandLayout(Rule):
         for (in_features, out_features, _, layout), members in groups.items():
             indices = sorted(index for layer in members for index in layer.indices)
             turned = {index: (_turned(step.ops[index]),) for index in indices}
-            before_s = sum(context.estimate.ops[index].time_s for index in indices)
+            before_s = context.time_s(indices)
             after_s = sum(estimate(entry.op, context.gpu).time_s for (entry,) in turned.values())
             if after_s >= before_s:
                 continue

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, activation, elements, tensor_bytes
+from tilefit.rules.flow import Flow, elements, tensor_bytes
 from tilefit.units import size
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
@@ -58,7 +59,7 @@ class AttentionByHand(Rule):
         "torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v", "F.scaled_dot_product_attention(q, k, v)"
     )
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         flow = Flow(context.step)
         by_kernel: dict[tuple[Attention, str], list[AttentionChain]] = defaultdict(list)
         for chain in attention_chains(flow):
@@ -106,18 +107,21 @@ def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
 
 def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
     step = flow.step
-    before = _upstream(flow, softmax, softmax)
-    after = _downstream(flow, softmax)
+    scores = step.ops[softmax].inputs[0]
+    phase = step.ops[softmax].phase
+    ends = partial(flow.way, ends=_is_gemm, passes=partial(_keeps_scores, scores=elements(scores)), most=9)
+    before = ends(softmax, flow.before)
+    # Else the weights are returned to the caller, or read by something that a fused kernel does not do.
+    after = ends(softmax, lambda index: flow.after(index, phase))
     if before is None or after is None:
         return None
-    first, second = _gemm(step.ops[before[0]]), _gemm(step.ops[after[-1]])
+    first, second = _gemm(step.ops[before[-1]]), _gemm(step.ops[after[-1]])
     if first is None or second is None:
         return None
     if (first.batch, first.m, first.n) != (second.batch, second.m, second.k):
         return None
     if max(first.k, second.n) > _LARGEST_HEAD:
         return None
-    scores = step.ops[softmax].inputs[0]
     heads = scores.shape[1] if len(scores.shape) == 4 else 1
     masks = {
         ref.id: ref
@@ -150,43 +154,8 @@ def _gemm(entry: StepOp) -> Gemm | None:
     return op if isinstance(op, Gemm) and not any(ref.parameter for ref in entry.inputs) else None
 
 
-def _upstream(flow: Flow, index: int, softmax: int) -> list[int] | None:
-    """From the product that makes the scores to before ``index``; None if something else is on the way."""
-    step = flow.step
-    scores = elements(step.ops[softmax].inputs[0])
-    way: list[int] = []
-    while True:
-        operand = activation(step.ops[index])
-        writer = flow.writers[index].get(operand.id) if operand else None
-        if writer is None or len(way) > 8:
-            return None
-        way.insert(0, writer)
-        entry = step.ops[writer]
-        if isinstance(entry.op, Gemm):
-            return way
-        if not _keeps_scores(entry, scores):
-            return None
-        index = writer
-
-
-def _downstream(flow: Flow, index: int) -> list[int] | None:
-    """From after the softmax to the product with the values."""
-    step = flow.step
-    scores = elements(step.ops[index].inputs[0])
-    phase = step.ops[index].phase
-    way: list[int] = []
-    while len(way) <= 8:
-        readers = [i for i in flow.readers[index] if step.ops[i].phase == phase]
-        # The weights are returned to the caller, or read by something a fused kernel does not do.
-        if len(readers) != 1:
-            return None
-        index = readers[0]
-        way.append(index)
-        if isinstance(step.ops[index].op, Gemm):
-            return way
-        if not _keeps_scores(step.ops[index], scores):
-            return None
-    return None
+def _is_gemm(entry: StepOp) -> bool:
+    return isinstance(entry.op, Gemm)
 
 
 def _keeps_scores(entry: StepOp, scores: int) -> bool:

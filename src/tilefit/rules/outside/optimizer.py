@@ -7,7 +7,7 @@ from math import prod
 
 from tilefit.ops import OPTIMIZER, Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import count, size
 
@@ -43,7 +43,7 @@ class UnfusedOptimizer(Rule):
     )
     right = wrong.under("--amp bf16 --fused-optimizer")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         settings = step.settings
         if settings.fused_optimizer or settings.optimizer not in FUSED:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import PAD, fuse
 from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
 
@@ -67,7 +66,7 @@ class Unfused(Rule):
     )
     right = wrong.under("--amp bf16 --compile")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu, before = context.step, context.gpu, context.estimate
         if step.settings.compiled:
             return

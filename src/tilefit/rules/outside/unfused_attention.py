@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Fallback, StepOp
 from tilefit.ops.entries import DIMENSIONS, MASK
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.attention_by_hand import in_one_kernel
 from tilefit.units import size
@@ -60,7 +59,7 @@ class UnfusedAttention(Rule):
     )
     right = wrong.but(".expand(n, n)", ".expand(n, n).contiguous()")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         calls: dict[Fallback, list[int]] = defaultdict(list)
         for index, entry in enumerate(step.ops):

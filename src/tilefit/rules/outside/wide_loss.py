@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilefit.ops import FORWARD, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import Flow, elements, linear_calls, tensor_bytes
 from tilefit.rules.layers import gemm
@@ -58,7 +56,7 @@ class WideLoss(Rule):
     )
     right = wrong.but("48000", "8000")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         if not step.settings.training:
             return

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.exchanges import chunks, gradient_sums, merged
 from tilefit.rules.finding import SAFE
 from tilefit.rules.program.events import listed
@@ -53,7 +52,7 @@ class SmallMessages(Rule):
     )
     right = wrong.but(", bucket_cap_mb=0.1", "")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         found = gradient_sums(step)
         if step.program is None or len(found) < 2:

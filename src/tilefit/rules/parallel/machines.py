@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import Exchange
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
@@ -58,7 +57,7 @@ class AcrossMachines(Rule):
     )
     right = wrong.but('(8, 2), mesh_dim_names=("tp", "dp")', '(2, 8), mesh_dim_names=("dp", "tp")')
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, streams = context.step, context.estimate.streams
         if step.program is None or streams is None:
             return

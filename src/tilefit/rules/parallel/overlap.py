@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, Exchange, Site, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.program import EXCHANGE
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.exchanges import beside, chunks, gradient_sums, last_backward, without
 from tilefit.rules.finding import SAFE
 from tilefit.units import counted, seconds, size
@@ -65,7 +64,7 @@ class SumsBehind(Rule):
         "",
     )
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, streams = context.step, context.estimate.streams
         first, last = last_backward(step)
         if step.program is None or streams is None or not last:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilefit.ops import FORWARD, OPTIMIZER
 from tilefit.ops.collective import ALL_GATHER
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.rules.exchanges import without, without_ops
 from tilefit.rules.finding import SAFE
@@ -61,7 +59,7 @@ class GatheredAgain(Rule):
     )
     right = wrong.but("reshard_after_forward=True", "reshard_after_forward=False")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, streams = context.step, context.estimate.streams
         if step.program is None or streams is None:
             return

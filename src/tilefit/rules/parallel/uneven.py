@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 
 
@@ -50,7 +48,7 @@ class UnevenShards(Rule):
     )
     right = wrong.under("--amp bf16 --tensor-parallel 5")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         shards = context.step.shards
         ranks = max((shard.ranks for shard in shards), default=1)
         for shard in shards:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import FORWARD
 from tilefit.ops.program import TO_GPU
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.exchanges import without
 from tilefit.rules.finding import SAFE
 from tilefit.rules.program.habits import habits
@@ -53,7 +52,7 @@ class NothingUnused(Rule):
     )
     right = wrong.but(", find_unused_parameters=True", "")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         for same in habits(step, "finds_nothing_unused"):
             assert step.program is not None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.cost.waits import copy_s
 from tilefit.ops import HostEvent
 from tilefit.ops.program import TO_GPU
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.program.events import free, listed, named, with_events
 from tilefit.units import counted, seconds, size
@@ -63,7 +62,7 @@ class BlockingCopies(Rule):
     )
     right = wrong.but("pin_memory=False", "pin_memory=True")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         program = context.step.program
         events = program.events if program else ()
         copies = [event for event in events if event.kind == TO_GPU]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, NOTE, SAFE, WARNING
 from tilefit.rules.program.habits import habits, without
 from tilefit.rules.program.host_waits import ANOMALY
@@ -55,7 +53,7 @@ class Debugging(Rule):
     )
     right = wrong.but("set_detect_anomaly(True)", "set_detect_anomaly(False)")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, program = context.step, context.step.program
         if program is None:
             return

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import NOTE, SAFE
 from tilefit.rules.program.habits import habits
 
@@ -55,7 +53,7 @@ class Evaluation(Rule):
     )
     right = wrong.but("def evaluate", "@torch.no_grad()\n        def evaluate")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         for first, *_ in habits(context.step, "evaluates_with_gradients"):
             yield Proposal(
                 place=Place(source=first.site.source),

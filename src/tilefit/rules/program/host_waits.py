@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilefit.ops.program import TO_GPU
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.outside.optimizer import FUSED
 from tilefit.rules.program.events import free, listed, named, waits, with_events
@@ -79,7 +77,7 @@ class HostWaits(Rule):
     )
     right = wrong.but("loss.item()", "loss.detach()")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, estimate = context.step, context.estimate
         events = step.program.events if step.program else ()
         read = [event for event in events if waits(event) and event.name != ANOMALY]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import ceil
 
 from tilefit.cost import estimate_step
 from tilefit.ops import Loader
-from tilefit.rules.base import Case, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, WARNING
 from tilefit.units import count, counted, seconds
 
@@ -76,13 +75,13 @@ class SlowLoader(Rule):
     )
     right = wrong.but("num_workers=0", "num_workers=16")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         program = context.step.program
         for loader in program.loaders if program else ():
             if loader.batch_s and loader.batch:
                 yield from self._slow(context, loader)
 
-    def _slow(self, context: Context, loader: Loader) -> Iterator[Proposal]:
+    def _slow(self, context: Context, loader: Loader) -> Proposals:
         step, estimate = context.step, context.estimate
         batches = max(step.batch / loader.batch, 1.0)
         load_s = batches * loader.batch_s

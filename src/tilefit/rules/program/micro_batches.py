@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.exchanges import gradient_sums, last_backward, without, without_ops
 from tilefit.rules.finding import SAFE, WARNING
 from tilefit.rules.program.habits import habits, made
@@ -56,7 +54,7 @@ class SynchronizedMicroBatches(Rule):
     )
     right = wrong.but("contextlib.nullcontext()", "net.no_sync() if micro < 3 else contextlib.nullcontext()")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         for same in habits(step, "synchronizes_micro_batches"):
             assert step.program is not None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from tilefit.ops import Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import count, counted, size
 
@@ -74,7 +73,7 @@ class ParameterLoop(Rule):
         "torch._foreach_lerp_(list(averaged.parameters()), list(net.parameters()), 1 - decay)",
     )
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         if step.program is None:
             return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import counted, size
 
@@ -48,7 +48,7 @@ class ZeroedGradients(Rule):
     )
     right = wrong.but("set_to_none=False", "set_to_none=True")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         if step.program is None:
             return

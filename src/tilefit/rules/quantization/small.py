@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import gcd
 
 from tilefit.cost import MATH
@@ -12,9 +11,8 @@ from tilefit.rules.alignment.padding import (
     arithmetic,
     gemm_command,
     is_misaligned,
-    replaced_s,
 )
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import inner_sizes, linears
 from tilefit.rules.resize import pad, resize_features, resize_streams
@@ -52,7 +50,7 @@ class SmallDimension(Rule):
     )
     right = wrong.but("72", "128")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step = context.step
         for (size, dtype), members in inner_sizes(linears(step)).items():
             line = LINE_BYTES // size_bytes(dtype)
@@ -70,7 +68,7 @@ class SmallDimension(Rule):
                 new: resize_features(step, members, {size: new})
                 for new in {pad(size, line), 1 << (size - 1).bit_length()}
             }
-            new = min(options, key=lambda n: replaced_s(context, options[n]))
+            new = min(options, key=lambda n: context.replaced_s(options[n]))
             yield Proposal(
                 place=Place.of(members, sites=len(members)),
                 message=(

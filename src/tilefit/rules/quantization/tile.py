@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tilefit.cost import MATH, estimate
 from tilefit.cost.tiles import tile_efficiency
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command, is_misaligned, replaced_s
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command, is_misaligned
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import Linear, gemm, inner_sizes, linears
 from tilefit.rules.resize import resize_features, resize_streams
@@ -51,15 +51,15 @@ class TileQuantization(Rule):
     )
     right = wrong.but("1032", "1024")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         layers = linears(context.step)
         for (size, dtype), members in inner_sizes(layers).items():
             if dtype not in TENSOR_CORE_DTYPES or is_misaligned(size, dtype):
                 continue
             products = sorted(index for layer in members for index in layer.indices)
             bound = [index for index in products if context.estimate.ops[index].bound == MATH]
-            before_s = sum(context.estimate.ops[index].time_s for index in products)
-            if 2 * sum(context.estimate.ops[index].time_s for index in bound) < before_s:
+            before_s = context.time_s(products)
+            if 2 * context.time_s(bound) < before_s:
                 continue
             proposal = self._proposal(context, members, size, dtype, products, before_s)
             if proposal:
@@ -84,7 +84,7 @@ class TileQuantization(Rule):
             return None
         # The best is the one that saves most beyond the work it takes away.
         beyond = {
-            smaller: 1 - replaced_s(context, change) / before_s - (1 - smaller / size)
+            smaller: 1 - context.replaced_s(change) / before_s - (1 - smaller / size)
             for smaller, change in options.items()
         }
         new = max(options, key=lambda smaller: beyond[smaller])

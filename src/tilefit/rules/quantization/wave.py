@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from math import ceil
 
 from tilefit.cost import MATH, estimate
 from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.layers import gemm, linears
 from tilefit.units import share
@@ -51,7 +50,7 @@ class WaveTail(Rule):
     )
     right = wrong.but("(21,", "(20,")
 
-    def check(self, context: Context) -> Iterable[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, batch = context.step, context.step.batch
         if batch < 2:
             return

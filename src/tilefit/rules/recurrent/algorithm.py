@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.recurrent.layers import recurrent_layers
 from tilefit.rules.resize import pad
@@ -94,7 +94,7 @@ class PersistentAlgorithm(Rule):
     wrong = Case("nn.LSTM(1024, 1024)", "torch.empty(256, 12, 1024)", "--amp fp16")
     right = wrong.but("12", "16")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         for op, places in recurrent_layers(step).items():
             algorithm, reason = cudnn_algorithm(op, gpu)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.cost.persistent import persistent_steps
 from tilefit.ops import Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.recurrent.layers import layers_of_torch
 
@@ -41,7 +40,7 @@ class PersistentKernels(Rule):
     wrong = Case("nn.LSTM(1024, 1024, num_layers=2)", "torch.empty(256, 8, 1024)", "--amp bf16")
     right = wrong.but("nn.LSTM", "tilefit.nn.LSTM")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         for op, places in layers_of_torch(step).items():
             steps = persistent_steps(op, gpu)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Rule
+from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, is_add, is_cast, together
 from tilefit.rules.recurrent.loops import CellLoop, cell_loops
@@ -60,7 +59,7 @@ class PythonLoop(Rule):
     )
     right = wrong.but("Loop()", "nn.LSTM(256, 256)")
 
-    def check(self, context: Context) -> Iterator[Proposal]:
+    def check(self, context: Context) -> Proposals:
         flow = Flow(context.step)
         by_layer: dict[Recurrent, list[CellLoop]] = defaultdict(list)
         for loop in cell_loops(flow):
