@@ -81,7 +81,7 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     from tilefit.cli.local_gpu import local_gpu
     from tilefit.cost.calibration import with_links_of, write
     from tilefit.cost.priced import as_shipped, keep, resolve, user_path
-    from tilefit.measure.calibration import ChangeSet, Design
+    from tilefit.measure.calibration import Candidate, Design
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import launch_scale
     from tilefit.measure.quick import quick as run_quick
@@ -93,7 +93,7 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     aside = keep(path)
     pool = pool_for(local.place)
 
-    def measure(candidate: ChangeSet) -> float:
+    def measure(candidate: Candidate) -> float:
         return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
 
     environment = local.environment

@@ -72,7 +72,7 @@ _FITTED_ROWS, _ITERATIONS = 300, 300
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeSet:
+class Candidate:
     """An operation that may be measured, and the call that runs it on data of a pool."""
 
     op: Op
@@ -88,16 +88,16 @@ class Progress:
     share: float
 
 
-def candidates(seed: int = 0) -> dict[str, Iterator[ChangeSet]]:
+def candidates(seed: int = 0) -> dict[str, Iterator[Candidate]]:
     """Endless operations of each kind: layers of real models, and random ones."""
 
-    def of(entries: Iterable[suites.Entry]) -> Iterator[ChangeSet]:
-        return (ChangeSet(entry.op, partial(instance, entry.op)) for entry in entries)
+    def of(entries: Iterable[suites.Entry]) -> Iterator[Candidate]:
+        return (Candidate(entry.op, partial(instance, entry.op)) for entry in entries)
 
-    def streams() -> Iterator[ChangeSet]:
+    def streams() -> Iterator[Candidate]:
         for case in suites.streamings(seed):
             if (op := as_captured(*case)) is not None:
-                yield ChangeSet(op, partial(streaming.build, *case))
+                yield Candidate(op, partial(streaming.build, *case))
 
     return {
         "gemm": chain(of(suites.Entry(op, "ceiling") for op in CEILINGS), of(suites.gemms(seed))),
@@ -178,7 +178,7 @@ class _Rows:
         ratio = np.log(self.times_s) - np.log(np.concatenate(self._first_s))
         return train(np.concatenate(self._inputs), ratio.astype(np.float32), epochs=epochs, device=device)
 
-    def most_disputed(self, drawn: list[ChangeSet], number: int, network: Network) -> list[ChangeSet]:
+    def most_disputed(self, drawn: list[Candidate], number: int, network: Network) -> list[Candidate]:
         if not drawn:
             return []
         _, inputs = self.describe([each.op for each in drawn])
@@ -192,7 +192,7 @@ class _Session:
     def __init__(
         self,
         gpu: Gpu,
-        measure: Callable[[ChangeSet], float],
+        measure: Callable[[Candidate], float],
         start: Constants,
         used: Callable[[], float],
         before: PricedGpu | None,
@@ -206,7 +206,7 @@ class _Session:
         self.rows: dict[str, _Rows] = {}
         self.held_out: dict[str, _Rows] = {}
 
-    def take(self, candidate: ChangeSet) -> None:
+    def take(self, candidate: Candidate) -> None:
         """Measure one operation."""
         op = candidate.op
         try:
@@ -223,7 +223,7 @@ class _Session:
     def measured(self, kind: str) -> int:
         return sum(len(part[kind].ops) for part in (self.rows, self.held_out) if kind in part)
 
-    def feasible(self, candidate: ChangeSet) -> bool:
+    def feasible(self, candidate: Candidate) -> bool:
         """Whether the GPU has the type, and it does not take too long."""
         op = candidate.op
         supported = op.dtype not in ("bf16", "tf32", "fp8", "int8") or self.gpu.supports(op.dtype)
@@ -244,7 +244,7 @@ class _Session:
             for part in (*self.rows.values(), *self.held_out.values()):
                 part.fitted = self.fitted
 
-    def explore(self, kind: str, drawn: Iterator[ChangeSet], until: float) -> None:
+    def explore(self, kind: str, drawn: Iterator[Candidate], until: float) -> None:
         """Measure a kind until a share of the budget is used, or there are no more candidates."""
         feasible = filter(self.feasible, drawn)
         batch = list(islice(feasible, _SAMPLE))
@@ -255,7 +255,7 @@ class _Session:
                 self.take(candidate)
             batch = self.next_round(kind, feasible)
 
-    def next_round(self, kind: str, feasible: Iterator[ChangeSet]) -> list[ChangeSet]:
+    def next_round(self, kind: str, feasible: Iterator[Candidate]) -> list[Candidate]:
         """Half random, half what the networks disagree about most."""
         self.fit_constants()
         rows = self.rows.get(kind)
@@ -286,7 +286,7 @@ class Design:
     """
 
     budget_s: float = 240.0
-    drawn: Mapping[str, Iterator[ChangeSet]] | None = None
+    drawn: Mapping[str, Iterator[Candidate]] | None = None
     shares: Mapping[str, float] = field(default_factory=lambda: SHARES)
     start: Constants | None = None
     clock: Callable[[], float] = time.monotonic
@@ -294,7 +294,7 @@ class Design:
 
 def calibrate(
     gpu: Gpu,
-    measure: Callable[[ChangeSet], float],
+    measure: Callable[[Candidate], float],
     design: Design,
     *,
     before: PricedGpu | None = None,

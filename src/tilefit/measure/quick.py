@@ -18,7 +18,7 @@ from tilefit.cost.priced import PricedGpu, corrected
 from tilefit.cost.streaming import traffic
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.measure.calibration import ChangeSet, Progress, candidates, origin
+from tilefit.measure.calibration import Candidate, Progress, candidates, origin
 from tilefit.ops import Op
 
 #: Measured at least, so that half of them can tell the two factors; and at most.
@@ -33,12 +33,12 @@ _MEASURING = 0.8
 
 def quick(
     gpu: Gpu,
-    measure: Callable[[ChangeSet], float],
+    measure: Callable[[Candidate], float],
     *,
     budget_s: float = 50.0,
     launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
-    drawn: Mapping[str, Iterator[ChangeSet]] | None = None,
+    drawn: Mapping[str, Iterator[Candidate]] | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Calibration:

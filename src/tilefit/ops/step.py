@@ -78,7 +78,7 @@ class Step:
         Raises:
             TilefitError: the text is not such a step, or of another version.
         """
-        return cls(**step_json.load(text))
+        return step_json.load(cls, text)
 
 
 def maker(made: Mapping[str, str], module: str) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, replace
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, fields, is_dataclass, replace
+from functools import cache
+from itertools import repeat
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from tilefit.errors import TilefitError
 from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
-from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
+from tilefit.ops.entries import Fallback, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
-from tilefit.ops.program import Assumption, Exchange, Habit, HostEvent, Loader, Ordered, Program
 from tilefit.ops.timeline import Block, Timeline
 
 #: Version of the form.
 SCHEMA = 1
+
+_Step = TypeVar("_Step")
 
 
 def dump(step: Mapping[str, Any]) -> str:
@@ -48,14 +51,7 @@ def dump(step: Mapping[str, Any]) -> str:
     ]
     changed = {
         "memory": _memory_data(step["memory"]),
-        "settings": asdict(step["settings"]),
-        "parameters": {
-            name: [p.shape, p.dtype, p.aliases, p.trainable] for name, p in step["parameters"].items()
-        },
-        "modules": dict(step["modules"]),
-        "made": dict(step["made"]),
-        "shards": [asdict(shard) for shard in step["shards"]],
-        "program": asdict(step["program"]) if step["program"] is not None else None,
+        "parameters": {name: astuple(parameter) for name, parameter in step["parameters"].items()},
     }
     return json.dumps(
         {
@@ -67,11 +63,16 @@ def dump(step: Mapping[str, Any]) -> str:
             **{name: changed.get(name, value) for name, value in step.items() if name != "ops"},
         },
         separators=(",", ":"),
+        default=lambda value: dict(value) if isinstance(value, Mapping) else asdict(value),
     )
 
 
-def load(text: str) -> dict[str, Any]:
-    """The fields of the step whose text this is.
+def load(kind: Callable[..., _Step], text: str) -> _Step:
+    """The step whose text this is.
+
+    Args:
+        kind: The dataclass of steps.
+        text: What :func:`dump` made of its fields.
 
     Raises:
         TilefitError: the text is not such a step, or of another version.
@@ -83,35 +84,21 @@ def load(text: str) -> dict[str, Any]:
         operations = [Op.of(kind, values) for kind, values in data["operations"]]
         sites = [_site(operations, *values) for values in data["sites"]]
         tensors = [TensorRef(number, tuple(shape), *rest) for number, shape, *rest in data["tensors"]]
-        return {
-            "ops": tuple(
-                StepOp(
-                    operations[op],
-                    phase,
-                    sites[site],
-                    name,
-                    tuple(tensors[i] for i in inputs),
-                    tuple(tensors[i] for i in outputs),
-                    recomputed,
-                )
-                for op, phase, site, name, inputs, outputs, recomputed in data["rows"]
-            ),
-            "memory": _memory(**data["memory"]),
-            "settings": Settings(**data["settings"]),
-            "inputs": tuple(data["inputs"]),
-            "batch": data["batch"],
-            "parameters": {
-                name: Parameter(tuple(shape), dtype, tuple(aliases), trainable)
-                for name, (shape, dtype, aliases, trainable) in data["parameters"].items()
-            },
-            "modules": data["modules"],
-            "model": data["model"],
-            "notes": tuple(data["notes"]),
-            "made": data.get("made", {}),
-            "libraries": tuple(data.get("libraries", ())),
-            "shards": tuple(Shard(**shard) for shard in data.get("shards", ())),
-            "program": _program(**data["program"]) if data.get("program") else None,
-        }
+        ops = tuple(
+            StepOp(
+                operations[op],
+                phase,
+                sites[site],
+                name,
+                tuple(tensors[i] for i in inputs),
+                tuple(tensors[i] for i in outputs),
+                recomputed,
+            )
+            for op, phase, site, name, inputs, outputs, recomputed in data["rows"]
+        )
+        types = _types(kind)
+        others = {name: _read(types[name], value) for name, value in data.items() if name in types}
+        return kind(ops=ops, **others)
     except (KeyError, TypeError, ValueError) as error:
         raise TilefitError(f"not a captured step: {error!r}") from error
 
@@ -131,48 +118,31 @@ def _memory_data(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _memory(
-    moments: Iterable[Iterable[int]] = (), timeline: Mapping[str, Any] | None = None, **held: int
-) -> Memory:
-    timeline = timeline or {"blocks": (), "events": ()}
-    return Memory(
-        **held,
-        moments=tuple((stays, grows) for stays, grows in moments),
-        timeline=Timeline(
-            {number: Block(*block) for number, *block in timeline["blocks"]},
-            tuple((number, op) for number, op in timeline["events"]),
-        ),
+def _timeline(blocks: list[list[Any]], events: list[list[int]]) -> Timeline:
+    return Timeline(
+        {number: Block(*block) for number, *block in blocks}, tuple((number, op) for number, op in events)
     )
 
 
-def _program(
-    command: str,
-    step: str,
-    steps: int,
-    fake: list[str],
-    model: str = "",
-    ranks: int = 1,
-    per_machine: int = 1,
-    network: str = "",
-    **parts: list[Any],
-) -> Program:
-    def at(values: dict[str, Any]) -> dict[str, Any]:
-        return {**values, "site": Site(**values["site"])}
+def _read(kind: Any, value: Any) -> Any:
+    """A value as a field of this type holds it: of a dataclass the values of its fields, or those by name."""
+    if kind is Timeline:
+        return _timeline(**value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        named = value if isinstance(value, dict) else dict(zip(_types(kind), value, strict=True))
+        return kind(**{name: _read(_types(kind)[name], each) for name, each in named.items()})
+    options = get_args(kind)
+    if value is None or not options:
+        return value
+    if get_origin(kind) is tuple:
+        kinds = repeat(options[0]) if options[-1] is Ellipsis else options
+        return tuple(_read(each, item) for each, item in zip(kinds, value, strict=False))
+    if get_origin(kind) is Mapping:
+        return {key: _read(options[1], each) for key, each in value.items()}
+    return _read(options[0], value)  # of an optional one
 
-    return Program(
-        command,
-        step,
-        steps,
-        events=tuple(HostEvent(**at(each)) for each in parts["events"]),
-        assumptions=tuple(Assumption(**each) for each in parts["assumptions"]),
-        loaders=tuple(Loader(**each) for each in parts["loaders"]),
-        habits=tuple(Habit(**at(each)) for each in parts["habits"]),
-        fake=tuple(fake),
-        optimizers=tuple(parts.get("optimizers", ())),
-        exchanges=tuple(Exchange(**at(each)) for each in parts.get("exchanges", ())),
-        order=tuple(Ordered(**each) for each in parts.get("order", ())),
-        model=model,
-        ranks=ranks,
-        per_machine=per_machine,
-        network=network,
-    )
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}
