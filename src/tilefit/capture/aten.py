@@ -12,6 +12,7 @@ import torch
 
 from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
+from tilefit.capture.operations import NAMED, by_name
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
@@ -61,19 +62,10 @@ class Call:
         return None
 
 
-# Operations that launch no kernel although their schema does not call them views.
-_FREE = frozenset(
-    """empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach alias lift lift_fresh
-    _unsafe_view unsafe_split unsafe_split_with_sizes _reshape_alias is_same_size sym_size sym_stride
-    sym_numel sym_storage_offset resize_ set_ _version scalar_tensor _has_compatible_shallow_copy_type
-    record_stream as_strided_ is_pinned _conj _neg_view resolve_conj resolve_neg""".split()
-)
-
-
 @cache
 def is_free(func: Any) -> bool:
     """Whether an operation only makes a view or allocates; collectives are told apart."""
-    if func._overloadpacket.__name__ in _FREE or func.namespace == "_c10d_functional":
+    if func._overloadpacket.__name__ in NAMED["kernels"]["none"] or func.namespace == "_c10d_functional":
         return True
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -101,19 +93,7 @@ def writes_first_alone(func: Any) -> bool:
     )
 
 
-#: Functions that run the same kernels, by the name that stands for all.
-_SAME_KERNELS = {
-    "_native_batch_norm_legit": "native_batch_norm",
-    "_native_batch_norm_legit_no_training": "native_batch_norm",
-    "_batch_norm_with_update": "native_batch_norm",
-    "cudnn_batch_norm": "native_batch_norm",
-    "batch_norm_backward": "native_batch_norm_backward",
-    "cudnn_batch_norm_backward": "native_batch_norm_backward",
-    "copy": "clone",
-    **dict.fromkeys(
-        """zero zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full""".split(), "fill"
-    ),
-}
+_SAME_KERNELS = by_name("same_kernels")
 
 
 @cache
@@ -141,15 +121,7 @@ def describe(call: Call, recorder: Recording) -> list[Described]:
     """The operations the hardware executes for a call."""
     handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
     described = handler(call, recorder) if handler else [_streaming(call, recorder, _role(call.func))]
-    return [*_packed(call, recorder), *described] if call.packet in _PACKING else described
-
-
-#: Functions whose kernels on CUDA take packed rows alone: an operand that lies otherwise is copied first
-#: (PyTorch, ``contiguous`` in ATen/native/cuda/SoftMax.cu, ``expect_contiguous`` in layer_norm_kernel.cu).
-_PACKING = frozenset(
-    """native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward _softmax
-    _softmax_backward_data _log_softmax _log_softmax_backward_data""".split()
-)
+    return [*_packed(call, recorder), *described] if call.packet in NAMED["kernels"]["packed"] else described
 
 
 def _packed(call: Call, recorder: Recording) -> Iterator[Described]:
@@ -643,67 +615,7 @@ def _foreach(call: Call, recorder: Recording) -> list[Described]:
     return [(replace(op, elements=elements), phase, (), ())]
 
 
-_BY_ROLE = {
-    "normalization": """
-        native_layer_norm native_layer_norm_backward native_batch_norm native_batch_norm_backward
-        _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update
-        batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward native_group_norm
-        native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward batch_norm_stats
-        batch_norm_elemt batch_norm_backward_reduce
-    """,
-    "softmax": """
-        _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax logsumexp
-        _masked_softmax
-    """,
-    "loss": """
-        mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
-        binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss
-        soft_margin_loss_backward _ctc_loss _ctc_loss_backward kl_div multi_margin_loss
-        multilabel_margin_loss_forward
-    """,
-    "reduction": """
-        sum mean amax amin max min argmax argmin var std var_mean std_mean norm linalg_vector_norm prod any
-        all cumsum cumprod cummax cummin logcumsumexp nansum count_nonzero aminmax median _linalg_det cdist
-        _cdist_forward _cdist_backward
-    """,
-    "sort": """sort topk argsort multinomial unique_dim _unique2 histc bincount searchsorted bucketize
-        kthvalue""",
-    "indexing": """
-        index_fill index_fill_ take put
-        masked_select masked_scatter masked_scatter_ masked_scatter_backward roll flip repeat
-        repeat_interleave tril triu tril_ triu_ constant_pad_nd reflection_pad1d reflection_pad2d
-        replication_pad1d replication_pad2d reflection_pad1d_backward reflection_pad2d_backward
-        replication_pad2d_backward upsample_nearest1d upsample_nearest2d upsample_nearest3d
-        _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d upsample_linear1d
-        upsample_trilinear3d upsample_nearest1d_backward upsample_nearest2d_backward
-        upsample_nearest3d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward
-        upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward
-        _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward
-        grid_sampler_3d im2col col2im unfold_backward _weight_norm_interface _weight_norm_interface_backward
-        pixel_shuffle pixel_unshuffle channel_shuffle one_hot nonzero_static diagonal_backward
-    """,
-    "pooling": """
-        max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
-        max_pool3d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d
-        avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
-        _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
-    """,
-    "copy": """
-        clone cat stack _to_copy _local_scalar_dense _pin_memory expand_copy view_copy permute_copy
-        transpose_copy slice_scatter select_scatter as_strided_scatter split_with_sizes_copy
-        _pack_padded_sequence _pad_packed_sequence
-    """,
-    "pointwise": """
-        native_dropout native_dropout_backward bernoulli bernoulli_ normal_ uniform_ exponential_ random_
-        rand_like randn_like gelu gelu_backward softplus_backward hardsigmoid hardsigmoid_backward softplus
-        silu silu_backward glu glu_backward where masked_fill masked_fill_ clamp _prelu_kernel
-        _prelu_kernel_backward rrelu_with_noise hardswish hardswish_backward threshold_backward bitwise_and
-        bitwise_or eq ne lerp addcmul addcdiv isin complex
-        view_as_real_copy polar real imag logspace heaviside abs hardtanh hardtanh_backward
-    """,
-}
-
-_ROLE_OF = {name: role for role, names in _BY_ROLE.items() for name in names.split()}
+_ROLE_OF = by_name("roles")
 
 
 @cache

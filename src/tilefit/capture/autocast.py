@@ -19,46 +19,25 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import DefaultDeviceType
 
-#: Operations whose inputs are cast to the autocast element type (matrix products, convolutions).
-LOWER_PRECISION = frozenset(
-    """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-    convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
-    chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
-    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""".split()
-)
+from tilefit.capture.operations import NAMED
 
-#: Operations whose inputs are cast to fp32.
-FP32 = frozenset(
-    """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
-    layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
-    poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
-    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
-    upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()
-) | {
-    # Later versions of PyTorch have them, too.
+_LISTS = NAMED["autocast"]
+#: Operations whose inputs are cast: to autocast's element type, to fp32, to fp32 by way of their ``dtype``,
+#: and to the widest of them.
+LOWER_PRECISION, FP32_BY_DTYPE, PROMOTE = (
+    _LISTS[name] for name in ("lower_precision", "fp32_by_dtype", "promote")
+)
+FP32 = _LISTS["fp32"] | {
     name
-    for name in ("rms_norm",)
+    for name in _LISTS["fp32_later"]
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
 }
-
-#: Operations that compute in fp32 by way of their ``dtype`` argument, unless the caller gave one.
-FP32_BY_DTYPE = frozenset(
-    "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split()
-)
 
 #: Composite functions of C++ that hold an operation of the lists above; Python sees only the outer name.
 _COMPOSITES = {"nll_loss_nd": "fp32", "__matmul__": "lower", "__pow__": "fp32"}
 
 #: The numbers of a loss's reductions in PyTorch's functions.
 _NONE, _MEAN = 0, 1
-
-#: Where mixed inputs are widened to the widest of them.
-PROMOTE = frozenset(
-    """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add""".split()
-)
 
 
 class AutocastState:

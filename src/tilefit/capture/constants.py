@@ -14,14 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-_MAKERS = frozenset(
-    """ones zeros full arange tensor eye linspace ones_like zeros_like full_like new_ones new_zeros
-    new_full""".split()
-)
-_RANDOM = frozenset(
-    """rand randn rand_like randn_like randint randperm bernoulli dropout normal multinomial empty empty_like
-    new_empty empty_strided native_dropout""".split()
-)
+from tilefit.capture.operations import NAMED
+
+_MAKERS, _RANDOM = NAMED["values"]["constant"], NAMED["values"]["random"]
 _MAX_ELEMENTS = 1 << 24
 #: Names of calls that write into their first argument: ``add_``, ``__iadd__``, ``__setitem__``.
 _IN_PLACE = re.compile(
