@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from tilefit.capture.dtypes import AMP_DTYPES
-from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import made_optimizer
+from tilefit.capture.real import loss_of_forward
 from tilefit.errors import UsageError
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
@@ -119,14 +118,7 @@ class RunningStep:
 
     def __call__(self) -> None:
         run, options = self.run, self.run.options
-        amp = torch.autocast(
-            self.device.type,
-            dtype=AMP_DTYPES.get(options.autocast, torch.bfloat16),
-            enabled=bool(options.autocast),
-        )
-        with torch.set_grad_enabled(options.train), amp:
-            output = call(self.model, run.inputs)
-            loss = loss_of_output(output, run.loss)[0] if options.train else None
+        loss = loss_of_forward(self.model, run.inputs, options, run.loss, self.device.type)
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit.capture.child import capture_target
-from tilefit.capture.dtypes import AMP_DTYPES
-from tilefit.capture.forward import call, loss_of_output
+from tilefit.capture.copies import to_channels_last
+from tilefit.capture.forward import call
 from tilefit.capture.optimizer import OPTIMIZERS
+from tilefit.capture.real import loss_of_forward, tf32
 from tilefit.capture.targets import load
 from tilefit.cost.fusion import fuse
 from tilefit.options import TargetOptions
@@ -50,7 +51,7 @@ def profile_target(
     if options.compile:
         captured = fuse(captured)
     profile = Profile(steps=steps, skip=skip, plain=plain, name=loaded.name, captured=captured, **judged)
-    with _tf32(options.tf32), profile:
+    with tf32(options.tf32), profile:
         step = real_step(loaded.model, loaded.inputs, loaded.loss, options, device)
         for _ in range(skip + plain + steps):
             step()
@@ -71,8 +72,7 @@ def real_step(
         return partial(call, model, inputs)
     module = model.to(device).train(options.train)
     if options.channels_last:
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inputs = tree_map(_channels_last, inputs)
+        module, inputs = to_channels_last(module, inputs)
     run: Callable[..., Any] = torch.compile(module) if options.compile else module
     optimizer = None
     if options.train and options.optimizer in OPTIMIZERS:
@@ -83,12 +83,7 @@ def real_step(
     scaler = torch.amp.GradScaler(device, enabled=options.amp == "fp16" and options.train)
 
     def step() -> None:
-        amp = torch.autocast(
-            device, dtype=AMP_DTYPES.get(options.autocast, torch.bfloat16), enabled=bool(options.autocast)
-        )
-        with torch.set_grad_enabled(options.train), amp:
-            output = call(run, inputs)
-            loss = loss_of_output(output, loss_of)[0] if options.train else None
+        loss = loss_of_forward(run, inputs, options, loss_of, device)
         if loss is None:
             return
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -101,29 +96,3 @@ def real_step(
         module.zero_grad()
 
     return step
-
-
-def _channels_last(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
-        return leaf.to(memory_format=torch.channels_last)
-    return leaf
-
-
-class _tf32:  # noqa: N801 - used like a function
-    """Within the block, TF32 for fp32 products is on or off; None leaves PyTorch's settings."""
-
-    def __init__(self, wanted: bool | None) -> None:
-        self._wanted = wanted
-
-    def __enter__(self) -> None:
-        self._kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        if self._wanted is not None:
-            self._set(self._wanted, self._wanted)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(*self._kept)
-
-    @staticmethod
-    def _set(matmul: bool, conv: bool) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = matmul
-        torch.backends.cudnn.allow_tf32 = conv

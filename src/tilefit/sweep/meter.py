@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tilefit.capture.real import tf32
 from tilefit.capture.targets import load
 from tilefit.errors import TargetError
 from tilefit.fixes.measuring import RunningStep
@@ -68,7 +68,7 @@ class Meter:
     def __call__(self, batch: int) -> Trial | None:
         """Measure the step with a batch; None where the device's memory does not hold it."""
         try:
-            with self._tf32():
+            with tf32(self._options.tf32):
                 return self._measured(batch)
         except torch.OutOfMemoryError:
             return None
@@ -101,19 +101,6 @@ class Meter:
         cuts = statistics.quantiles(times, n=5, method="inclusive")
         memory = torch.cuda.max_memory_allocated(self._device) if cuda else 0
         return Trial(batch, statistics.median(times), cuts[0], cuts[-1], memory)
-
-    @contextmanager
-    def _tf32(self) -> Iterator[None]:
-        """Products in TF32 as the options say."""
-        if self._options.tf32 is None:
-            yield
-            return
-        before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        try:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._options.tf32
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
     def _turn_s(self, step: RunningStep, many: int) -> float:
         start = self._clock()
