@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,12 +13,14 @@ import typer
 from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
 from tilefit.cli.commands import TargetGroup, Verbs
-from tilefit.cli.option_groups import grouped
+from tilefit.cli.option_groups import Group, grouped
+from tilefit.options import option
 
 if TYPE_CHECKING:
     from tilefit.measure.run import Outcome
     from tilefit.measure.store import Measurement, Store
     from tilefit.measure.suites import Entry
+    from tilefit.ops import Op
 
 
 app = Verbs(
@@ -28,18 +31,25 @@ app = Verbs(
 )
 
 Dtype = Annotated[str, typer.Option(help="Element type: bf16, fp16, tf32, fp32, fp8, int8.")]
-Warm = Annotated[
-    bool, typer.Option("--warm", help="Repeat on the same operands, so that they may stay in L2.")
-]
-OnCpu = Annotated[
-    bool, typer.Option("--on-cpu", help="Run on the CPU: to try a command, not for its figures.")
-]
 StoreFile = Annotated[
     Path | None, typer.Option("--store", metavar="FILE", help="Store of measurements; default TILEFIT_STORE.")
 ]
 
 
+@dataclass(frozen=True)
+class Measuring:
+    """How operations are measured, and into which store."""
+
+    warm: bool = option(False, "Repeat on the same operands, so that they may stay in L2.")
+    on_cpu: bool = option(False, "Run on the CPU: to try a command, not for its figures.")
+    store: Path | None = option(None, "Store of measurements; default TILEFIT_STORE.", metavar="FILE")
+
+
+How = Annotated[Measuring, Group("Options")]
+
+
 @app.command()
+@grouped
 def gemm(
     m: Annotated[int, typer.Argument(min=1, show_default=False, help="Rows of C.")],
     n: Annotated[int, typer.Argument(min=1, show_default=False, help="Columns of C.")],
@@ -50,20 +60,19 @@ def gemm(
         typer.Option(help="BLAS letters (column-major); F.linear runs TN, its gradients NN and NT."),
     ] = "all",
     batch: Annotated[int, typer.Option(min=1, help="Independent products.")] = 1,
-    warm: Warm = False,
-    on_cpu: OnCpu = False,
-    store: StoreFile = None,
+    *,
+    how: How,
 ) -> None:
     """Measure a product C[m,n] = A[m,k] @ B[k,n]."""
-    from tilefit.measure.suites import Entry
     from tilefit.ops import Gemm
 
     layouts = ("TN", "NN", "NT") if layout == "all" else (layout,)
     ops = [Gemm(m, n, k, dtype=dtype, layout=letters, batch=batch) for letters in layouts]
-    _bench([Entry(op, "bench gemm") for op in ops], warm, on_cpu, store)
+    _bench_ops(ops, "bench gemm", how)
 
 
 @app.command()
+@grouped
 def conv(
     batch: Annotated[int, typer.Argument(min=1, show_default=False, help="Samples.")],
     in_channels: Annotated[int, typer.Argument(min=1, show_default=False)],
@@ -77,21 +86,20 @@ def conv(
     channels_last: Annotated[
         bool, typer.Option("--channels-last/--channels-first", help="NHWC or NCHW.")
     ] = True,
-    warm: Warm = False,
-    on_cpu: OnCpu = False,
-    store: StoreFile = None,
+    *,
+    how: How,
 ) -> None:
     """Measure a convolution and its two gradients."""
-    from tilefit.measure.suites import Entry
-    from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv2d
+    from tilefit.ops import Conv2d
 
     padding = kernel // 2 if padding is None else padding
-    shape = (batch, in_channels, out_channels, size, kernel, stride, padding, 1, groups, dtype, channels_last)
-    passes = (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
-    _bench([Entry(Conv2d(*shape, direction), "bench conv") for direction in passes], warm, on_cpu, store)
+    shape = batch, in_channels, out_channels, size, kernel
+    op = Conv2d(*shape, stride, padding, groups=groups, dtype=dtype, channels_last=channels_last)
+    _bench_ops(_passes(op), "bench conv", how)
 
 
 @app.command()
+@grouped
 def attention(
     batch: Annotated[int, typer.Argument(min=1, show_default=False, help="Samples.")],
     heads: Annotated[int, typer.Argument(min=1, show_default=False, help="Query heads.")],
@@ -100,31 +108,18 @@ def attention(
     kv_heads: Annotated[int, typer.Option(min=0, help="Key/value heads; 0: as many as query heads.")] = 0,
     causal: Annotated[bool, typer.Option("--causal", help="A position sees those before it.")] = False,
     dtype: Dtype = "bf16",
-    warm: Warm = False,
-    on_cpu: OnCpu = False,
-    store: StoreFile = None,
+    *,
+    how: How,
 ) -> None:
     """Measure fused attention, forward and backward."""
-    from tilefit.measure.suites import Entry
-    from tilefit.ops import BACKWARD_DATA, FORWARD, Attention
+    from tilefit.ops import Attention
 
-    ops = [
-        Attention(
-            batch,
-            heads,
-            seq,
-            head_dim,
-            num_kv_heads=kv_heads,
-            is_causal=causal,
-            dtype=dtype,
-            direction=direction,
-        )
-        for direction in (FORWARD, BACKWARD_DATA)
-    ]
-    _bench([Entry(op, "bench attention") for op in ops], warm, on_cpu, store)
+    op = Attention(batch, heads, seq, head_dim, num_kv_heads=kv_heads, is_causal=causal, dtype=dtype)
+    _bench_ops(_passes(op), "bench attention", how)
 
 
 @app.command()
+@grouped
 def rnn(
     mode: Annotated[str, typer.Argument(show_default=False, help="LSTM, GRU, RNN_TANH or RNN_RELU.")],
     input_size: Annotated[int, typer.Argument(min=1, show_default=False)],
@@ -134,40 +129,26 @@ def rnn(
     layers: Annotated[int, typer.Option(min=1)] = 1,
     bidirectional: Annotated[bool, typer.Option("--bidirectional")] = False,
     dtype: Dtype = "fp16",
-    warm: Warm = False,
-    on_cpu: OnCpu = False,
-    store: StoreFile = None,
+    *,
+    how: How,
 ) -> None:
     """Measure a recurrent layer: forward, data gradient, and both gradients (as backward-weight)."""
-    from tilefit.measure.suites import Entry
-    from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent
+    from tilefit.ops import Recurrent
 
-    ops = [
-        Recurrent(
-            mode.upper(),
-            input_size,
-            hidden_size,
-            steps,
-            batch,
-            num_layers=layers,
-            bidirectional=bidirectional,
-            dtype=dtype,
-            direction=direction,
-        )
-        for direction in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
-    ]
-    _bench([Entry(op, "bench rnn") for op in ops], warm, on_cpu, store)
+    sizes = input_size, hidden_size, steps, batch
+    op = Recurrent(mode.upper(), *sizes, num_layers=layers, bidirectional=bidirectional, dtype=dtype)
+    _bench_ops(_passes(op), "bench rnn", how)
 
 
 @app.command()
+@grouped
 def suite(
     name: Annotated[Literal["deepbench"], typer.Argument(show_default=False, help="deepbench.")],
     only: Annotated[Literal["all", "gemm", "conv", "rnn"], typer.Option(help="A part of the suite.")] = "all",
     dtype: Dtype = "fp16",
     limit: Annotated[int, typer.Option(min=0, help="Stop after so many shapes of each part; 0: all.")] = 0,
-    warm: Warm = False,
-    on_cpu: OnCpu = False,
-    store: StoreFile = None,
+    *,
+    how: How,
 ) -> None:
     """Measure a published list of shapes, beside its published times.
 
@@ -180,7 +161,7 @@ def suite(
     for part, shapes in parts.items():
         if only in ("all", part):
             entries += shapes(dtype)[: limit or None]
-    _bench(entries, warm, on_cpu, store)
+    _bench(entries, how)
 
 
 @app.command()
@@ -192,19 +173,15 @@ def target(
     ],
     *,
     options: step_options.OfOperations,
-    warm: Warm = False,
-    on_cpu: OnCpu = False,
-    store: StoreFile = None,
+    how: How,
 ) -> None:
     """Measure every distinct operation of a model's step."""
     require_readable(target)
     from tilefit.capture.child import capture_in_child
-    from tilefit.measure.suites import Entry
 
     with output.progress(f"Capturing {target}"):
         step = capture_in_child(target, options)
-    distinct = dict.fromkeys(entry.op for entry in step.ops)
-    _bench([Entry(op, target) for op in distinct], warm, on_cpu, store)
+    _bench_ops(dict.fromkeys(entry.op for entry in step.ops), target, how)
 
 
 @app.command(name="export")
@@ -247,7 +224,18 @@ def open_store(path: Path | None) -> Store:
     return store
 
 
-def _bench(entries: Sequence[Entry], warm: bool, on_cpu: bool, path: Path | None) -> None:
+def _passes(op: Op) -> list[Op]:
+    """An operation in each of its passes."""
+    return [replace(op, direction=each) for each in op.passes]  # type: ignore[type-var]
+
+
+def _bench_ops(ops: Iterable[Op], source: str, how: Measuring) -> None:
+    from tilefit.measure.suites import Entry
+
+    _bench([Entry(op, source) for op in ops], how)
+
+
+def _bench(entries: Sequence[Entry], how: Measuring) -> None:
     """Measure into the store and print a table, also when interrupted."""
     import torch
 
@@ -255,18 +243,18 @@ def _bench(entries: Sequence[Entry], warm: bool, on_cpu: bool, path: Path | None
     from tilefit.measure.environment import current
     from tilefit.measure.run import pool_for, run_suite
 
-    device: timer.Device = timer.HostDevice() if on_cpu else timer.CudaDevice()
-    place = torch.device("cpu" if on_cpu else "cuda")
+    device: timer.Device = timer.HostDevice() if how.on_cpu else timer.CudaDevice()
+    place = torch.device("cpu" if how.on_cpu else "cuda")
     outcomes: list[Outcome] = []
-    with open_store(path) as store:
+    with open_store(how.store) as store:
         environment = current(place)
-        running = run_suite(entries, store, pool_for(place), device, environment, cold=not warm)
+        running = run_suite(entries, store, pool_for(place), device, environment, cold=not how.warm)
         try:
             for outcome in output.watched("Measuring", running, len(entries)):
                 outcomes.append(outcome)
         finally:
             done = {(m.op, m.cold): m for m in store if m.environment == environment}
-            rows = [(o.entry, done.get((o.entry.op, not warm)), o.error) for o in outcomes]
+            rows = [(o.entry, done.get((o.entry.op, not how.warm)), o.error) for o in outcomes]
             output.stdout().print(_table(rows, environment.gpu))
             kept = sum(outcome.measurement is None and not outcome.error for outcome in outcomes)
             failed = sum(bool(outcome.error) for outcome in outcomes)
