@@ -86,19 +86,9 @@ class Kernel:
             self._module = _call(driver.cuModuleLoadData, code)  # kept: unloading it would free the function
             self._function = _call(driver.cuModuleGetFunction, self._module, self.name.encode())
             shared = variant.shared_bytes(problem)
-            _call(
-                driver.cuFuncSetAttribute,
-                self._function,
-                driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared,
-            )
+            _set(self._function, "MAX_DYNAMIC_SHARED_SIZE_BYTES", shared)
             if variant.cluster > 8:
-                _call(
-                    driver.cuFuncSetAttribute,
-                    self._function,
-                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
-                    1,
-                )
+                _set(self._function, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
         self._configs: dict[int, Any] = {}
         self._handle = int(self._function)
         word = failure(device)
@@ -107,12 +97,9 @@ class Kernel:
 
     def registers(self) -> tuple[int, int]:
         """Registers and bytes of local memory (spills) of one thread."""
-        driver = _driver()
-        attribute = driver.CUfunction_attribute
-        return (
-            _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function),
-            _call(driver.cuFuncGetAttribute, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self._function),
-        )
+        get = _driver().cuFuncGetAttribute
+        registers, spilled = map(_attribute, ("NUM_REGS", "LOCAL_SIZE_BYTES"))
+        return _call(get, registers, self._function), _call(get, spilled, self._function)
 
     def launch(self, tensors: Mapping[str, torch.Tensor | None], steps: int) -> None:
         """Queues one launch on the current stream.
@@ -187,19 +174,8 @@ def capacity(device: int) -> Capacity:
         torch.cuda.current_stream().query()
         module = _call(driver.cuModuleLoadData, binary("nothing", {}, capability))
         function = _call(driver.cuModuleGetFunction, module, b"nothing")
-        attribute = driver.CUfunction_attribute
-        _call(
-            driver.cuFuncSetAttribute,
-            function,
-            attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            shared,
-        )
-        _call(
-            driver.cuFuncSetAttribute,
-            function,
-            attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
-            1,
-        )
+        _set(function, "MAX_DYNAMIC_SHARED_SIZE_BYTES", shared)
+        _set(function, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
         clusters = []
         for size in range(2, LARGEST_CLUSTER + 1):
             config = _config(size, 32, shared, size, cooperative=False)
@@ -218,17 +194,18 @@ def _config(
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
     attributes = []
+
+    def attribute(name: str) -> Any:
+        made = driver.CUlaunchAttribute()
+        made.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        attributes.append(made)
+        return made.value
+
     if cooperative:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-        attributes.append(attribute)
+        attribute("COOPERATIVE").cooperative = 1
     if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x = cluster
-        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-        attributes.append(attribute)
+        size = attribute("CLUSTER_DIMENSION").clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
     config.attrs = attributes
     config.numAttrs = len(attributes)
     return config
@@ -258,6 +235,14 @@ def _driver() -> Any:
             hint="Install it: pip install cuda-bindings",
         ) from error
     return driver
+
+
+def _attribute(name: str) -> Any:
+    return getattr(_driver().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+
+
+def _set(function: Any, attribute: str, value: int) -> None:
+    _call(_driver().cuFuncSetAttribute, function, _attribute(attribute), value)
 
 
 def _call(function: Any, *arguments: Any) -> Any:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_WEIGHT, Recurrent, StepOp
+from tilefit.ops import BACKWARD_WEIGHT, Recurrent
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
-from tilefit.rules.recurrent.layers import recurrent_layers
+from tilefit.rules.recurrent.layers import exchanged, recurrent_layers
 from tilefit.rules.resize import pad
-
-_HIDDEN_MULTIPLE = 128
-_BATCH_MULTIPLE = 8
-
-
-def _unpack(op: Recurrent) -> list[Recurrent]:
-    return [replace(op, packed=False, rows=0)]
 
 
 def _split(op: Recurrent) -> list[Recurrent]:
@@ -30,38 +24,38 @@ def _split(op: Recurrent) -> list[Recurrent]:
     return [layer for layer in layers for _ in range(op.directions)]
 
 
-def _half(op: Recurrent) -> list[Recurrent]:
-    return [replace(op, dtype="fp16")]
-
-
-def _pad_hidden(op: Recurrent) -> list[Recurrent]:
-    return [replace(op, hidden_size=pad(op.hidden_size, _HIDDEN_MULTIPLE))]
-
-
-def _pad_input(op: Recurrent) -> list[Recurrent]:
-    return [replace(op, input_size=pad(op.input_size, _HIDDEN_MULTIPLE))]
-
-
-def _pad_batch(op: Recurrent) -> list[Recurrent]:
-    return [replace(op, batch=pad(op.batch, _BATCH_MULTIPLE))]
-
-
 class _Change(NamedTuple):
-    """A change to a layer: the layers it becomes, what to tell the user, whether it is safe."""
+    """A change to a layer: what to tell the user, whether it is safe, and which fields it sets or pads to a
+    multiple; or it splits the layer."""
 
-    apply: Callable[[Recurrent], list[Recurrent]]
     advice: str
     safety: str
+    sets: Mapping[str, Any] = {}
+    pads: Mapping[str, int] = {}
+    splits: bool = False
+
+    def apply(self, op: Recurrent) -> list[Recurrent]:
+        """The layers that a layer becomes."""
+        if self.splits:
+            return _split(op)
+        sizes: dict[str, Any] = {
+            name: pad(getattr(op, name), multiple) for name, multiple in self.pads.items()
+        }
+        return [replace(op, **self.sets, **sizes)]
 
 
-#: The changes that can meet a condition, in the order they are made, with what to tell the user.
-_CHANGES: tuple[_Change, ...] = (
-    _Change(_unpack, "pass a padded tensor, not a PackedSequence (mask the padding in the loss)", UNSAFE),
-    _Change(_half, "run it under fp16 autocast", UNSAFE),
-    _Change(_pad_hidden, "make the hidden size {op.hidden_size}", UNSAFE),
-    _Change(_split, "use a module per layer and direction", SAFE),
-    _Change(_pad_input, "pad the input to {op.input_size} features", SAFE),
-    _Change(_pad_batch, "pad the mini-batch to {op.batch}", SAFE),
+#: The changes that can meet a condition, in the order they are made.
+_CHANGES = (
+    _Change(
+        "pass a padded tensor, not a PackedSequence (mask the padding in the loss)",
+        UNSAFE,
+        sets={"packed": False, "rows": 0},
+    ),
+    _Change("run it under fp16 autocast", UNSAFE, sets={"dtype": "fp16"}),
+    _Change("make the hidden size {op.hidden_size}", UNSAFE, pads={"hidden_size": 128}),
+    _Change("use a module per layer and direction", SAFE, splits=True),
+    _Change("pad the input to {op.input_size} features", SAFE, pads={"input_size": 128}),
+    _Change("pad the mini-batch to {op.batch}", SAFE, pads={"batch": 8}),
 )
 
 
@@ -104,12 +98,7 @@ class PersistentAlgorithm(Rule):
             changes = _fewest(op, gpu, directions - {BACKWARD_WEIGHT})
             if not changes:
                 continue
-            replaced: dict[int, tuple[StepOp, ...]] = {}
-            for _, rows in places:
-                for index in rows:
-                    entry = step.ops[index]
-                    assert isinstance(entry.op, Recurrent)
-                    replaced[index] = tuple(replace(entry, op=new) for new in _applied(entry.op, changes))
+            replaced = exchanged(step, places, partial(_applied, changes=changes))
             after = _applied(op, changes)[-1]
             advice = _advice(op, changes)
             yield Proposal(

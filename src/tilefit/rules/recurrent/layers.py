@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent, Step
 from tilefit.ops.recurrent import INFERENCE, TRAINING
+from tilefit.rules.base import Replaced
 
 #: Modules that run a layer, and the places of their passes in the step, by the layer (its forward pass).
 Layers = dict[Recurrent, list[tuple[str, list[int]]]]
@@ -33,3 +35,14 @@ def layers_of_torch(step: Step) -> Layers:
             ours = replace(op, persistent=TRAINING if trained else INFERENCE)
             by_layer[ours].append((module, indices))
     return by_layer
+
+
+def exchanged(
+    step: Step, places: Iterable[tuple[str, list[int]]], into: Callable[[Recurrent], Iterable[Recurrent]]
+) -> Replaced:
+    """The passes of a layer at these places with what becomes of each."""
+    entries = {index: step.ops[index] for _, indices in places for index in indices}
+    return {
+        index: tuple(replace(entry, op=new) for new in into(entry.op))  # type: ignore[arg-type]
+        for index, entry in entries.items()
+    }

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.cost.persistent import persistent_steps
-from tilefit.ops import Recurrent, StepOp
+from tilefit.ops import Recurrent
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.recurrent.layers import layers_of_torch
+from tilefit.rules.recurrent.layers import exchanged, layers_of_torch
 
 
 class PersistentKernels(Rule):
@@ -46,12 +46,11 @@ class PersistentKernels(Rule):
             steps = persistent_steps(op, gpu)
             if steps is None:
                 continue
-            replaced: dict[int, tuple[StepOp, ...]] = {}
-            for _, indices in places:
-                for index in indices:
-                    entry = step.ops[index]
-                    assert isinstance(entry.op, Recurrent)
-                    replaced[index] = (replace(entry, op=replace(entry.op, persistent=op.persistent)),)
+
+            def ours(each: Recurrent, kind: str = op.persistent) -> list[Recurrent]:
+                return [replace(each, persistent=kind)]
+
+            replaced = exchanged(step, places, ours)
             algorithm = cudnn_algorithm(op, gpu)[0]
             backward = f", {steps.backward_us:.2f} us backward" if steps.backward_us else ""
             row = steps.row
