@@ -11,8 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from tilefit.precision import Watch
-from tilefit.report import Watched
+from tilefit.integrations.watching import Watching
 
 if TYPE_CHECKING:
     Callback = Any
@@ -25,38 +24,17 @@ else:
     ).Callback
 
 
-class PrecisionCallback(Callback):  # type: ignore[misc]
-    """Watches a fit, and prints what it found to stderr when that ends.
-
-    Args:
-        options: Options of :class:`tilefit.precision.Watch`, such as ``every`` and ``steps``.
-
-    Attributes:
-        report: The report, once the fit has ended.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self._options = options
-        self._watch: Watch | None = None
-        self.report: Watched | None = None
+class PrecisionCallback(Watching, Callback):  # type: ignore[misc]
+    """Watches a fit, and prints what it found to stderr when that ends; see :class:`.watching.Watching`."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
-        self._watch = Watch(pl_module, optimizer=trainer.optimizers, **self._options).start()
+        self.begin(pl_module, optimizer=trainer.optimizers)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop, and say what was found."""
-        self._stop()
-        if self.report is not None and trainer.is_global_zero:
-            print(self.report, file=sys.stderr)
+        self.stop(says=trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop."""
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self.report = self._watch.report()
-            self._watch = None
+        self.stop()

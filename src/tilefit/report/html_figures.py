@@ -57,6 +57,15 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Plot:
+    """What every figure with two axes has: where its data is drawn, and the ticks."""
+
+    frame: Frame
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Roof:
     """A limit of the GPU: a horizontal line from ``x`` to the right edge."""
 
@@ -83,7 +92,7 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(Plot):
     """The roofline plot.
 
     Attributes:
@@ -92,9 +101,6 @@ class Roofline:
         angle: Its slope, in degrees.
     """
 
-    frame: Frame
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
     memory: tuple[float, float, float, float]
     memory_label: str
     angle: float
@@ -219,12 +225,9 @@ def _power(exponent: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(Plot):
     """Measured over predicted times; ``equal`` are both ends of the line on which they are the same."""
 
-    frame: Frame
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
     equal: tuple[float, float, float, float]
     dots: tuple[Dot, ...]
 
@@ -280,7 +283,7 @@ def _round_time(time_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(Plot):
     """One curve over the batch.
 
     Attributes:
@@ -291,9 +294,6 @@ class Panel:
     """
 
     title: str
-    frame: Frame
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
     line: str
     band: str
     marks: tuple[tuple[float, float, str], ...]
