@@ -7,22 +7,12 @@ from math import prod
 
 import torch
 
+from tilefit.capture.dtypes import DTYPES
 from tilefit.errors import TilefitError
 
-#: The torch type that stores each of the project's element types.
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+#: The torch type that stores each of the project's element types; of two, the first.
+TORCH_DTYPES = {name: dtype for dtype, name in reversed(DTYPES.items()) if not dtype.is_complex} | {
+    "tf32": torch.float32
 }
 
 # Tensors of PyTorch's own CUDA allocator start at multiples of 512 bytes; ours do too.
