@@ -199,8 +199,10 @@ def _onto_a_pixel(device: torch.device, batch: int, wide: int, narrow: int, side
     return image, pixel, weight
 
 
-_PIXEL = {"batch": (16, 64, 256), "wide": (128, 256, 512), "narrow": (1, 64, 100, 128, 256), "side": (3, 4, 7),
-          "dtype": ("fp32", "bf16")}  # fmt: skip
+_PIXEL = {
+    "batch": (16, 64, 256), "wide": (128, 256, 512), "narrow": (1, 64, 100, 128, 256), "side": (3, 4, 7),
+    "dtype": MATH,
+}  # fmt: skip
 
 
 @grid(40, **_PIXEL)
@@ -220,6 +222,25 @@ def pixel_weight_gradient(device: torch.device, **sizes: Any) -> Any:
     image, pixel, weight = _onto_a_pixel(device, **sizes)
     kept = (None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False))
     return lambda g, x, w: aten.convolution_backward(g, x, w, *kept)[1], [pixel, image, weight]
+
+
+@grid(70, batch=(64, 1024, 16384), m=(1, 7, 16, 49, 64, 196, 576), n=(6, 64, 192, 768, 1536),
+      k=(6, 64, 192, 512, 1024), dtype=("bf16", "fp16", "fp32"))  # fmt: skip
+def shared_product(device: torch.device, batch: int, m: int, n: int, k: int, dtype: str) -> Any:
+    """Products of one matrix with each of many, as linear layers make of transposed inputs."""
+    x = torch.zeros(batch, m, k, dtype=DTYPES[dtype], device=device)
+    weight = torch.zeros(n, k, dtype=DTYPES[dtype], device=device)
+    return lambda x, w: torch.bmm(x, w.t().expand(batch, k, n)), [x, weight]
+
+
+@grid(60, batch=(16, 128), channels=(16, 64, 256, 1024), side=(7, 14, 56, 112), last=(False, True),
+      dtype=("bf16", "fp16", "fp32"))  # fmt: skip
+def applied_norm(device: torch.device, batch: int, channels: int, side: int, dtype: str, last: bool) -> Any:
+    """A batch norm in inference."""
+    x = torch.zeros(batch, channels, side, side, dtype=DTYPES[dtype], device=device)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    of = [torch.ones(channels, device=device) for _ in range(4)]
+    return lambda x, *of: torch.nn.functional.batch_norm(x, *of), [x, *of]
 
 
 def cases(largest: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
@@ -242,9 +263,9 @@ def _reaches(case: dict[str, Any]) -> bool:
 
 
 def _elements(case: dict[str, Any]) -> int:
-    """Of the largest tensor."""
+    """Of the largest tensor, the result of a product among them."""
     made = CALLS[case["function"]](torch.device("meta"), **_sizes(case))[1]
-    return max(each.numel() for each in made)
+    return max(case.get("batch", 1) * case.get("m", 1) * case.get("n", 1), *(each.numel() for each in made))
 
 
 def _sizes(case: dict[str, Any]) -> dict[str, Any]:
