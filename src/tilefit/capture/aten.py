@@ -192,6 +192,7 @@ def gemm_of(
         ld_a=ld_a,
         ld_b=ld_b,
         bias=bias,
+        shared=b.dim() > 2 and b.shape[0] > 1 and not any(b.stride()[:-2]),
     )
 
 
