@@ -130,6 +130,17 @@ _GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.98
 _GEFORCE_HEADROOM = 1.25
 
 
+#: What a PCIe card of a GPU that SXM modules have too delivers at the same clock, with less power: NVIDIA's
+#: A100 datasheet ("delivered performance for top apps"). Lambda's A100 PCIe took 1.08 times as long as the SXM.
+_PCIE_CLOCK = 0.9
+_ALSO_SXM = ((8, 0), (9, 0))
+
+
+def clock_share(gpu: Gpu) -> float:
+    """Share of the boost clock that a card's power sustains, over that of the fastest card of its kind."""
+    return _PCIE_CLOCK if "PCIe" in gpu.title and gpu.compute_capability in _ALSO_SXM else 1.0
+
+
 def _is_geforce(gpu: Gpu) -> bool:
     return "GeForce" in gpu.title
 
@@ -153,7 +164,12 @@ def constants(gpu: Gpu) -> Constants:
         )
         if _is_geforce(gpu):
             found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
-    return found
+    share = clock_share(gpu)
+    return replace(
+        found,
+        math_efficiency=found.math_efficiency * share,
+        simt_efficiency=found.simt_efficiency * share,
+    )
 
 
 # --- links ------------------------------------------------------------------------------------------

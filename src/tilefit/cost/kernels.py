@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from tilefit.cost.tiles import SPLITS, TILES, Tile
+from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
@@ -130,10 +130,11 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     native = f"sm{gpu.compute_capability[0]}0"
     size = size_bytes(gemm.dtype)
     fed = inf if native in _TMA else feed(gpu)
+    tiles = SMALL_TILES if gemm.batch > 1 else TILES
     if worst_bytes >= ALIGNMENT_BYTES or size == 8:
         share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
         reason = "all leading dimensions are multiples of 16 bytes"
-        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed)
+        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed, tiles)
     operand = next(o for o in gemm.operands if o.name == worst)
     if "cublas" in gpu.aligned_only:
         length = operand.leading_dimension
@@ -160,4 +161,5 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         worst_bytes,
         reason,
         fed,
+        tiles,
     )

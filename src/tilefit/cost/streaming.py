@@ -150,7 +150,8 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of an operation, from that of its :func:`traffic`: what it computes comes on top."""
     if isinstance(op, Streaming) and op.function in _FRESH_CLOCKS:
         return _of_fresh_tensors(op, estimate, gpu)
-    if not isinstance(op, Streaming) or op.function not in (GENERATED, APPLIED):
+    is_applied = isinstance(op, Streaming) and op.function == APPLIED and op.dtype == "bf16"
+    if not isinstance(op, Streaming) or not (is_applied or op.function == GENERATED):
         return estimate
     if op.function == GENERATED:
         math_s = op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")

@@ -37,6 +37,8 @@ TILES = tuple(
 )
 
 
+#: Those that batches of small products have too.
+SMALL_TILES = (*TILES, *(Tile(*size) for size in ((128, 32), (32, 128), (128, 16), (16, 128), (32, 32))))
 #: How many blocks may share one tile's contraction.
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.
