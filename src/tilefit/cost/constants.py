@@ -131,7 +131,7 @@ _GEFORCE_HEADROOM = 1.25
 
 
 #: What a PCIe card of a GPU that SXM modules have too delivers at the same clock, with less power: NVIDIA's
-#: A100 datasheet ("delivered performance for top apps"). Lambda's A100 PCIe took 1.08 times as long as the SXM.
+#: A100 datasheet ("delivered performance for top apps"). Lambda's A100 PCIe took 1.08 times as long as SXM.
 _PCIE_CLOCK = 0.9
 _ALSO_SXM = ((8, 0), (9, 0))
 

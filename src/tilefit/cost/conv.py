@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.conv_kernels import is_plain_product, kernels
+from tilefit.cost.conv_kernels import PLAIN_ACCESS_BYTES, is_plain_product, kernels
 from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import (
     ALIGNMENTS,
@@ -22,7 +22,15 @@ from tilefit.cost.features import (
     tiling,
 )
 from tilefit.cost.gemm import schedule
-from tilefit.cost.kernels import SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
+from tilefit.cost.kernels import (
+    SIMT,
+    Kernel,
+    feed,
+    misaligned_ceiling,
+    on_cuda_cores,
+    select,
+    uses_tensor_cores,
+)
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
@@ -75,12 +83,11 @@ _SPREAD = 0.4
 #: weight gradient is a product for each tap, whose channels fill whole tiles of so many.
 _TAP_TILE = {(7, 0): 64, (7, 5): 128}
 _LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 * 128)
-#: Grouped convolutions in NHWC, over the product of all groups: packed ones share a tile, others run group
-#: by group, but for forward passes of groups of whole tiles. From the profile of an H200 (medians of the
-#: layers of 50 models: 0.5, and 3 to 6).
-_PACKED, _GROUP_BY_GROUP = 0.55, 4.0
+#: Grouped convolutions, over the product of all groups: packed ones share a tile (the profile of an H200,
+#: median of the layers of 50 models: 0.5); others in NHWC run group by group (3 to 6 there; of RegNet, NFNet
+#: and ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
+_PACKED, _GROUP_BY_GROUP = 0.55, 2.0
 _FEW_GROUPS = 4
-_WIDE_GROUP = 64
 #: Dense filters of more than 32 taps on Hopper in 16 bits (``benchmarks/results/large_filters_h100.jsonl``):
 #: forward passes and weight gradients of more than 2^20 elements fall to kernels without Tensor Cores,
 #: whatever the layout and the autotuner (1.2 million do, 0.99 million do not; between is a guess), and weight
@@ -125,11 +132,9 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
-    if op.groups > 1 and op.channels_last and uses_tensor_cores(op.dtype, gpu):
-        width, out = op.group_channels
-        whole = op.direction == FORWARD and width == out and width % _WIDE_GROUP == 0
+    if op.groups > 1 and uses_tensor_cores(op.dtype, gpu):
         together = op.groups > _FEW_GROUPS and _grouping(op) == "packed"
-        factor *= 1.0 if whole else _PACKED if together else _GROUP_BY_GROUP
+        factor *= _PACKED if together else _GROUP_BY_GROUP if op.channels_last else 1.0
     return from_datasheet(
         max(plan.time_s * factor + path.conversion_s + constants.kernel_s(gpu), floor),
         floor,
@@ -230,7 +235,8 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     ).implicit_gemm
     misaligned = any(c % access for c in channels)
     rate = 0.0
-    if is_plain_product(op):
+    plain = is_plain_product(op, PLAIN_ACCESS_BYTES)
+    if plain:
         reason = "1 x 1 in NCHW: a plain product for each image"
     elif not op.channels_last:
         rate = _MISALIGNED_NCHW_PER_CLOCK_PER_SM if misaligned else _CONVERTED_PER_CLOCK_PER_SM
@@ -247,7 +253,8 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    kernel = Kernel(family, 0.0, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
+    ceiling = 0.0 if not plain or is_plain_product(op) else misaligned_ceiling(op.dtype, PLAIN_ACCESS_BYTES)
+    kernel = Kernel(family, ceiling, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
     if gpu.compute_capability < (8, 0) and not weight_gradient:
         kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)

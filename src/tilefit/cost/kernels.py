@@ -102,6 +102,11 @@ def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
     return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
 
 
+def misaligned_ceiling(dtype: str, alignment: int) -> float:
+    """FLOP per clock and SM that fetching operands of so many bytes of alignment leaves."""
+    return _CEILINGS[size_bytes(dtype), alignment][1]
+
+
 def feed(gpu: Gpu) -> float:
     """Bytes per clock at which operands reach a multiprocessor whose threads fetch them."""
     return _FEED_BYTES_PER_CLOCK_PER_SM if gpu.compute_capability >= (8, 0) else _FEED_BEFORE_AMPERE
