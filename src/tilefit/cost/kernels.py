@@ -39,19 +39,16 @@ _FEED_BEFORE_AMPERE = 16.0
 #: run on Ampere and Ada, where the ceiling is the same but the Tensor Cores are slower, so the penalty is
 #: milder or nil: consistent with GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX
 #: 3090, and with odd sizes being no slower than even ones on an RTX 4090 (pytorch#181718).
-_CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
+CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
     # (element bytes, alignment bytes): (TN, others)
     (2, 2): (530.0, 667.0),
     (2, 4): (1360.0, 1340.0),
     (2, 8): (1370.0, 1350.0),
     (4, 4): (567.0, 567.0),
     (4, 8): (620.0, 620.0),
-    # Not measured: as 2-byte elements on the same bytes of alignment.
-    (1, 1): (530.0, 667.0),
-    (1, 2): (530.0, 667.0),
-    (1, 4): (1360.0, 1340.0),
-    (1, 8): (1370.0, 1350.0),
 }
+# Not measured: as 2-byte elements on the same bytes of alignment.
+CEILINGS |= {(1, aligned): CEILINGS[2, max(aligned, 2)] for aligned in (1, 2, 4, 8)}
 #: Bytes arrive slower as well, in pieces: products of one to a few rows of 4096 x 4096 weights take 1.6 to
 #: 2.2 times as long at 2 columns (4 bytes) as at 8 on an H200. By bytes of alignment, per clock and SM.
 _MISALIGNED_BYTES_PER_CLOCK_PER_SM = {1: 6.8, 2: 6.8, 4: 8.5, 8: 8.5}
@@ -102,11 +99,6 @@ def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
     return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
 
 
-def misaligned_ceiling(dtype: str, alignment: int) -> float:
-    """FLOP per clock and SM that fetching operands of so many bytes of alignment leaves."""
-    return _CEILINGS[size_bytes(dtype), alignment][1]
-
-
 def feed(gpu: Gpu) -> float:
     """Bytes per clock at which operands reach a multiprocessor whose threads fetch them."""
     return _FEED_BYTES_PER_CLOCK_PER_SM if gpu.compute_capability >= (8, 0) else _FEED_BEFORE_AMPERE
@@ -148,7 +140,7 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         )
     family = SM80 if native in _TMA else native
     # C may have narrower elements than A and B.
-    tn, other = _CEILINGS[size, max(worst_bytes, size)]
+    tn, other = CEILINGS[size, max(worst_bytes, size)]
     reason = (
         f"{worst} has rows of {operand.leading_dimension} elements ({operand.contiguous} is contiguous), "
         f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"

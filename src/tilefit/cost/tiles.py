@@ -20,21 +20,10 @@ class Tile(NamedTuple):
 
 
 #: The tiles of the libraries' Tensor Core kernels that the model chooses from.
-TILES = tuple(
-    Tile(*size)
-    for size in (
-        (256, 128),
-        (128, 256),
-        (192, 128),
-        (128, 192),
-        (128, 128),
-        (256, 64),
-        (64, 256),
-        (128, 64),
-        (64, 128),
-        (64, 64),
-    )
-)
+TILES = tuple(Tile(*size) for size in (
+    (256, 128), (128, 256), (192, 128), (128, 192), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128),
+    (64, 64),
+))  # fmt: skip
 
 
 #: Those that batches of small products have too.

@@ -43,7 +43,7 @@ class Gemm(Op):
         ld_a, ld_b: Leading dimensions in elements where an operand is a slice of a larger matrix;
             0 means tightly packed.
         bias: A bias is added in the epilogue.
-        shared: All products multiply the same B, as linear layers do with transposed inputs where no gradient
+        same_b: All products multiply the same B, as linear layers do with transposed inputs where no gradient
             is asked for (``should_fold`` in ATen/native/LinearAlgebra.cpp).
     """
 
@@ -59,7 +59,7 @@ class Gemm(Op):
     ld_a: int = 0
     ld_b: int = 0
     bias: bool = False
-    shared: bool = False
+    same_b: bool = False
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -88,7 +88,7 @@ class Gemm(Op):
     @property
     def matrices(self) -> int:
         """Different B."""
-        return 1 if self.shared else self.batch
+        return 1 if self.same_b else self.batch
 
     @property
     def flop(self) -> int:
