@@ -22,15 +22,7 @@ from tilefit.cost.features import (
     tiling,
 )
 from tilefit.cost.gemm import schedule
-from tilefit.cost.kernels import (
-    SIMT,
-    Kernel,
-    feed,
-    misaligned_ceiling,
-    on_cuda_cores,
-    select,
-    uses_tensor_cores,
-)
+from tilefit.cost.kernels import CEILINGS, SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
@@ -64,19 +56,13 @@ _FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
 #: gradient tries every tap for each pixel. Fitted to what the profile of an H200 says of these layers of 36
 #: models; of 14 others the medians are 0.93 to 1.07 times as long, of weight gradients in NCHW 1.2 to 1.5.
 _NARROW = {
-    (FORWARD, False, False): (0.3, 12.0, 4.0),
-    (FORWARD, False, True): (0.25, 6.0, 4.0),
-    (FORWARD, True, False): (0.6, 32.0, 2.0),
-    (FORWARD, True, True): (0.8, 16.0, 4.0),
-    (BACKWARD_DATA, False, False): (0.3, 12.0, 4.0),
-    (BACKWARD_DATA, False, True): (0.04, 4.0, 0.7),
-    (BACKWARD_DATA, True, False): (0.6, 20.0, 2.0),
-    (BACKWARD_DATA, True, True): (0.2, 16.0, 4.0),
-    (BACKWARD_WEIGHT, False, False): (0.2, 8.0, 4.0),
-    (BACKWARD_WEIGHT, False, True): (0.15, 2.0, 0.7),
-    (BACKWARD_WEIGHT, True, False): (0.5, 24.0, 4.0),
-    (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
-}
+    (FORWARD, False, False): (0.3, 12.0, 4.0), (FORWARD, False, True): (0.25, 6.0, 4.0),
+    (FORWARD, True, False): (0.6, 32.0, 2.0), (FORWARD, True, True): (0.8, 16.0, 4.0),
+    (BACKWARD_DATA, False, False): (0.3, 12.0, 4.0), (BACKWARD_DATA, False, True): (0.04, 4.0, 0.7),
+    (BACKWARD_DATA, True, False): (0.6, 20.0, 2.0), (BACKWARD_DATA, True, True): (0.2, 16.0, 4.0),
+    (BACKWARD_WEIGHT, False, False): (0.2, 8.0, 4.0), (BACKWARD_WEIGHT, False, True): (0.15, 2.0, 0.7),
+    (BACKWARD_WEIGHT, True, False): (0.5, 24.0, 4.0), (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
+}  # fmt: skip
 _SPREAD = 0.4
 #: Before Ampere (cuDNN 7.6; DeepBench's layers on V100 and T4) a contraction is split for weight gradients
 #: alone; data gradients have the large tiles alone, so that 8 images of 7 x 7 pixels take as long as 16; a
@@ -97,6 +83,10 @@ _MOST_TAPS, _MOST_ELEMENTS = 32, 2**20
 _FALLEN_FLOP_PER_CLOCK_PER_SM = 102.0
 _LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM = 484.0
 _FALLEN_SPREAD = 1.45
+#: From one pixel to an image, as the first layer of a GAN's generator does, TF32 in NCHW has no Tensor Core
+#: kernel there either: FLOP per clock and SM; of 11 sizes on an H100 1.1 to 4.2
+#: (``benchmarks/function_times.py``).
+_FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM = 3.0
 _MEASURED_CHANNELS = 24
 
 #: What tells passes apart for the networks.
@@ -150,11 +140,14 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
 
 def _large_filter_rate(op: Op, gpu: Gpu) -> float:
     """FLOP per clock and SM that a large filter leaves; infinite where the library has its usual kernels."""
-    if not isinstance(op, Conv) or op.direction == BACKWARD_DATA or prod(op.kernel_size) <= _MOST_TAPS:
+    if not isinstance(op, Conv) or gpu.compute_capability != (9, 0) or len(op.kernel_size) != 2:
         return inf
-    like_measured = gpu.compute_capability == (9, 0) and op.dtype in HALVES and len(op.kernel_size) == 2
-    plain = op.groups == max(*op.stride, *op.dilation) == 1
-    if not like_measured or not plain or min(op.group_channels) < _MEASURED_CHANNELS:
+    if op.groups != 1 or max(*op.stride, *op.dilation) > 1 or min(op.group_channels) < _MEASURED_CHANNELS:
+        return inf
+    if op.direction == BACKWARD_DATA:
+        whole = prod(op.output_size) == 1 < prod(op.kernel_size) and not op.channels_last
+        return _FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM if whole and op.dtype == "tf32" else inf
+    if op.dtype not in HALVES or prod(op.kernel_size) <= _MOST_TAPS:
         return inf
     if op.weight_elements > _MOST_ELEMENTS:
         return _FALLEN_FLOP_PER_CLOCK_PER_SM
@@ -253,7 +246,9 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    ceiling = 0.0 if not plain or is_plain_product(op) else misaligned_ceiling(op.dtype, PLAIN_ACCESS_BYTES)
+    ceiling = (
+        0.0 if not plain or is_plain_product(op) else CEILINGS[size_bytes(op.dtype), PLAIN_ACCESS_BYTES][1]
+    )
     kernel = Kernel(family, ceiling, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
     if gpu.compute_capability < (8, 0) and not weight_gradient:
