@@ -25,6 +25,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,23 @@ def step_of(row: dict[str, str], folder: Path) -> Step | None:
     """The step of a row; None where it cannot be captured."""
     size, batch, train = int(row["img_size"]), int(float(row["batch_size"])), row["mode"] == "train"
     last = row["layout"] == "nhwc"
-    path = folder / f"{row['model']}-{size}-{batch}-{row['mode']}-{row['layout']}-{row['compiled']}.pickle"
+    fused = "-pt1" not in row["file"]  # no attention kernel before PyTorch 2.0
+    path = (
+        folder
+        / f"{row['model']}-{size}-{batch}-{row['mode']}-{row['layout']}-{row['compiled']}-{fused}.pickle"
+    )
     if path.is_file():
         step: Step = pickle.loads(path.read_bytes())  # which this script wrote
         return step
     options = StepOptions(
-        train=train, amp="fp16", channels_last=last, optimizer="sgd", compile=row["compiled"] == "True"
+        train=train,
+        amp="fp16",
+        channels_last=last,
+        # As timm makes it; several tensors in one kernel are the default since PyTorch 2.0.
+        optimizer=partial(torch.optim.SGD, lr=1e-4, momentum=0.9, nesterov=True, foreach=fused),
+        compile=row["compiled"] == "True",
     )
+    timm.layers.set_fused_attn(fused)
     try:
         with torch.device("meta"):
             model = timm.create_model(row["model"].split(".")[0])

@@ -164,6 +164,7 @@ def gemm_of(
         ld_a=ld_a,
         ld_b=ld_b,
         bias=bias,
+        same_b=b.dim() > 2 and b.shape[0] > 1 and not any(b.stride()[:-2]),
     )
 
 
@@ -355,6 +356,10 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
     """How many elements a result depends on where they lie together in memory (else 0), and whether the
     operation runs across the contiguous dimension; None where the operands' layouts tell."""
     x = call.inputs[0]
+    if call.packet == "cat":
+        return 0, not all(t.is_contiguous() or is_channels_last(t) for t in call.inputs)
+    if "ctc_loss" in call.packet:  # its steps follow each other
+        return next(t.shape[0] for t in call.inputs if t.dim() == 3), False
     if role == "softmax":
         dim = next((a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1)
         return (int(x.shape[dim]) if x.dim() else 1), False
@@ -434,7 +439,7 @@ def _bags(call: Call, recorder: Recording) -> list[Described]:
     rows = numbers.numel() * prod(table.shape[1:]) * table.element_size()
     small = sum(map(touched_bytes, (numbers, *others)))
     read_bytes = min(rows, touched_bytes(table)) + small
-    return _streamed(call, recorder, "indexing", inner=prod(table.shape[1:]), read_bytes=read_bytes)
+    return _streamed(call, recorder, "indexing", **_rows(call), read_bytes=read_bytes)
 
 
 @_describes("sparse_product")
@@ -470,9 +475,9 @@ def _rows(call: Call) -> dict[str, Any]:
     nothing of a call that takes single elements, or rows along another dimension or by a mask."""
     table, numbers = call.inputs[0], call.inputs[1:2]
     match call.packet.strip("_"):
-        case "embedding":
+        case "embedding" | "embedding_bag" | "embedding_bag_forward_only":
             pass
-        case "embedding_dense_backward":
+        case "embedding_dense_backward" | "embedding_bag_backward":
             table = call.outputs[0]
         case "index_select" | "index_add":
             if not table.dim() or call.named("dim") % table.dim():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.conv_kernels import is_plain_product, kernels
+from tilefit.cost.conv_kernels import PLAIN_ACCESS_BYTES, is_plain_product, kernels
 from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import (
     ALIGNMENTS,
@@ -22,7 +22,7 @@ from tilefit.cost.features import (
     tiling,
 )
 from tilefit.cost.gemm import schedule
-from tilefit.cost.kernels import SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
+from tilefit.cost.kernels import CEILINGS, SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
@@ -56,31 +56,24 @@ _FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
 #: gradient tries every tap for each pixel. Fitted to what the profile of an H200 says of these layers of 36
 #: models; of 14 others the medians are 0.93 to 1.07 times as long, of weight gradients in NCHW 1.2 to 1.5.
 _NARROW = {
-    (FORWARD, False, False): (0.3, 12.0, 4.0),
-    (FORWARD, False, True): (0.25, 6.0, 4.0),
-    (FORWARD, True, False): (0.6, 32.0, 2.0),
-    (FORWARD, True, True): (0.8, 16.0, 4.0),
-    (BACKWARD_DATA, False, False): (0.3, 12.0, 4.0),
-    (BACKWARD_DATA, False, True): (0.04, 4.0, 0.7),
-    (BACKWARD_DATA, True, False): (0.6, 20.0, 2.0),
-    (BACKWARD_DATA, True, True): (0.2, 16.0, 4.0),
-    (BACKWARD_WEIGHT, False, False): (0.2, 8.0, 4.0),
-    (BACKWARD_WEIGHT, False, True): (0.15, 2.0, 0.7),
-    (BACKWARD_WEIGHT, True, False): (0.5, 24.0, 4.0),
-    (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
-}
+    (FORWARD, False, False): (0.3, 12.0, 4.0), (FORWARD, False, True): (0.25, 6.0, 4.0),
+    (FORWARD, True, False): (0.6, 32.0, 2.0), (FORWARD, True, True): (0.8, 16.0, 4.0),
+    (BACKWARD_DATA, False, False): (0.3, 12.0, 4.0), (BACKWARD_DATA, False, True): (0.04, 4.0, 0.7),
+    (BACKWARD_DATA, True, False): (0.6, 20.0, 2.0), (BACKWARD_DATA, True, True): (0.2, 16.0, 4.0),
+    (BACKWARD_WEIGHT, False, False): (0.2, 8.0, 4.0), (BACKWARD_WEIGHT, False, True): (0.15, 2.0, 0.7),
+    (BACKWARD_WEIGHT, True, False): (0.5, 24.0, 4.0), (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
+}  # fmt: skip
 _SPREAD = 0.4
 #: Before Ampere (cuDNN 7.6; DeepBench's layers on V100 and T4) a contraction is split for weight gradients
 #: alone; data gradients have the large tiles alone, so that 8 images of 7 x 7 pixels take as long as 16; a
 #: weight gradient is a product for each tap, whose channels fill whole tiles of so many.
 _TAP_TILE = {(7, 0): 64, (7, 5): 128}
 _LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 * 128)
-#: Grouped convolutions in NHWC, over the product of all groups: packed ones share a tile, others run group
-#: by group, but for forward passes of groups of whole tiles. From the profile of an H200 (medians of the
-#: layers of 50 models: 0.5, and 3 to 6).
-_PACKED, _GROUP_BY_GROUP = 0.55, 4.0
+#: Grouped convolutions, over the product of all groups: packed ones share a tile (the profile of an H200,
+#: median of the layers of 50 models: 0.5); others in NHWC run group by group (3 to 6 there; of RegNet, NFNet
+#: and ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
+_PACKED, _GROUP_BY_GROUP = 0.55, 2.0
 _FEW_GROUPS = 4
-_WIDE_GROUP = 64
 #: Dense filters of more than 32 taps on Hopper in 16 bits (``benchmarks/results/large_filters_h100.jsonl``):
 #: forward passes and weight gradients of more than 2^20 elements fall to kernels without Tensor Cores,
 #: whatever the layout and the autotuner (1.2 million do, 0.99 million do not; between is a guess), and weight
@@ -90,6 +83,10 @@ _MOST_TAPS, _MOST_ELEMENTS = 32, 2**20
 _FALLEN_FLOP_PER_CLOCK_PER_SM = 102.0
 _LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM = 484.0
 _FALLEN_SPREAD = 1.45
+#: From one pixel to an image, as the first layer of a GAN's generator does, TF32 in NCHW has no Tensor Core
+#: kernel there either: FLOP per clock and SM; of 11 sizes on an H100 1.1 to 4.2
+#: (``benchmarks/function_times.py``).
+_FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM = 3.0
 _MEASURED_CHANNELS = 24
 
 #: What tells passes apart for the networks.
@@ -125,11 +122,9 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
-    if op.groups > 1 and op.channels_last and uses_tensor_cores(op.dtype, gpu):
-        width, out = op.group_channels
-        whole = op.direction == FORWARD and width == out and width % _WIDE_GROUP == 0
+    if op.groups > 1 and uses_tensor_cores(op.dtype, gpu):
         together = op.groups > _FEW_GROUPS and _grouping(op) == "packed"
-        factor *= 1.0 if whole else _PACKED if together else _GROUP_BY_GROUP
+        factor *= _PACKED if together else _GROUP_BY_GROUP if op.channels_last else 1.0
     return from_datasheet(
         max(plan.time_s * factor + path.conversion_s + constants.kernel_s(gpu), floor),
         floor,
@@ -145,11 +140,14 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
 
 def _large_filter_rate(op: Op, gpu: Gpu) -> float:
     """FLOP per clock and SM that a large filter leaves; infinite where the library has its usual kernels."""
-    if not isinstance(op, Conv) or op.direction == BACKWARD_DATA or prod(op.kernel_size) <= _MOST_TAPS:
+    if not isinstance(op, Conv) or gpu.compute_capability != (9, 0) or len(op.kernel_size) != 2:
         return inf
-    like_measured = gpu.compute_capability == (9, 0) and op.dtype in HALVES and len(op.kernel_size) == 2
-    plain = op.groups == max(*op.stride, *op.dilation) == 1
-    if not like_measured or not plain or min(op.group_channels) < _MEASURED_CHANNELS:
+    if op.groups != 1 or max(*op.stride, *op.dilation) > 1 or min(op.group_channels) < _MEASURED_CHANNELS:
+        return inf
+    if op.direction == BACKWARD_DATA:
+        whole = prod(op.output_size) == 1 < prod(op.kernel_size) and not op.channels_last
+        return _FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM if whole and op.dtype == "tf32" else inf
+    if op.dtype not in HALVES or prod(op.kernel_size) <= _MOST_TAPS:
         return inf
     if op.weight_elements > _MOST_ELEMENTS:
         return _FALLEN_FLOP_PER_CLOCK_PER_SM
@@ -230,7 +228,8 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     ).implicit_gemm
     misaligned = any(c % access for c in channels)
     rate = 0.0
-    if is_plain_product(op):
+    plain = is_plain_product(op, PLAIN_ACCESS_BYTES)
+    if plain:
         reason = "1 x 1 in NCHW: a plain product for each image"
     elif not op.channels_last:
         rate = _MISALIGNED_NCHW_PER_CLOCK_PER_SM if misaligned else _CONVERTED_PER_CLOCK_PER_SM
@@ -247,7 +246,10 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    kernel = Kernel(family, 0.0, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
+    ceiling = (
+        0.0 if not plain or is_plain_product(op) else CEILINGS[size_bytes(op.dtype), PLAIN_ACCESS_BYTES][1]
+    )
+    kernel = Kernel(family, ceiling, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
     if gpu.compute_capability < (8, 0) and not weight_gradient:
         kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)

@@ -18,7 +18,7 @@ from tilefit.ops.dtypes import elements_per_access, size_bytes
 
 #: Pixels that make whole accesses of so many bytes are multiplied as they lie, by a slower kernel than those
 #: of 16 bytes, but by a single one.
-_PLAIN_ACCESS_BYTES = 8
+PLAIN_ACCESS_BYTES = 8
 #: Pixels of an image from which few channels are converted too.
 _CONVERTED_PIXELS = 4096
 #: Fewest channels of the input that make no whole accesses and are converted: in 16 bits, and in TF32.
@@ -51,7 +51,7 @@ def kernels(op: Conv, gpu: Gpu) -> int:
     if not uses_tensor_cores(op.dtype, gpu):
         return _on_cuda_cores(op)
     pixels = prod(op.input_size)
-    if is_plain_product(op, _PLAIN_ACCESS_BYTES):
+    if is_plain_product(op, PLAIN_ACCESS_BYTES):
         return 1 + (op.direction == BACKWARD_WEIGHT and pixels > 1)  # the images' products are added
     split = op.direction == BACKWARD_WEIGHT and product_kernels(op.implicit_gemm, gpu) > 1
     ins, outs = (channels % elements_per_access(op.dtype) > 0 for channels in op.group_channels)

@@ -10,6 +10,11 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
   What another generated kernel reads, in the backward pass above all, is computed again from what lies in
   memory where that moves no more bytes than writing and reading the result; random numbers, sums and the
   softmax of attention are not computed again.
+- Between the two graphs lies what AOTAutograd saves: the result of a softmax is computed again from its input
+  where that is smaller; joined tensors and interpolations are not.
+- A module that runs a recurrent layer is not compiled, nor what it calls: Dynamo skips it
+  (``torch._dynamo.config.allow_rnn``). Of three models on an H200 whose outermost module does, none ran a
+  generated kernel.
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
   for the whole grid. So must the users of statistics over a batch, whose kernel reads its inputs twice.
@@ -56,10 +61,12 @@ _LEFT_TO_ATEN = frozenset(
 )
 #: Functions whose result is never computed again: random numbers; and what Inductor keeps, or computes once
 #: more for itself, which moves as much: the softmax of attention (not that of a loss) and the results of
-#: norms over a batch or over channels.
+#: norms over a batch or over channels; and what the partitioner does not compute again, since no kernel goes
+#: on from it (``torch._functorch.partitioners.get_default_op_list``).
+_MADE_AGAIN = ("softmax", "safe_softmax")
 _KEPT = frozenset(
     """bernoulli rand randn rand_like randn_like normal uniform softmax safe_softmax native_batch_norm
-    native_group_norm""".split()
+    native_group_norm cat upsample_bilinear2d""".split()
 )
 #: Further kernels beside the one that writes the result, by function: the stages of the sums over the batch
 #: (statistics, or the gradients of scale and shift).
@@ -115,7 +122,10 @@ _Roots = dict[_Value, int]
 
 
 def fuse(step: Step) -> Step:
-    """The step as a compiled model would run it."""
+    """The step as a compiled model would run it; as it is where nothing of the model is compiled."""
+    skipped = _skipped(step)
+    if all(map(skipped, step.ops)):
+        return replace(step, settings=replace(step.settings, compiled=False))
     fusion = _Fusion(list(_lowered(step)))
     ops = tuple(fusion.kernels())
     return replace(
@@ -125,6 +135,20 @@ def fuse(step: Step) -> Step:
         memory=fusion.memory(step.memory, tensors_that_stay(step.ops, step.parameters)),
         settings=replace(step.settings, compiled=True),
     )
+
+
+def _skipped(step: Step) -> Callable[[StepOp], bool]:
+    """Tells the operations of modules that run recurrent layers, and of what these call."""
+    layers = [entry.site.module for entry in step.ops if entry.op.kind == "recurrent"]
+    owners = {layer.rpartition(".")[0] for layer in layers}
+
+    def is_skipped(entry: StepOp) -> bool:
+        module = entry.site.module
+        return entry.phase == OPTIMIZER or any(
+            not owner or module == owner or module.startswith(f"{owner}.") for owner in owners
+        )
+
+    return is_skipped
 
 
 def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int], int]:
@@ -262,7 +286,11 @@ class _Fusion:
             chain = self.chains.get(index)
             position = chain.position if chain else index
             reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
-            last.update(dict.fromkeys(reads, position))
+            for value in reads:
+                saved = (value,) if entry.phase == FORWARD else self._saved(value)
+                last.update(dict.fromkeys(saved, position))
+                if value not in saved:
+                    last.setdefault(value, self.chains[value[0]].position)
             if entry.phase == OPTIMIZER:
                 continue
             for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
@@ -279,6 +307,17 @@ class _Fusion:
                     made.setdefault(place, {})[pads[key]] = pad.after * size_bytes(pad.dtype)
                 last[pads[key]] = index
         return made, last
+
+    def _saved(self, value: _Value) -> Collection[_Value]:
+        """What is kept so that the backward pass can have a value."""
+        writer = value[0]
+        if writer not in self.chains or value[1] < 0 or self.ops[writer].phase != FORWARD:
+            return (value,)
+        if self._streaming(writer).function.strip("_") not in _MADE_AGAIN:
+            return (value,)
+        ref, source = self.sources[writer][0]
+        roots = self._roots((source, ref.id), _bytes(ref))
+        return roots if sum(roots.values()) <= _bytes(self.refs[value]) else (value,)
 
     def _escapes(self, value: _Value, reader: int) -> None:
         source = self.chains.get(value[0])

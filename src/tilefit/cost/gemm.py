@@ -86,7 +86,7 @@ def schedule(
     if traffic is None:
         passed_on = min(rate_bytes_per_s(source.moved_bytes, gpu, constants, passed_on=True), fetched)
         # Before B is needed again, a weight, others are.
-        weighted += batch * n * k * size * max(0.0, passed_on / rate - 1)
+        weighted += gemm.matrices * n * k * size * max(0.0, passed_on / rate - 1)
         rate = passed_on
     saturating = sms * constants.saturating_share
     split_s = constants.split_clocks / gpu.boost_clock_hz
@@ -189,7 +189,7 @@ def gemm_features(op: Gemm, gpu: Gpu) -> Row:
     peak = gpu.peak_flop_per_s(dtype)
     a, b, _ = op.operands
     aligned = (a.alignment_bytes, b.alignment_bytes, alignment_bytes(n, out_dtype))
-    a_bytes, b_bytes, c_bytes = batch * m * k * size, batch * n * k * size, batch * m * n * out_size
+    a_bytes, b_bytes, c_bytes = batch * m * k * size, op.matrices * n * k * size, batch * m * n * out_size
     moved = a_bytes + b_bytes + c_bytes
     math_s = op.flop / peak
     memory_s = moved / gpu.memory_bandwidth_bytes_per_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from tilefit.cost.tiles import SPLITS, TILES, Tile
+from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
@@ -39,19 +39,16 @@ _FEED_BEFORE_AMPERE = 16.0
 #: run on Ampere and Ada, where the ceiling is the same but the Tensor Cores are slower, so the penalty is
 #: milder or nil: consistent with GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX
 #: 3090, and with odd sizes being no slower than even ones on an RTX 4090 (pytorch#181718).
-_CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
+CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
     # (element bytes, alignment bytes): (TN, others)
     (2, 2): (530.0, 667.0),
     (2, 4): (1360.0, 1340.0),
     (2, 8): (1370.0, 1350.0),
     (4, 4): (567.0, 567.0),
     (4, 8): (620.0, 620.0),
-    # Not measured: as 2-byte elements on the same bytes of alignment.
-    (1, 1): (530.0, 667.0),
-    (1, 2): (530.0, 667.0),
-    (1, 4): (1360.0, 1340.0),
-    (1, 8): (1370.0, 1350.0),
 }
+# Not measured: as 2-byte elements on the same bytes of alignment.
+CEILINGS |= {(1, aligned): CEILINGS[2, max(aligned, 2)] for aligned in (1, 2, 4, 8)}
 #: Bytes arrive slower as well, in pieces: products of one to a few rows of 4096 x 4096 weights take 1.6 to
 #: 2.2 times as long at 2 columns (4 bytes) as at 8 on an H200. By bytes of alignment, per clock and SM.
 _MISALIGNED_BYTES_PER_CLOCK_PER_SM = {1: 6.8, 2: 6.8, 4: 8.5, 8: 8.5}
@@ -130,10 +127,11 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     native = f"sm{gpu.compute_capability[0]}0"
     size = size_bytes(gemm.dtype)
     fed = inf if native in _TMA else feed(gpu)
+    tiles = SMALL_TILES if gemm.batch > 1 else TILES
     if worst_bytes >= ALIGNMENT_BYTES or size == 8:
         share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
         reason = "all leading dimensions are multiples of 16 bytes"
-        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed)
+        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed, tiles)
     operand = next(o for o in gemm.operands if o.name == worst)
     if "cublas" in gpu.aligned_only:
         length = operand.leading_dimension
@@ -142,7 +140,7 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         )
     family = SM80 if native in _TMA else native
     # C may have narrower elements than A and B.
-    tn, other = _CEILINGS[size, max(worst_bytes, size)]
+    tn, other = CEILINGS[size, max(worst_bytes, size)]
     reason = (
         f"{worst} has rows of {operand.leading_dimension} elements ({operand.contiguous} is contiguous), "
         f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"
@@ -160,4 +158,5 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         worst_bytes,
         reason,
         fed,
+        tiles,
     )

@@ -19,7 +19,7 @@ from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.cost.priced import PricedGpu
 from tilefit.gpus import Gpu
 from tilefit.ops import Op, Streaming
-from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.dtypes import HALVES, size_bytes
 
 #: A block of a lookup, and the bytes that it takes.
 _LOOKED_UP_CLOCKS, _BLOCK_BYTES = 145.0, 4096
@@ -28,6 +28,13 @@ _ADDED_CLOCKS = {4: 1.72, 2: 2.05}
 _ADDED_ROW_CLOCKS, _ADDED_S = 2.4, 2e-6
 #: Rows scattered: an element of rows that are added whole, one of those added by their own numbers.
 _SCATTERED_CLOCKS, _SCATTERED_EACH_CLOCKS, _SCATTERED_S = 0.72, 1.7, 8e-6
+#: A row that is added to one that was, after it: in fp32, and in 16 bits, with its elements.
+_SCATTERED_AGAIN_CLOCKS = 4.8
+_SCATTERED_AGAIN_HALF_CLOCKS, _SCATTERED_AGAIN_ELEMENT_CLOCKS = 8.4, 0.22
+#: Bags of rows: a bag and its elements, a row and its elements, and a row after the one before it in its bag
+#: (an H100, ``benchmarks/function_times.py``).
+_BAG_CLOCKS, _BAG_ELEMENT_CLOCKS, _BAG_ROW_CLOCKS, _BAG_ROW_ELEMENT_CLOCKS = 60.0, 2.6, 4.0, 0.5
+_BAG_WAIT_CLOCKS = 500.0
 #: Rows written.
 _WRITTEN_CLOCKS, _WRITTEN_ROW_CLOCKS, _WRITTEN_S = 1.06, 3.6, 4.5e-6
 #: Rows added in order: up to so many by one sorting kernel; their checks and kernels; a million's sort, which
@@ -91,7 +98,19 @@ def _added(op: Streaming, gpu: PricedGpu) -> float:
 
 def _scattered(op: Streaming, gpu: PricedGpu) -> float:
     each = _SCATTERED_CLOCKS if op.inner > 1 else _SCATTERED_EACH_CLOCKS
-    return _SCATTERED_S + _clocks_s(op.picked * op.inner * each, gpu)
+    again = _SCATTERED_AGAIN_CLOCKS
+    if op.dtype in HALVES:
+        again = _SCATTERED_AGAIN_HALF_CLOCKS + op.inner * _SCATTERED_AGAIN_ELEMENT_CLOCKS
+    waits_s = op.picked / op.table * again / gpu.boost_clock_hz
+    return _SCATTERED_S + max(_clocks_s(op.picked * op.inner * each, gpu), waits_s)
+
+
+def _bags(op: Streaming, gpu: PricedGpu) -> float:
+    bags = max(1.0, (op.write_bytes - 8 * op.picked) / (op.inner * size_bytes(op.dtype) + 16))
+    clocks = bags * (_BAG_CLOCKS + op.inner * _BAG_ELEMENT_CLOCKS)
+    clocks += op.picked * (_BAG_ROW_CLOCKS + op.inner * _BAG_ROW_ELEMENT_CLOCKS)
+    waits_s = op.picked / bags * _BAG_WAIT_CLOCKS / gpu.boost_clock_hz
+    return _KERNEL_S + waits_s + _clocks_s(clocks, gpu)
 
 
 def _put(op: Streaming, gpu: PricedGpu) -> float:
@@ -132,7 +151,8 @@ _SECONDS: dict[str, Callable[[Streaming, PricedGpu], float]] = {
     "index_add": _added,
     "scatter_add": _scattered,
     **dict.fromkeys(("index_put", "index_put_impl", "unsafe_index_put"), _put),
-    "embedding_dense_backward": _embedding_gradient,
+    **dict.fromkeys(("embedding_dense_backward", "_embedding_bag_backward"), _embedding_gradient),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _bags),
     "tilefit.sparse_product": _in_kernels,
     "tilefit.coalesced_values": _in_kernels,
 }

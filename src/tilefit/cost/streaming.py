@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from functools import cache
-from math import gcd, hypot, log2, prod
+from math import gcd, log2, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,20 +48,12 @@ class Limits(NamedTuple):
 #: Of functions that were not fitted, by role. A sort makes several passes, an embedding gathers rows, a loss
 #: reads its logits more than once, a collective also crosses a slower link that no GPU file describes.
 _BY_ROLE = {
-    "pointwise": Limits(0.9, kernels=0.5),
-    "copy": Limits(0.9, kernels=0.5),
-    "reduction": Limits(0.8, kernels=1.5),
-    "normalization": Limits(0.5, kernels=1.5),
-    "softmax": Limits(0.7, kernels=1.5),
-    "loss": Limits(0.7, kernels=1.5),
-    "embedding": Limits(0.6),
-    "indexing": Limits(0.5),
-    "sort": Limits(0.1, kernels=1.5),
-    "pooling": Limits(0.2),
-    "optimizer": Limits(0.7),
-    "collective": Limits(0.2),
-    "other": Limits(0.6),
-}
+    "pointwise": Limits(0.9, kernels=0.5), "copy": Limits(0.9, kernels=0.5),
+    "reduction": Limits(0.8, kernels=1.5), "normalization": Limits(0.5, kernels=1.5),
+    "softmax": Limits(0.7, kernels=1.5), "loss": Limits(0.7, kernels=1.5), "embedding": Limits(0.6),
+    "indexing": Limits(0.5), "sort": Limits(0.1, kernels=1.5), "pooling": Limits(0.2),
+    "optimizer": Limits(0.7), "collective": Limits(0.2), "other": Limits(0.6),
+}  # fmt: skip
 #: An access of these that is not coalesced on one side.
 _STRIDED_SHARE = 0.5
 #: Half-width of the 80 % interval, as a factor minus one. The roles with made-of-several-passes shares are
@@ -74,17 +66,21 @@ _SPREAD = 0.4
 #: 1.43 times as slow, it took 1.05 and 1.13 to 1.18 times as long in all, as times do that add as squares:
 #: 1.05 and 1.13 (``benchmarks/results/whole_steps_inference*.json``).
 _APPLIED_CLOCKS = {False: 0.72, True: 0.39}
+#: cuDNN's, which applies those in fp16 and fp32; an element of tensors that are joined and not contiguous; a
+#: step of CTC, one after another. All of an H100, where norms in 16 bits of 50 MB and more took 0.60 to 0.75
+#: clocks an element (``benchmarks/function_times.py``).
+_CUDNN_CLOCKS, _JOINED_CLOCKS = 0.66, 0.74
+_STEP_CLOCKS = {"_ctc_loss": 1300.0, "_ctc_loss_backward": 2200.0}
+#: Power with which times add of which the longer counts.
+_MOST = 8.0
 
 #: What optimizers run on tensors that they have just written, which the L2 cache then still has: clocks for
 #: an element of a block's chunk (two small programs' on an H100: 8 to 13 us of 65,536 elements), and before
 #: them. A block takes as many elements of one tensor.
 _FRESH_CLOCKS = {
-    "_foreach_add": 0.22,
-    "_foreach_addcmul": 0.24,
-    "_foreach_sqrt": 0.34,
-    "_foreach_div": 0.34,
+    "_foreach_add": 0.22, "_foreach_addcmul": 0.24, "_foreach_sqrt": 0.34, "_foreach_div": 0.34,
     "_foreach_addcdiv": 0.37,
-}
+}  # fmt: skip
 _FRESH_S, _CHUNK_ELEMENTS = 1.3e-6, 65536
 #: Tensors of an optimizer that are in use at once, over those of one operation.
 _FRESH_FOOTPRINT = 1.5
@@ -143,29 +139,43 @@ def traffic(op: Op) -> Op:
         return replace(op, kernels=op.kernels - 1 + _KERNELS[op.function])
     if op.function == GENERATED:
         return replace(op, flop_per_element=0.0)
-    return replace(op, role="pointwise", strided=False) if op.function == APPLIED else op
+    if op.function == APPLIED:
+        return replace(op, role="pointwise", strided=False)
+    return replace(op, strided=False) if op.function == "cat" else op
 
 
 def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of an operation, from that of its :func:`traffic`: what it computes comes on top."""
-    if isinstance(op, Streaming) and op.function in _FRESH_CLOCKS:
-        return _of_fresh_tensors(op, estimate, gpu)
-    if not isinstance(op, Streaming) or op.function not in (GENERATED, APPLIED):
+    if not isinstance(op, Streaming):
         return estimate
-    if op.function == GENERATED:
-        math_s = op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
-        times_s = [each + math_s for each in (estimate.time_s, estimate.low_s, estimate.high_s)]
-    else:
-        math_s = op.elements * _APPLIED_CLOCKS[op.strided] / (gpu.sms * gpu.boost_clock_hz)
-        times_s = [hypot(each, math_s) for each in (estimate.time_s, estimate.low_s, estimate.high_s)]
+    if op.function in _FRESH_CLOCKS:
+        return _of_fresh_tensors(op, estimate, gpu)
+    math_s, power = _work(op, gpu)
+    if not math_s:
+        return estimate
+    times_s = (estimate.time_s, estimate.low_s, estimate.high_s)
+    time_s, low_s, high_s = ((each**power + math_s**power) ** (1 / power) for each in times_s)
     return replace(
         estimate,
-        time_s=times_s[0],
-        low_s=times_s[1],
-        high_s=times_s[2],
+        time_s=time_s,
+        low_s=low_s,
+        high_s=high_s,
         math_s=math_s,
         bound=MATH if math_s > estimate.time_s else estimate.bound,
     )
+
+
+def _work(op: Streaming, gpu: Gpu) -> tuple[float, float]:
+    """Seconds that a kernel computes, and the power with which these and those of its traffic add."""
+    each_s = op.elements / (gpu.sms * gpu.boost_clock_hz)
+    if op.function == GENERATED:
+        return op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32"), 1.0
+    if op.function == APPLIED:
+        applied = op.dtype == "bf16"
+        return each_s * (_APPLIED_CLOCKS[op.strided] if applied else _CUDNN_CLOCKS), 2.0 if applied else _MOST
+    if op.function == "cat" and op.strided:
+        return each_s * _JOINED_CLOCKS, 3.0
+    return op.inner * _STEP_CLOCKS.get(op.function, 0.0) / gpu.boost_clock_hz, _MOST
 
 
 def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:

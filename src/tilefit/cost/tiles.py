@@ -20,23 +20,14 @@ class Tile(NamedTuple):
 
 
 #: The tiles of the libraries' Tensor Core kernels that the model chooses from.
-TILES = tuple(
-    Tile(*size)
-    for size in (
-        (256, 128),
-        (128, 256),
-        (192, 128),
-        (128, 192),
-        (128, 128),
-        (256, 64),
-        (64, 256),
-        (128, 64),
-        (64, 128),
-        (64, 64),
-    )
-)
+TILES = tuple(Tile(*size) for size in (
+    (256, 128), (128, 256), (192, 128), (128, 192), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128),
+    (64, 64),
+))  # fmt: skip
 
 
+#: Those that batches of small products have too.
+SMALL_TILES = (*TILES, *(Tile(*size) for size in ((128, 32), (32, 128), (128, 16), (16, 128), (32, 32))))
 #: How many blocks may share one tile's contraction.
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Bytes of contraction that one pipeline stage holds: 64 elements of 16 bits.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilefit.cost.constants import constants
+from tilefit.cost.constants import clock_share, constants
 from tilefit.cost.estimate import TRANSFERRED, Estimate, bound
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
 from tilefit.gpus import Gpu
@@ -26,7 +26,8 @@ def transferred(op: Op, theirs: Estimate, donor: Gpu, gpu: Gpu) -> Estimate:
     """The estimate of an operation on a GPU, from the donor's."""
     overlap = constants(gpu).overlap
     before_s, after_s = (_memory_s(op, each) for each in (donor, gpu))
-    units = donor.sms * donor.boost_clock_hz / (gpu.sms * gpu.boost_clock_hz)
+    clocks = (each.sms * each.boost_clock_hz * clock_share(each) for each in (donor, gpu))
+    units = next(clocks) / next(clocks)
     before_s = min(before_s, theirs.time_s)
     rest_s = units * (theirs.time_s**overlap - before_s**overlap) ** (1 / overlap)
     floor = floor_s(op, gpu)

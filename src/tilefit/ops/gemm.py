@@ -43,6 +43,8 @@ class Gemm(Op):
         ld_a, ld_b: Leading dimensions in elements where an operand is a slice of a larger matrix;
             0 means tightly packed.
         bias: A bias is added in the epilogue.
+        same_b: All products multiply the same B, as linear layers do with transposed inputs where no gradient
+            is asked for (``should_fold`` in ATen/native/LinearAlgebra.cpp).
     """
 
     kind: ClassVar[str] = "gemm"
@@ -57,6 +59,7 @@ class Gemm(Op):
     ld_a: int = 0
     ld_b: int = 0
     bias: bool = False
+    same_b: bool = False
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -83,12 +86,17 @@ class Gemm(Op):
         )
 
     @property
+    def matrices(self) -> int:
+        """Different B."""
+        return 1 if self.same_b else self.batch
+
+    @property
     def flop(self) -> int:
         return 2 * self.m * self.n * self.k * self.batch
 
     @property
     def read_bytes(self) -> int:
-        return self.batch * (self.m * self.k + self.k * self.n) * size_bytes(self.dtype)
+        return (self.batch * self.m + self.matrices * self.n) * self.k * size_bytes(self.dtype)
 
     @property
     def write_bytes(self) -> int:
