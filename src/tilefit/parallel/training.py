@@ -52,6 +52,8 @@ class TrainingSplit(Split):
         chunks: Parts of the layers that each stage has (interleaved 1F1B); 1: one (1F1B).
         checkpoint: One of :data:`CHECKPOINTS`.
         gpipe: A pipeline runs all forward passes first (GPipe).
+        sums_each: Gradients are summed up behind every micro-batch, not behind the last alone (``no_sync``);
+            None: with FSDP, which then holds a share of them only.
     """
 
     context: int = 1
@@ -60,6 +62,7 @@ class TrainingSplit(Split):
     chunks: int = 1
     checkpoint: str = "none"
     gpipe: bool = False
+    sums_each: bool | None = None
 
     @property
     def gpus(self) -> int:
@@ -75,6 +78,11 @@ class TrainingSplit(Split):
     def replicas(self) -> int:
         """Ranks that hold the same parameters."""
         return self.data * self.context
+
+    def sums(self, part: int, parts: int) -> bool:
+        """Whether gradients are summed up behind a micro-batch."""
+        each = self.zero > 1 if self.sums_each is None else self.sums_each
+        return self.replicas > 1 and (each or part == parts - 1)
 
     def __str__(self) -> str:
         sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context")]
@@ -314,6 +322,7 @@ class Training:
         last = len(blocks) - 1
         done: list[tuple[str, int, int]] = []
         for part in range(parts):
+            sums = self.split.sums(part, parts)
             order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
             for kind, i in order:
                 # The last block is still there when the backward pass begins.
@@ -321,27 +330,26 @@ class Training:
                 before = tuple(done[-2:-1])  # the block before the one before: two are held at once
                 yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
                 if kind == "B" and i < last:
-                    yield Task(("R", part, i + 1), (0, "link"), scatter[i + 1], ((kind, part, i + 1),))
-                time_s = self._sharded_s(blocks[i], times[i], kind, kept)
-                hidden_s = (scatter[min(i + 1, last)] if kind == "B" else 0.0) + (0.0 if kept else gather[i])
+                    yield Task(("R", part, i + 1), (0, "link"), sums * scatter[i + 1], ((kind, part, i + 1),))
+                scatters = kind == "B" and sums
+                time_s = self._sharded_s(blocks[i], times[i].pass_s, kind == "B", not kept, scatters)
+                hidden_s = scatters * scatter[min(i + 1, last)] + (not kept) * gather[i]
                 name = (kind, part, i)
                 yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
                 done.append(name)
-            yield Task(("R", part, 0), (0, "link"), scatter[0], (("B", part, 0),))
+            yield Task(("R", part, 0), (0, "link"), sums * scatter[0], (("B", part, 0),))
         ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
         yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
 
-    def _sharded_s(self, block: Block, times: Block, kind: str, kept: bool) -> float:
+    def _sharded_s(
+        self, block: Block, pass_s: tuple[float, float], backward: bool, gathers: bool, scatters: bool
+    ) -> float:
         """A pass over a block with its copies from and into messages, or the host's work for it."""
-        precision = self.precision
-        messages = (kind == "B") + (not kept)
-        copied = 2 * precision.work * (not kept)
-        if kind == "B":
-            copied += precision.work + precision.gradient
-        host_s = block.forward_host_s if kind == "F" else block.backward_host_s
-        host_s += messages * FSDP_HOST_S * self._host_scale * bool(block.parameters)
-        time_s = times.pass_s[kind == "B"]
-        return max(time_s + self._copied_s(block.parameters, copied), host_s)
+        work, gradient = self.precision.work, self.precision.gradient
+        copied = 2 * work * gathers + (work + gradient) * scatters
+        host_s = block.backward_host_s if backward else block.forward_host_s
+        host_s += (gathers + scatters) * FSDP_HOST_S * self._host_scale * bool(block.parameters)
+        return max(pass_s[backward] + self._copied_s(block.parameters, copied), host_s)
 
     @property
     def _host_scale(self) -> float:
@@ -367,7 +375,7 @@ class Training:
                     yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
                 continue
             after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
-            if part < parts - 1 or split.replicas == 1:
+            if not split.sums(part, parts):
                 yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
             else:
                 for task in self._last(stage, chunk, name, times[chunk], after):
@@ -401,14 +409,15 @@ class Training:
 
     @property
     def _is_ddp(self) -> bool:
-        return self.framework.buckets and self.split.zero < 2 and self.split.replicas > 1
+        return self.framework.bucket_copies > 0 and self.split.zero < 2 and self.split.replicas > 1
 
     def _reduced_s(self, block: Block, times: Block) -> float:
         """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""
         if not self._is_ddp:
             return times.pass_s[1]
         host_s = block.backward_host_s + block.tensors * DDP_HOST_S * self._host_scale
-        return max(times.pass_s[1] + self._copied_s(block.parameters, 4 * self.precision.gradient), host_s)
+        copied = 2 * self.framework.bucket_copies * self.precision.gradient
+        return max(times.pass_s[1] + self._copied_s(block.parameters, copied), host_s)
 
     def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
         optimizer = ("optimizer", stage)
@@ -493,7 +502,10 @@ class Training:
         share = [1 / split.replicas if split.zero >= level else 1.0 for level in (1, 2, 3)]
         # A copy in the type of the products, where the weight is in another, is kept for the backward pass.
         copied = precision.work * (precision.work != precision.weight) * (split.zero < 3)
-        gradients = [block.parameters * precision.gradient * share[1] for block in blocks]
+        # Those that are views of buckets are in them; those that are not summed up yet are whole.
+        held_share = share[1] if split.sums(0, split.parts) else 1.0
+        held_share *= not (self._is_ddp and self.framework.bucket_copies == 1)
+        gradients = [block.parameters * precision.gradient * held_share for block in blocks]
         buckets = own * (precision.copies or precision.gradient * self._is_ddp)
         late = 1 + self.framework.late * (split.tensor > 1)
         kept = [late * self._kept(block) for block in blocks]
