@@ -305,7 +305,7 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
         overlap=not split.zero,
         scatters=False,
         gather_host_s=NANOTRON_GATHER_HOST_S,
-        buckets=False,
+        bucket_copies=0,
         tensor_host_s=0.0,
         late=NANOTRON_LATE,
         bounds=nanotron_bounds(NANOTRON[row["model"]]),
@@ -338,7 +338,7 @@ def vtrain(row: Row) -> tuple[Planner, TrainingSplit] | None:
         checkpoint="full",
     )
     host_s = VTRAIN_LAYER_HOST_S[split.tensor]
-    framework = Framework(sequence=False, layer_host_s=host_s, buckets=False, tensor_host_s=0.0)
+    framework = Framework(sequence=False, layer_host_s=host_s, bucket_copies=0, tensor_host_s=0.0)
     return planner(shape, number(row, "seq"), "a100-sxm-80gb", "infiniband", batch, framework), split
 
 
