@@ -83,8 +83,8 @@ class Framework:
         overlap: Gradients are summed up while the backward pass runs.
         scatters: With ZeRO-1 each rank is sent the sums of its share alone.
         gather_host_s: What the host needs with ZeRO-1 for each rank's part of each parameter it gathers.
-        bucket_copies: How often they are copied between where they are made and the buckets: into them and
-            back by DistributedDataParallel; into them where they are its buckets' views.
+        bucket_copies: How often they are copied between where they are made and the buckets: once where they
+            are views of DistributedDataParallel's buckets, as the settings say; else twice.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
             the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
         again: Share of products that selective checkpointing computes again, too.
@@ -102,7 +102,7 @@ class Framework:
     overlap: bool = True
     scatters: bool = True
     gather_host_s: float = 0.0
-    bucket_copies: int = 2
+    bucket_copies: int = 1
     tensor_host_s: float = 0.3e-3
     again: float = 0.0
     late: float = 0.0

@@ -32,8 +32,9 @@ _STREAMED = 0.86
 #: Share of the multiprocessors that NCCL's kernels take from what runs beside them: computation was 5 to 8 ms
 #: longer for 29 to 34 ms of hidden messages (Llama-1B under DDP and FSDP2 on 2 H200).
 _TAKEN = 0.2
-#: What the host needs for each message of FSDP2, beside the layer's launches (Llama-1B, 2 H200).
-FSDP_HOST_S = 1.2e-3
+#: What the host needs for each message of FSDP2, beside the layer's launches: 0.83 to 0.86 ms in four steps
+#: of three models that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
+FSDP_HOST_S = 0.85e-3
 #: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
 DDP_HOST_S = 45e-6
 #: What a stage does that has no layer.
@@ -105,6 +106,7 @@ class Precision:
         gradient: As it is kept and summed up.
         optimizer: State of the optimizer, with the fp32 copy where the weight is shorter.
         copies: Further copies of a gradient: in the weight's type, in buckets.
+        master: Of the optimizer's state, the fp32 copy, which FSDP shards, and casts what it gathers.
     """
 
     weight: int = 2
@@ -112,6 +114,7 @@ class Precision:
     gradient: int = 4
     optimizer: int = 12
     copies: int = 0
+    master: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +239,9 @@ class Training:
 
     def _accumulated_s(self, block: Block) -> float:
         """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
-        moved = self.precision.weight + 2 * self.precision.gradient
-        return self._copied_s(block.parameters, moved * (self.split.parts > 1))
+        moved = (self.precision.weight + 2 * self.precision.gradient) * (self.split.parts > 1)
+        shared = self.split.zero > 1 and self.split.sums(0, self.split.parts)
+        return self._copied_s(block.parameters, moved / (self.split.replicas if shared else 1))
 
     @cached_property
     def _known(self) -> dict[int, Block]:
@@ -265,6 +269,7 @@ class Training:
         return replace(
             block,
             backward_s=block.backward_s + self._accumulated_s(block),
+            backward_host_s=block.backward_host_s + block.forward_host_s * (again_s > 0),
             recompute_s=again_s,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
@@ -332,7 +337,7 @@ class Training:
                 if kind == "B" and i < last:
                     yield Task(("R", part, i + 1), (0, "link"), sums * scatter[i + 1], ((kind, part, i + 1),))
                 scatters = kind == "B" and sums
-                time_s = self._sharded_s(blocks[i], times[i].pass_s, kind == "B", not kept, scatters)
+                time_s = self._sharded_s(times[i], kind == "B", not kept, scatters)
                 hidden_s = scatters * scatter[min(i + 1, last)] + (not kept) * gather[i]
                 name = (kind, part, i)
                 yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
@@ -341,15 +346,13 @@ class Training:
         ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
         yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
 
-    def _sharded_s(
-        self, block: Block, pass_s: tuple[float, float], backward: bool, gathers: bool, scatters: bool
-    ) -> float:
+    def _sharded_s(self, block: Block, backward: bool, gathers: bool, scatters: bool) -> float:
         """A pass over a block with its copies from and into messages, or the host's work for it."""
         work, gradient = self.precision.work, self.precision.gradient
         copied = 2 * work * gathers + (work + gradient) * scatters
         host_s = block.backward_host_s if backward else block.forward_host_s
         host_s += (gathers + scatters) * FSDP_HOST_S * self._host_scale * bool(block.parameters)
-        return max(pass_s[backward] + self._copied_s(block.parameters, copied), host_s)
+        return max(block.pass_s[backward] + self._copied_s(block.parameters, copied), host_s)
 
     @property
     def _host_scale(self) -> float:
@@ -401,7 +404,7 @@ class Training:
         for i in range(last, -1, -1):
             own = name if i == 0 else (*name, i)
             hidden_s = messages[i + 1] if overlap and i < last else 0.0
-            time_s = self._beside(self._reduced_s(blocks[i], times[i]), hidden_s)
+            time_s = self._beside(self._reduced_s(times[i]), hidden_s)
             yield Task(own, (stage, "compute"), time_s, after if i == last else ())
         for i in range(last, -1, -1):
             waits = name if i == 0 or not overlap else (*name, i)
@@ -411,13 +414,13 @@ class Training:
     def _is_ddp(self) -> bool:
         return self.framework.bucket_copies > 0 and self.split.zero < 2 and self.split.replicas > 1
 
-    def _reduced_s(self, block: Block, times: Block) -> float:
+    def _reduced_s(self, block: Block) -> float:
         """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""
         if not self._is_ddp:
-            return times.pass_s[1]
+            return block.pass_s[1]
         host_s = block.backward_host_s + block.tensors * DDP_HOST_S * self._host_scale
         copied = 2 * self.framework.bucket_copies * self.precision.gradient
-        return max(times.pass_s[1] + self._copied_s(block.parameters, copied), host_s)
+        return max(block.pass_s[1] + self._copied_s(block.parameters, copied), host_s)
 
     def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
         optimizer = ("optimizer", stage)
@@ -434,7 +437,8 @@ class Training:
         own, precision = sum(block.parameters for block in self.stages[stage]), self.precision
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
-        moved = 2 * precision.optimizer + precision.gradient + 2 * precision.weight
+        updated = precision.weight * (not (self._is_fsdp and precision.master))
+        moved = 2 * precision.optimizer + precision.gradient + 2 * updated
         share = self.split.replicas if self.split.zero else 1
         return own * self.blocks.optimizer_s * moved / captured / share
 
@@ -521,7 +525,7 @@ class Training:
             message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
             again = block.saved_bytes if split.checkpoint != "none" and not self._is_end(block) else 0.0
             return RankMemory(
-                parameters=own * precision.weight * share[2]
+                parameters=own * (0 if split.zero == 3 and precision.master else precision.weight) * share[2]
                 + copied * sum(each.parameters for each in blocks[: i + 1])
                 + gathered,
                 gradients=sum(gradients[i if first else 0 :]) + buckets + message,
