@@ -825,8 +825,8 @@ def collectives_compared(gpu: str, rows: list[dict[str, Any]], errors: Errors) -
             errors.add("collectives", ratio)
 
 
-def compared(path: Path) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Measured and predicted, a line for each step; and the errors."""
+def compared(path: Path) -> tuple[str, list[str], dict[str, dict[str, float]]]:
+    """The GPU; measured and predicted, a line for each step; and the errors."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     gpu = next(gpus.get(row["gpu"][0].split(",")[0]).name for row in rows if row["row"] == "machine")
     before = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {gpu: {}}
@@ -859,7 +859,7 @@ def compared(path: Path) -> tuple[list[str], dict[str, dict[str, float]]]:
             f"{case.name:52} {1e3 * measured_s:8.1f} ms {time.time_s / measured_s:5.2f}   "
             f"{peak / 2**30:6.2f} GiB {memory / peak:5.2f}   {told}"
         )
-    return lines, errors.report()
+    return gpu, lines, errors.report()
 
 
 # ---- on the machine -------------------------------------------------------------------------------
@@ -987,10 +987,11 @@ def main() -> None:
     elif options.rows is None:
         parser.error("--rows is missing")
     elif options.compare:
-        lines, report = compared(options.rows)
+        gpu, lines, report = compared(options.rows)
         print("\n".join(lines), json.dumps(report, indent=1), sep="\n")
         if options.record:
-            RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+            every = json.loads(RESULTS.read_text()) | {gpu: report}
+            RESULTS.write_text(json.dumps(every, indent=1) + "\n")
     else:
         measured(options)
 
