@@ -40,7 +40,8 @@ class Block:
         parameters: Elements that the rank holds.
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
-        products_bytes: Of it results of products and attention.
+        products_bytes: Results of products and attention, also those that the backward pass does not read:
+            selective checkpointing keeps all of them.
         products_s: Forward time of those.
         input_bytes: What it is handed by the block before.
         widest_bytes: The largest result of one of its operations.
@@ -300,10 +301,9 @@ class Model:
             for ref in entry.outputs:
                 if forward or ref.shape not in gradients:  # parameters' gradients are counted by themselves
                     widest = max(widest, _bytes(ref) // part)
+                products += _bytes(ref) // part if forward and multiplies else 0
                 if forward and saved.get(ref.id, (-1, 0))[0] == index:
-                    size = saved[ref.id][1] // part
-                    kept += size
-                    products += size if multiplies else 0
+                    kept += saved[ref.id][1] // part
         return Block(
             forward_s=compute[True][0],
             backward_s=compute[False][0],
