@@ -2,16 +2,19 @@
 
     PYTHONPATH=src python benchmarks/several_gpus.py --rows several_gpus.jsonl --seconds 480
     PYTHONPATH=src python benchmarks/several_gpus.py --rows several_gpus.jsonl --compare
+    PYTHONPATH=src python benchmarks/several_gpus.py --predict
 
 The first runs on two GPUs of one machine and writes a row as soon as it is measured: medians of ten steps
 back to back and of four after each of which the host waits, the allocator's peaks, and what a profiled step
 consists of. Processes that do not answer are ended, and the rows after theirs go on with others.
-``--device cpu`` tries it with gloo at tiny sizes. The second needs no GPU.
+``--device cpu`` tries it with gloo at tiny sizes. The others need no GPU. ``--predict`` writes what is
+predicted for the ``new`` kinds of steps, which was done before they were measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import gc
 import json
@@ -22,11 +25,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,6 +43,7 @@ from tilefit.cost.links import Fabric, Group
 from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
 from tilefit.measure.collectives import SIZES, measure
+from tilefit.measure.launch import launch_scale
 from tilefit.measure.ranks import Ranks
 from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
@@ -46,9 +51,66 @@ from tilefit.parallel.planning import Job, Planner, Priced, precision_of
 from tilefit.parallel.training import CONTEXT_BYTES, Precision, TrainingSplit
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
+PREDICTED = RESULTS.with_name("several_gpus_predicted.json")
+#: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
+SCALES = (0.5, 0.65, 0.8, 1.0, 1.25, 1.6)
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
 #: Heads, key and value heads, width, of the feed-forward part, vocabulary, layers.
-LLAMA = {"llama-1b": (32, 8, 2048, 8192, 128256, 16), "llama-8b": (32, 8, 4096, 14336, 128256, 32)}
+LLAMA = {
+    "llama-1b": (32, 8, 2048, 8192, 128256, 16),
+    "llama-3b": (24, 8, 3072, 8192, 128256, 28),
+    "llama-8b": (32, 8, 4096, 14336, 128256, 32),
+    "llama-13b": (40, 40, 5120, 13824, 32000, 40),
+    "llama-70b": (64, 8, 8192, 28672, 128256, 80),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A model of transformers: its class, its configuration, the list of its layers and of how many."""
+
+    kind: str
+    sizes: dict[str, int]
+    layers: str
+    count: str
+    tiny: dict[str, int]
+
+
+LIBRARY = {
+    "gpt2": Library(
+        "GPT2LMHeadModel", {"n_layer": 12}, "transformer.h", "n_layer", {"n_embd": 64, "n_head": 2}
+    ),
+    "gpt2-xl": Library(
+        "GPT2LMHeadModel",
+        {"n_layer": 48, "n_embd": 1600, "n_head": 25, "use_cache": False},
+        "transformer.h",
+        "n_layer",
+        {"n_embd": 64, "n_head": 2},
+    ),
+    "bert-large": Library(
+        "BertForMaskedLM",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+        "bert.encoder.layer",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128},
+    ),
+    "vit": Library(
+        "ViTForImageClassification",
+        {"num_hidden_layers": 12},
+        "vit.encoder.layer",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "image_size": 32},
+    ),
+    "t5": Library(
+        "T5ForConditionalGeneration",
+        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0}
+        | {"use_cache": False},
+        "decoder.block",
+        "",
+        {"num_layers": 2, "d_model": 64},
+    ),
+}
+IMAGES = ("resnet50", "vit")
 
 
 @dataclass(frozen=True)
@@ -56,16 +118,20 @@ class Case:
     """A training step.
 
     Attributes:
-        model: ``gpt2``, ``resnet50``, ``llama-1b``; ``llama-8b`` are layers alone, with bf16 weights.
-        way: ``one`` GPU, ``ddp``, ``fsdp``, ``tp``, ``pp``.
+        model: ``resnet50``, one of :data:`LIBRARY` or of :data:`LLAMA`.
+        way: ``one`` GPU, ``ddp``, ``zero1`` (DDP with ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
         samples: Of a micro-batch on each GPU; of a pipeline, on all.
         seq: Tokens of a sample.
         parts: Micro-batches.
-        layers: Of ``llama-8b``.
+        layers: So many layers alone, with bf16 weights; 0: the whole model.
         reshard: FSDP frees parameters after the forward pass.
         checkpoint: Layers are computed again in the backward pass.
+        selective: Of them all but products and attention.
         sequence: Tensor-parallel ranks share the sequence, too.
         schedule: Of the pipeline.
+        each: Gradients are summed up behind every micro-batch; None: as ``tilefit plan`` assumes.
+        views: Gradients are views of DDP's buckets.
+        again: Measured for the so-manieth time, in other processes.
     """
 
     model: str
@@ -78,10 +144,18 @@ class Case:
     checkpoint: bool = False
     sequence: bool = False
     schedule: str = "1F1B"
+    selective: bool = False
+    each: bool | None = None
+    views: bool = False
+    again: int = 0
 
     @property
     def gpus(self) -> int:
         return 1 if self.way == "one" else 2
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.schedule == "Interleaved" else 1
 
     @property
     def name(self) -> str:
@@ -89,14 +163,20 @@ class Case:
         told += [f"{self.parts} parts"] if self.parts > 1 else []
         told += [f"{self.layers} layers"] if self.layers else []
         told += ["keep"] if not self.reshard else []
-        told += ["checkpoint"] if self.checkpoint else []
+        told += ["selective" if self.selective else "checkpoint"] if self.checkpoint else []
         told += ["sequence"] if self.sequence else []
         told += [self.schedule] if self.way == "pp" else []
+        told += ["sums each" if self.each else "sums once"] if self.each is not None else []
+        told += ["views"] if self.views else []
+        told += [f"again {self.again}"] if self.again else []
         return " ".join(told)
 
 
 G, R, L, B = "gpt2", "resnet50", "llama-1b", "llama-8b"
-#: By kind; the processes are fresh for each.
+BERT, V, T, X = "bert-large", "vit", "t5", "gpt2-xl"
+L3, L13, L70 = "llama-3b", "llama-13b", "llama-70b"
+#: By kind; the processes are fresh for each. Those of ``new`` kinds set nothing of the model before they were
+#: predicted (``results/several_gpus_predicted.json``); those measured ``again`` tell what a host repeats.
 CASES: dict[str, list[Case]] = {
     "ddp": [
         Case(G, "ddp", 32, 1024),
@@ -141,6 +221,70 @@ CASES: dict[str, list[Case]] = {
         Case(B, "one", 1, 2048, parts=8, layers=8),
         Case(B, "pp", 2, 4096, parts=4, layers=4),
         Case(B, "one", 2, 4096, parts=4, layers=4),
+    ],
+    "new ddp": [
+        Case(BERT, "ddp", 16, 512),
+        Case(V, "ddp", 64),
+        Case(X, "ddp", 4, 1024),
+        Case(T, "ddp", 16, 512),
+        Case(BERT, "ddp", 4, 128),
+        Case(V, "ddp", 8),
+        Case(X, "ddp", 4, 1024, views=True),
+        Case(G, "ddp", 8, 1024, parts=4, each=True),
+        Case(G, "zero1", 16, 1024),
+        Case(L, "zero1", 2, 2048),
+        Case(R, "ddp", 128),
+        Case(BERT, "one", 16, 512),
+        Case(V, "one", 64),
+        Case(T, "one", 16, 512),
+        Case(BERT, "one", 4, 128),
+        Case(V, "one", 8),
+    ],
+    "new fsdp": [
+        Case(L3, "fsdp", 2, 2048),
+        Case(X, "fsdp", 4, 1024),
+        Case(L3, "fsdp", 2, 2048, reshard=False),
+        Case(L3, "fsdp", 4, 4096, checkpoint=True),
+        Case(L, "fsdp", 8, 2048, checkpoint=True, selective=True),
+        Case(L3, "fsdp", 1, 2048, parts=4),
+        Case(L3, "fsdp", 1, 2048, parts=4, each=False),
+        Case(BERT, "fsdp", 16, 512),
+        Case(X, "fsdp", 4, 1024, reshard=False),
+        Case(X, "fsdp", 8, 1024, checkpoint=True),
+        Case(L3, "fsdp", 1, 512),
+        Case(L3, "one", 2, 2048),
+        Case(X, "one", 4, 1024),
+    ],
+    "new tp": [
+        Case(L70, "tp", 1, 4096, layers=2),
+        Case(L13, "tp", 4, 2048, layers=4),
+        Case(L70, "tp", 1, 4096, layers=2, sequence=True),
+        Case(L3, "tp", 8, 2048, layers=8, sequence=True),
+        Case(L13, "tp", 1, 1024, layers=4),
+        Case(L13, "tp", 2, 2048, layers=4, checkpoint=True),
+        Case(L70, "one", 1, 4096, layers=2),
+        Case(L13, "one", 4, 2048, layers=4),
+    ],
+    "new pp": [
+        Case(B, "pp", 1, 2048, parts=8, layers=8, schedule="Interleaved"),
+        Case(L13, "pp", 1, 2048, parts=4, layers=12),
+        Case(L3, "pp", 2, 2048, parts=6, layers=16, schedule="GPipe"),
+        Case(L70, "pp", 1, 2048, parts=8, layers=4),
+        Case(L13, "pp", 1, 2048, parts=4, layers=12, checkpoint=True),
+        Case(L3, "pp", 1, 512, parts=8, layers=16),
+    ],
+    "again": [
+        Case(R, "ddp", 32, again=1),
+        Case(R, "one", 32, again=1),
+        Case(R, "ddp", 8, again=1),
+        Case(R, "one", 8, again=1),
+        Case(L, "fsdp", 1, 1024, again=1),
+        Case(B, "tp", 1, 4096, layers=4, again=1),
+        Case(B, "tp", 1, 4096, layers=4, sequence=True, again=1),
+        Case(B, "tp", 1, 512, layers=4, again=1),
+        Case(R, "ddp", 32, again=2),
+        Case(R, "one", 32, again=2),
+        Case(B, "tp", 1, 4096, layers=4, sequence=True, again=2),
     ],
 }
 
@@ -230,15 +374,39 @@ class Llama(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Gpt2(nn.Module):
-    def __init__(self, sizes: dict[str, int]) -> None:
+class Sequences(nn.Module):
+    """A model of transformers that reads tokens, and learns to say them."""
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None:
         super().__init__()
-        with tolerated():
-            from transformers import GPT2Config, GPT2LMHeadModel
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes))
+        self.model, self.layers_at = library(name, sizes), LIBRARY[name].layers
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.layers_at)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
+
+
+class Images(Sequences):
+    """A model of transformers that reads images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+        return self.model(pixel_values=images, labels=labels).loss
+
+
+def library(name: str, sizes: dict[str, int]) -> nn.Module:
+    with tolerated():
+        import transformers
+
+        if name == "t5":
+            from transformers.integrations import sdpa_attention
+
+            sdpa_attention.create_position_bias_mask = mask_of_5_17
+        kind = getattr(transformers, LIBRARY[name].kind)
+        return kind(kind.config_class(**LIBRARY[name].sizes | sizes))
 
 
 class Resnet(nn.Module):
@@ -254,18 +422,31 @@ class Resnet(nn.Module):
         )
 
 
+def mask_of_5_17(
+    bias: torch.Tensor, mask: None, is_causal: bool, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """T5's mask as transformers 5.17 makes it, which the rows were measured with: its last dimension is not
+    contiguous, so that attention is not fused. Later ones make it so."""
+    if not is_causal:
+        return bias
+    places = [torch.arange(each.shape[2], device=key.device) for each in (query, key)]
+    return torch.where(places[0][:, None] >= places[1], bias, float("-inf"))
+
+
 def build(case: Case, tiny: bool, layers: int = 0) -> nn.Module:
     """The model of a case, or ``layers`` of it, on the default device."""
-    if case.model == "gpt2":
-        return Gpt2(
-            {"n_layer": 2, "n_embd": 64, "n_head": 2} if tiny else {"n_layer": layers} if layers else {}
-        )
     if case.model == "resnet50":
         return Resnet()
+    if case.model in LIBRARY:
+        known = LIBRARY[case.model]
+        layers = 2 if tiny else layers
+        sizes = {known.count: layers} if layers and known.count else {}
+        kind = Images if case.model in IMAGES else Sequences
+        return kind(case.model, sizes | known.tiny if tiny else sizes)
     *sizes, vocab, count = LLAMA[case.model]
     if tiny:
         sizes, vocab, count = [4, 2, 64, 128], 512, 2
-    if case.model == "llama-8b":
+    if case.layers:
         made = Layers(tuple(sizes), layers or case.layers, case.seq)
         return made.to(torch.bfloat16)
     return Llama(tuple(sizes), vocab, layers or count, case.seq)
@@ -274,11 +455,11 @@ def build(case: Case, tiny: bool, layers: int = 0) -> nn.Module:
 def data(case: Case, tiny: bool, samples: int = 0) -> torch.Tensor:
     """The input of a micro-batch, on the default device."""
     samples = samples or case.samples
-    if case.model == "resnet50":
+    if case.model in IMAGES:
         side = 32 if tiny else 224
         return torch.randn(samples, 3, side, side).to(memory_format=torch.channels_last)
-    if case.model == "llama-8b":
-        hidden = 64 if tiny else LLAMA["llama-8b"][2]
+    if case.layers:
+        hidden = 64 if tiny else LLAMA[case.model][2]
         return torch.randn(samples, case.seq, hidden).to(torch.bfloat16)
     return torch.randint(0, 512, (samples, case.seq))
 
@@ -286,12 +467,16 @@ def data(case: Case, tiny: bool, samples: int = 0) -> torch.Tensor:
 # ---- a step on a rank -----------------------------------------------------------------------------
 
 
-def checkpointed(model: nn.Module) -> None:
-    from torch.utils.checkpoint import checkpoint
+def checkpointed(model: nn.Module, case: Case) -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+    products = [torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default]
+    products += [torch.ops.aten._scaled_dot_product_cudnn_attention.default]
+    more: dict[str, Any] = {}
+    if case.selective:
+        more["context_fn"] = partial(create_selective_checkpoint_contexts, products)
     for layer in model.layers:
-        forward = layer.forward
-        layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **more)
 
 
 def sharded(model: nn.Module, case: Case) -> nn.Module:
@@ -330,17 +515,37 @@ def tensor_parallel(model: nn.Module, case: Case, device: str) -> nn.Module:
 
 
 def pipeline(model: nn.Module, case: Case, device: torch.device, x: torch.Tensor) -> Callable[[], None]:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    from torch.distributed.pipelining import PipelineStage, schedules
 
     rank = dist.get_rank()
-    half = len(model.layers) // 2
-    model.layers = model.layers[half:] if rank else model.layers[:half]
     model.ends = False
-    stage = PipelineStage(model, rank, 2, device)
-    kind = Schedule1F1B if case.schedule == "1F1B" else ScheduleGPipe
-    schedule = kind(stage, case.parts, loss_fn=squares)
+    chunks = case.chunks
+    each = len(model.layers) // (2 * chunks)
+    parts = []
+    for place in range(rank, 2 * chunks, 2):
+        part = copy.copy(model)
+        part._modules = {"layers": model.layers[place * each : (place + 1) * each]}
+        parts.append(PipelineStage(part, place, 2 * chunks, device))
+    model.layers = nn.ModuleList(layer for part in parts for layer in part.submod.layers)
+    names = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe", "Interleaved": "ScheduleInterleaved1F1B"}
+    kind = getattr(schedules, names[case.schedule])
+    schedule = kind(parts if chunks > 1 else parts[0], case.parts, loss_fn=squares)
     batch = x.repeat(case.parts, 1, 1)
     return lambda: schedule.step(target=batch) if rank else schedule.step(batch)
+
+
+def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    if case.way == "zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-5, fused=True
+        )
+    # A kernel of the optimizer takes either distributed tensors or plain ones.
+    kinds: dict[type, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        kinds[type(parameter.data)].append(parameter)
+    return torch.optim.AdamW([{"params": each} for each in kinds.values()], lr=1e-5, fused=True)
 
 
 def step_of(case: Case, device: torch.device, tiny: bool) -> tuple[Callable[[], None], nn.Module]:
@@ -349,12 +554,14 @@ def step_of(case: Case, device: torch.device, tiny: bool) -> tuple[Callable[[], 
     with device:
         model, x = build(case, tiny), data(case, tiny)
     if case.checkpoint:
-        checkpointed(model)
+        checkpointed(model, case)
     work: Callable[[], None] | None = None
     trained = model
-    if case.way == "ddp":
+    if case.way in ("ddp", "zero1"):
         ids = [device.index] if device.type == "cuda" else None
-        trained = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        trained = nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=case.views
+        )
     elif case.way == "fsdp":
         trained = sharded(model, case)
     elif case.way == "tp":
@@ -363,19 +570,16 @@ def step_of(case: Case, device: torch.device, tiny: bool) -> tuple[Callable[[], 
         trained = tensor_parallel(model, case, device.type)
     elif case.way == "pp":
         work = pipeline(model, case, device, x)
-    # A kernel of the optimizer takes either distributed tensors or plain ones.
-    kinds: dict[type, list[nn.Parameter]] = defaultdict(list)
-    for parameter in trained.parameters():
-        kinds[type(parameter.data)].append(parameter)
-    groups = [{"params": each} for each in kinds.values()]
-    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=True)
-    autocast = case.way != "fsdp" and case.model != "llama-8b"
+    optimizer = optimizer_of(trained, case)
+    autocast = case.way != "fsdp" and not case.layers
 
     def passes() -> None:
         for part in range(case.parts):
             last = part == case.parts - 1
             if case.way == "ddp":
-                trained.require_backward_grad_sync = last  # what ``no_sync`` sets
+                trained.require_backward_grad_sync = last or bool(case.each)  # what ``no_sync`` sets
+            elif case.way == "fsdp" and case.each is not None:
+                trained.set_requires_gradient_sync(last or case.each)
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss = trained(x)
             loss.backward()
@@ -442,9 +646,32 @@ def run(case: Case, kind: str, tiny: bool) -> dict[str, Any]:
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "used_bytes": total - free,
         }
+        found["clocks"] = clocks(step, max(found["synced_s"], found["mean_s"]), case)
     meet()
     found["profile"] = profiled(step, cuda)
+    if cuda:
+        meet()
+        found["launch_scale"] = launch_scale(device)
     return found
+
+
+def clocks(step: Callable[[], None], step_s: float, case: Case) -> list[str]:
+    """What rank 0's GPU runs at and draws while steps follow each other for a second; of long steps alone."""
+    count = torch.tensor([int(1.2 / step_s)], device="cuda")
+    if case.gpus > 1:
+        dist.all_reduce(count, dist.ReduceOp.MIN)
+    if int(count) > 30:
+        return []
+    query = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
+    asked = ["nvidia-smi", "-i", "0", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-lms", "100"]
+    reader = None if dist.get_rank() else subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
+    for _ in range(int(count) + 1):
+        step()
+    torch.cuda.synchronize()
+    if reader is None:
+        return []
+    reader.terminate()
+    return reader.communicate(timeout=10)[0].splitlines()
 
 
 # ---- a profiled step ------------------------------------------------------------------------------
@@ -516,81 +743,138 @@ def captured(case: Case, *, short: bool) -> Model:
     """The model of a case from two of its layers and two samples; with ``short`` weights, in bf16."""
     with torch.device("meta"):
         model, x = build(case, False, 2), data(case, False, 2)
-    layers = {"gpt2": 12, "resnet50": 0, "llama-8b": case.layers}.get(case.model, LLAMA["llama-1b"][-1])
+    count = case.layers
+    if not count and case.model in LLAMA:
+        count = LLAMA[case.model][-1]
+    elif case.model in LIBRARY:
+        count = LIBRARY[case.model].sizes.get(LIBRARY[case.model].count, 0)
     amp = "off" if short else "bf16"
     options = StepOptions(amp=amp, fused_optimizer=True)
-    name = {"resnet50": "images", "llama-8b": "x"}.get(case.model, "tokens")
+    name = "images" if case.model in IMAGES else "x" if case.layers else "tokens"
     model = model.to(torch.bfloat16) if short else model
-    return Model(capture(model, {name: x}, options=options, loss=lambda loss: loss), layers)
+    return Model(capture(model, {name: x}, options=options, loss=lambda loss: loss), count)
 
 
 @cache
-def planner(case: Case, scale: float) -> Planner:
+def model_of(case: Case) -> Model:
+    """The model of a case, whatever the split."""
+    return captured(case, short=bool(case.layers) or case.way == "fsdp")
+
+
+@cache
+def planner(case: Case, gpu: str, scale: float) -> Planner:
     """Prices a case of two GPUs of a machine whose host launches in ``scale`` of the time assumed."""
-    layers_alone = case.model == "llama-8b"
-    model = captured(case, short=layers_alone or case.way == "fsdp")
-    precision = Precision(2, 2, 2, 4) if layers_alone else precision_of(model.step)
-    gpu = priced("h200")
-    gpu = replace(gpu, calibration=replace(gpu.calibration, launch_scale=scale))
-    framework = Framework(sequence=case.sequence)
-    return Planner(model, Fabric(gpu, 2), Job(case.samples, precision, framework))
+    plain = Case(case.model, "fsdp" if case.way == "fsdp" else "one", 2, case.seq, layers=case.layers)
+    model = model_of(plain)
+    precision = Precision(2, 2, 2, 4) if case.layers else precision_of(model.step)
+    known = priced(gpu)
+    known = replace(known, calibration=replace(known.calibration, launch_scale=scale))
+    framework = Framework(
+        sequence=case.sequence, scatters=case.way != "zero1", bucket_copies=1 if case.views else 2
+    )
+    return Planner(model, Fabric(known, 2), Job(case.samples, precision, framework))
 
 
-def predicted(case: Case, scale: float = 1.0) -> Priced:
+def predicted(case: Case, gpu: str, scale: float) -> Priced:
     """Time and memory of a case, as ``tilefit plan`` prices them."""
+    zero = {"fsdp": 3 if case.reshard else 2, "zero1": 1}.get(case.way, 0)
+    checkpoint = "selective" if case.selective else "full" if case.checkpoint else "none"
     split = TrainingSplit(
         tensor=2 if case.way == "tp" else 1,
         pipeline=2 if case.way == "pp" else 1,
-        data=2 if case.way in ("ddp", "fsdp") else 1,
+        data=2 if case.way in ("ddp", "zero1", "fsdp") else 1,
         micro_batches=case.parts,
-        zero=(3 if case.reshard else 2) if case.way == "fsdp" else 0,
+        zero=zero,
         samples=case.samples,
-        checkpoint="full" if case.checkpoint else "none",
+        chunks=case.chunks,
+        checkpoint=checkpoint,
         gpipe=case.schedule == "GPipe",
+        sums_each=case.each,
     )
-    return planner(case, scale).priced(split)
+    return planner(case, gpu, scale).priced(split)
 
 
-def compared(path: Path) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Measured and predicted, a line for each step; and the errors."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    gpu, lines, off = gpus.get("h200"), [], defaultdict(list)
+def predict() -> dict[str, Any]:
+    """Times and bytes of the new kinds of steps."""
+    cases = [case for kind, each in CASES.items() if kind.startswith("new") for case in each]
+    made: dict[str, Any] = {"scales": SCALES}
+    for gpu in ("h200", "h100-sxm"):
+        made[gpu] = {}
+        for case in cases:
+            found = [predicted(case, gpu, scale) for scale in SCALES]
+            made[gpu][case.name] = {
+                "times_s": [round(each.time.time_s, 6) for each in found],
+                "bytes": round(found[0].memory.total - CONTEXT_BYTES),
+            }
+    return made
+
+
+class Errors:
+    """Relative errors by what they belong to."""
+
+    def __init__(self) -> None:
+        self.off: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, name: str, ratio: float) -> None:
+        self.off[name].append(abs(ratio - 1))
+
+    def report(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {
+                "rows": len(each),
+                "median": round(statistics.median(each), 3),
+                "p90": round(sorted(each)[int(0.9 * len(each))], 3),
+                "worst": round(max(each), 3),
+            }
+            for name, each in self.off.items()
+        }
+
+
+def collectives_compared(gpu: str, rows: list[dict[str, Any]], errors: Errors) -> None:
+    fabric = Fabric(gpus.get(gpu))
     for row in rows:
         if row["row"] == "collective" and row["size_bytes"] >= 64 * 1024:
             group = Group(row["ranks"], row["ranks"])
-            ratio = Fabric(gpu).time_s(row["function"], row["size_bytes"], group, sums=False) / row["time_s"]
-            off[f"collectives, {row['function']}"].append(abs(ratio - 1))
-            off["collectives"].append(abs(ratio - 1))
-    scale = next((row["launch_scale"] for row in rows if row["row"] == "host"), 1.0)
+            ratio = fabric.time_s(row["function"], row["size_bytes"], group, sums=False) / row["time_s"]
+            errors.add(f"collectives, {row['function']}", ratio)
+            errors.add("collectives", ratio)
+
+
+def compared(path: Path) -> tuple[str, list[str], dict[str, dict[str, float]]]:
+    """The GPU; measured and predicted, a line for each step; and the errors."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    gpu = next(gpus.get(row["gpu"][0].split(",")[0]).name for row in rows if row["row"] == "machine")
+    before = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {gpu: {}}
+    lines, errors, scale = [], Errors(), 1.0
+    collectives_compared(gpu, rows, errors)
     for row in rows:
+        scale = row.get("launch_scale", scale) if row["row"] == "host" else scale
         if row["row"] != "step" or "error" in row:
             continue
         case = Case(**row["case"])
-        found = predicted(case, scale)
+        found = predicted(case, gpu, scale)
         measured_s, peak = row["median_s"], max(each["peak_bytes"] for each in (row, *row["others"]))
         memory = found.memory.total - CONTEXT_BYTES
         time = found.time
         parts = {name: 1e3 * value for name, value in asdict(time).items() if value > time.time_s / 100}
         told = ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in parts.items())
+        kind = "one GPU" if case.gpus == 1 else "two GPUs"
+        ahead = row["profile"].get("busy_s", 0.0) / PROFILED > 0.9 * measured_s  # the host
+        told = f"{'GPU' if ahead else 'host':4} {told}"
+        for name in (f"steps, {kind}", *([f"steps, {kind}, limited by the GPU"] if ahead else [])):
+            errors.add(name, time.time_s / measured_s)
+        errors.add(f"memory, {kind}", memory / peak)
+        if old := before[gpu].get(case.name):
+            old_s = float(np.interp(scale, before["scales"], old["times_s"]))
+            told = f"before {old_s / measured_s:5.2f} {old['bytes'] / peak:5.2f}   {told}"
+            for name in (f"steps, {kind}", *([f"steps, {kind}, limited by the GPU"] if ahead else [])):
+                errors.add(f"predicted before, {name}", old_s / measured_s)
+            errors.add(f"predicted before, memory, {kind}", old["bytes"] / peak)
         lines.append(
-            f"{case.name:34} {1e3 * measured_s:8.1f} ms {time.time_s / measured_s:5.2f}   "
+            f"{case.name:52} {1e3 * measured_s:8.1f} ms {time.time_s / measured_s:5.2f}   "
             f"{peak / 2**30:6.2f} GiB {memory / peak:5.2f}   {told}"
         )
-        kind = "one GPU" if case.gpus == 1 else "two GPUs"
-        off[f"steps, {kind}"].append(abs(time.time_s / measured_s - 1))
-        if row["profile"]["busy_s"] / row["profile"]["steps"] > 0.9 * measured_s:  # the host is ahead
-            off[f"steps, {kind}, limited by the GPU"].append(abs(time.time_s / measured_s - 1))
-        off[f"memory, {kind}"].append(abs(memory / peak - 1))
-    report = {
-        name: {
-            "rows": len(each),
-            "median": round(statistics.median(each), 3),
-            "p90": round(sorted(each)[int(0.9 * len(each))], 3),
-            "worst": round(max(each), 3),
-        }
-        for name, each in off.items()
-    }
-    return lines, report
+    return gpu, lines, errors.report()
 
 
 # ---- on the machine -------------------------------------------------------------------------------
@@ -631,8 +915,6 @@ def machine(kind: str) -> dict[str, Any]:
 
 def host(kind: str) -> dict[str, float]:
     """How fast this host launches, over the one whose constants the model has."""
-    from tilefit.measure.launch import launch_scale
-
     if dist.get_rank():
         return {}
     return {"launch_scale": launch_scale(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))}
@@ -672,9 +954,9 @@ def measured(options: argparse.Namespace) -> None:
         while (waiting or collectives) and left() > 25:
             try:
                 with Ranks(2, options.device) as ranks:
+                    rows.write("host", **ranks.call(host, options.device)[0])
                     if collectives:
                         collectives = False
-                        rows.write("host", **ranks.call(host, options.device)[0])
                         for each in measure(ranks, sizes):
                             rows.write("collective", **asdict(each))
                     while waiting and left() > 15:
@@ -706,19 +988,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=Path, required=True, help="written to, or compared")
+    parser.add_argument("--rows", type=Path, help="written to, or compared")
     parser.add_argument("--seconds", type=float, default=480.0, help="after which nothing more is begun")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a step's row may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="*", choices=("collectives", *CASES), default=())
     parser.add_argument("--record", action="store_true", help="write the errors into results/")
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
+    parser.add_argument("--predict", action="store_true", help="write what is predicted for new kinds")
     options = parser.parse_args()
-    if options.compare:
-        lines, report = compared(options.rows)
+    if options.predict:
+        PREDICTED.write_text(json.dumps(predict(), indent=1) + "\n")
+    elif options.rows is None:
+        parser.error("--rows is missing")
+    elif options.compare:
+        gpu, lines, report = compared(options.rows)
         print("\n".join(lines), json.dumps(report, indent=1), sep="\n")
         if options.record:
-            RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+            every = json.loads(RESULTS.read_text()) | {gpu: report}
+            RESULTS.write_text(json.dumps(every, indent=1) + "\n")
     else:
         measured(options)
 

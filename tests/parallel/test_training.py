@@ -103,14 +103,42 @@ def test_gradients_come_as_activations_go() -> None:
 
 
 def test_ddp_has_buckets_and_copies_that_its_memory_and_time_show() -> None:
-    one, two = training(TrainingSplit()), training(TrainingSplit(data=2))
+    one, two = training(TrainingSplit()), training(TrainingSplit(data=2), bucket_copies=2)
     assert two.memory().gradients == one.memory().gradients + 4 * 82 * 10**6
     more_s = two.time().time_s - one.time().time_s
     moved_s = 82e6 * 16 / H100.memory_bandwidth_bytes_per_s
     assert moved_s < more_s < 3 * moved_s
-    without = training(TrainingSplit(data=2), buckets=False)
+    without = training(TrainingSplit(data=2), bucket_copies=0)
     assert without.memory().gradients == one.memory().gradients
     assert without.time().time_s < two.time().time_s
+
+
+def test_the_host_launches_again_what_is_computed_again() -> None:
+    layer = replace(LAYER, forward_s=1e-6, backward_s=1e-6, forward_host_s=1e-3, backward_host_s=2e-3)
+    blocks = replace(BLOCKS, layers=(layer,) * 8)
+    for zero in (0, 3):
+        splits = [TrainingSplit(data=8, zero=zero, checkpoint=each) for each in ("none", "full")]
+        none, full = (replace(training(split), blocks=blocks).step_s() for split in splits)
+        assert full - none == pytest.approx(8e-3, rel=0.2)
+
+
+def test_gradients_summed_up_once_take_fewer_messages_and_with_fsdp_more_memory() -> None:
+    slow = Fabric(H100, 8, Network("slow", 1, 10e9))
+    for zero in (0, 3):
+        split = TrainingSplit(data=16, micro_batches=4, zero=zero)
+        each, once = (training(replace(split, sums_each=sums), slow) for sums in (True, False))
+        assert once.time().data_s < each.time().data_s
+        more = once.memory().gradients - each.memory().gradients
+        # All of the 82 M gradients in fp32, instead of a sixteenth of them.
+        assert more == pytest.approx(4 * 82e6 * 15 / 16 if zero else 0)
+
+
+def test_gradients_that_are_views_of_buckets_are_copied_once_and_held_once() -> None:
+    split = TrainingSplit(data=2, micro_batches=2)
+    views, apart = (training(split, bucket_copies=copies) for copies in (1, 2))
+    assert views.time().time_s < apart.time().time_s
+    assert views.memory().gradients == 4 * 82 * 10**6
+    assert apart.memory().gradients == 2 * views.memory().gradients
 
 
 def test_fsdp_that_keeps_parameters_gathers_once_and_waits_for_its_host() -> None:
@@ -206,13 +234,16 @@ def test_the_optimizer_takes_as_long_as_its_state() -> None:
 def test_memory_of_a_rank_by_hand_and_adds_up() -> None:
     own = sum(block.parameters for block in (BLOCKS.before, *BLOCKS.layers, BLOCKS.after))
     whole = training(TrainingSplit(data=8)).memory()
-    # Buckets of all gradients, and those of the last layer and what follows it.
-    assert (whole.parameters, whole.optimizer) == (2 * own, 12 * own)
-    assert whole.gradients == 4 * own + 4 * 11 * 10**6
+    # Buckets, of which gradients are views.
+    assert (whole.parameters, whole.optimizer, whole.gradients) == (2 * own, 12 * own, 4 * own)
     assert training(TrainingSplit(data=8, zero=1)).memory().optimizer == pytest.approx(12 * own / 8)
     sharded = training(TrainingSplit(data=8, zero=3)).memory()
     # The ends, and two layers.
-    assert sharded.parameters == pytest.approx(2 * own / 8 + 2 * (2 * 10**6 + 2 * 10**7))
+    gathered = 2 * (2 * 10**6 + 2 * 10**7)
+    assert sharded.parameters == pytest.approx(2 * own / 8 + gathered)
+    copied = replace(training(TrainingSplit(data=8, zero=3)), precision=Precision(master=4))
+    assert copied.memory().parameters == gathered  # the shards are the optimizer's fp32 copy
+    assert copied.time().optimizer_s < training(TrainingSplit(data=8, zero=3)).time().optimizer_s
     parts = [whole.parameters, whole.gradients, whole.optimizer, whole.activations, whole.temporary]
     assert whole.total == sum(parts) + whole.other
     # 1F1B: the first stage holds as many micro-batches as there are stages.
@@ -298,7 +329,7 @@ def test_every_split_keeps_the_batch_and_the_best_is_the_fastest_that_fits(model
 
 def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Model]) -> None:
     step = models[2].step
-    assert precision_of(step) == Precision(2, 2, 4, 12)
+    assert precision_of(step) == Precision(2, 2, 4, 12, master=4)
     assert tokens_of(step) == 128
     assert {parameter.dtype for parameter in step.parameters.values()} == {"bf16"}
 

@@ -40,7 +40,8 @@ class Block:
         parameters: Elements that the rank holds.
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
-        products_bytes: Of it results of products and attention.
+        products_bytes: Results of products and attention, also those that the backward pass does not read:
+            selective checkpointing keeps all of them.
         products_s: Forward time of those.
         input_bytes: What it is handed by the block before.
         widest_bytes: The largest result of one of its operations.
@@ -83,7 +84,8 @@ class Framework:
         overlap: Gradients are summed up while the backward pass runs.
         scatters: With ZeRO-1 each rank is sent the sums of its share alone.
         gather_host_s: What the host needs with ZeRO-1 for each rank's part of each parameter it gathers.
-        buckets: They are copied into buckets and back, as DistributedDataParallel does.
+        bucket_copies: How often they are copied between where they are made and the buckets: once where they
+            are views of DistributedDataParallel's buckets, as the settings say; else twice.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
             the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
         again: Share of products that selective checkpointing computes again, too.
@@ -101,7 +103,7 @@ class Framework:
     overlap: bool = True
     scatters: bool = True
     gather_host_s: float = 0.0
-    buckets: bool = True
+    bucket_copies: int = 1
     tensor_host_s: float = 0.3e-3
     again: float = 0.0
     late: float = 0.0
@@ -299,10 +301,9 @@ class Model:
             for ref in entry.outputs:
                 if forward or ref.shape not in gradients:  # parameters' gradients are counted by themselves
                     widest = max(widest, _bytes(ref) // part)
+                products += _bytes(ref) // part if forward and multiplies else 0
                 if forward and saved.get(ref.id, (-1, 0))[0] == index:
-                    size = saved[ref.id][1] // part
-                    kept += size
-                    products += size if multiplies else 0
+                    kept += saved[ref.id][1] // part
         return Block(
             forward_s=compute[True][0],
             backward_s=compute[False][0],

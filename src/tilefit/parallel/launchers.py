@@ -65,12 +65,8 @@ def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) 
             kind = "torch.optim.AdamW"
             lines.append(f"optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class={kind})")
     lines.append(f"# {split.samples} samples a micro-batch, {split.parts} micro-batches a step")
-    if split.parts > 1 and split.data > 1:
-        lines.append(
-            "# all but the last: model.set_requires_gradient_sync(False)"
-            if split.zero == 3
-            else "# all but the last under model.no_sync()"
-        )
+    if split.parts > 1 and split.data > 1 and split.zero < 3:  # FSDP would hold whole gradients
+        lines.append("# all but the last under model.no_sync()")
     return "\n".join(lines)
 
 

@@ -172,7 +172,8 @@ class Planner:
     def counts(self, gpus: int) -> list[int]:
         """Powers of two of GPUs up to ``gpus``, and ``gpus``, that machines have and parameters fit on."""
         precision = self.job.precision
-        held = self.model.parameters * (precision.weight + precision.gradient + precision.optimizer)
+        each = precision.weight * (not precision.master) + precision.gradient + precision.optimizer
+        held = self.model.parameters * each
         machine = self.fabric.per_machine
         return [
             count
@@ -200,7 +201,8 @@ def precision_of(step: Step) -> Precision:
     is_short = 2 * short > sum(prod(p.shape) for p in trained)
     moments = {"adamw": 8, "adam": 8, "sgd": 0}.get(step.settings.optimizer, 8)
     work = 2 if is_short or step.settings.amp else 4
-    return Precision(2 if is_short else 4, work, 4, moments + 4 * is_short)
+    master = 4 * is_short
+    return Precision(2 if is_short else 4, work, 4, moments + master, master=master)
 
 
 def _powers(most: int) -> list[int]:

@@ -32,8 +32,9 @@ _STREAMED = 0.86
 #: Share of the multiprocessors that NCCL's kernels take from what runs beside them: computation was 5 to 8 ms
 #: longer for 29 to 34 ms of hidden messages (Llama-1B under DDP and FSDP2 on 2 H200).
 _TAKEN = 0.2
-#: What the host needs for each message of FSDP2, beside the layer's launches (Llama-1B, 2 H200).
-FSDP_HOST_S = 1.2e-3
+#: What the host needs for each message of FSDP2, beside the layer's launches: 0.83 to 0.86 ms in four steps
+#: of three models that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
+FSDP_HOST_S = 0.85e-3
 #: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
 DDP_HOST_S = 45e-6
 #: What a stage does that has no layer.
@@ -52,6 +53,8 @@ class TrainingSplit(Split):
         chunks: Parts of the layers that each stage has (interleaved 1F1B); 1: one (1F1B).
         checkpoint: One of :data:`CHECKPOINTS`.
         gpipe: A pipeline runs all forward passes first (GPipe).
+        sums_each: Gradients are summed up behind every micro-batch, not behind the last alone (``no_sync``);
+            None: with FSDP, which then holds a share of them only.
     """
 
     context: int = 1
@@ -60,6 +63,7 @@ class TrainingSplit(Split):
     chunks: int = 1
     checkpoint: str = "none"
     gpipe: bool = False
+    sums_each: bool | None = None
 
     @property
     def gpus(self) -> int:
@@ -75,6 +79,11 @@ class TrainingSplit(Split):
     def replicas(self) -> int:
         """Ranks that hold the same parameters."""
         return self.data * self.context
+
+    def sums(self, part: int, parts: int) -> bool:
+        """Whether gradients are summed up behind a micro-batch."""
+        each = self.zero > 1 if self.sums_each is None else self.sums_each
+        return self.replicas > 1 and (each or part == parts - 1)
 
     def __str__(self) -> str:
         sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context")]
@@ -97,6 +106,7 @@ class Precision:
         gradient: As it is kept and summed up.
         optimizer: State of the optimizer, with the fp32 copy where the weight is shorter.
         copies: Further copies of a gradient: in the weight's type, in buckets.
+        master: Of the optimizer's state, the fp32 copy, which FSDP shards, and casts what it gathers.
     """
 
     weight: int = 2
@@ -104,6 +114,7 @@ class Precision:
     gradient: int = 4
     optimizer: int = 12
     copies: int = 0
+    master: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +239,9 @@ class Training:
 
     def _accumulated_s(self, block: Block) -> float:
         """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
-        moved = self.precision.weight + 2 * self.precision.gradient
-        return self._copied_s(block.parameters, moved * (self.split.parts > 1))
+        moved = (self.precision.weight + 2 * self.precision.gradient) * (self.split.parts > 1)
+        shared = self.split.zero > 1 and self.split.sums(0, self.split.parts)
+        return self._copied_s(block.parameters, moved / (self.split.replicas if shared else 1))
 
     @cached_property
     def _known(self) -> dict[int, Block]:
@@ -257,6 +269,7 @@ class Training:
         return replace(
             block,
             backward_s=block.backward_s + self._accumulated_s(block),
+            backward_host_s=block.backward_host_s + block.forward_host_s * (again_s > 0),
             recompute_s=again_s,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
@@ -314,6 +327,7 @@ class Training:
         last = len(blocks) - 1
         done: list[tuple[str, int, int]] = []
         for part in range(parts):
+            sums = self.split.sums(part, parts)
             order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
             for kind, i in order:
                 # The last block is still there when the backward pass begins.
@@ -321,27 +335,24 @@ class Training:
                 before = tuple(done[-2:-1])  # the block before the one before: two are held at once
                 yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
                 if kind == "B" and i < last:
-                    yield Task(("R", part, i + 1), (0, "link"), scatter[i + 1], ((kind, part, i + 1),))
-                time_s = self._sharded_s(blocks[i], times[i], kind, kept)
-                hidden_s = (scatter[min(i + 1, last)] if kind == "B" else 0.0) + (0.0 if kept else gather[i])
+                    yield Task(("R", part, i + 1), (0, "link"), sums * scatter[i + 1], ((kind, part, i + 1),))
+                scatters = kind == "B" and sums
+                time_s = self._sharded_s(times[i], kind == "B", not kept, scatters)
+                hidden_s = scatters * scatter[min(i + 1, last)] + (not kept) * gather[i]
                 name = (kind, part, i)
                 yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
                 done.append(name)
-            yield Task(("R", part, 0), (0, "link"), scatter[0], (("B", part, 0),))
+            yield Task(("R", part, 0), (0, "link"), sums * scatter[0], (("B", part, 0),))
         ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
         yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
 
-    def _sharded_s(self, block: Block, times: Block, kind: str, kept: bool) -> float:
+    def _sharded_s(self, block: Block, backward: bool, gathers: bool, scatters: bool) -> float:
         """A pass over a block with its copies from and into messages, or the host's work for it."""
-        precision = self.precision
-        messages = (kind == "B") + (not kept)
-        copied = 2 * precision.work * (not kept)
-        if kind == "B":
-            copied += precision.work + precision.gradient
-        host_s = block.forward_host_s if kind == "F" else block.backward_host_s
-        host_s += messages * FSDP_HOST_S * self._host_scale * bool(block.parameters)
-        time_s = times.pass_s[kind == "B"]
-        return max(time_s + self._copied_s(block.parameters, copied), host_s)
+        work, gradient = self.precision.work, self.precision.gradient
+        copied = 2 * work * gathers + (work + gradient) * scatters
+        host_s = block.backward_host_s if backward else block.forward_host_s
+        host_s += (gathers + scatters) * FSDP_HOST_S * self._host_scale * bool(block.parameters)
+        return max(block.pass_s[backward] + self._copied_s(block.parameters, copied), host_s)
 
     @property
     def _host_scale(self) -> float:
@@ -367,7 +378,7 @@ class Training:
                     yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
                 continue
             after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
-            if part < parts - 1 or split.replicas == 1:
+            if not split.sums(part, parts):
                 yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
             else:
                 for task in self._last(stage, chunk, name, times[chunk], after):
@@ -393,7 +404,7 @@ class Training:
         for i in range(last, -1, -1):
             own = name if i == 0 else (*name, i)
             hidden_s = messages[i + 1] if overlap and i < last else 0.0
-            time_s = self._beside(self._reduced_s(blocks[i], times[i]), hidden_s)
+            time_s = self._beside(self._reduced_s(times[i]), hidden_s)
             yield Task(own, (stage, "compute"), time_s, after if i == last else ())
         for i in range(last, -1, -1):
             waits = name if i == 0 or not overlap else (*name, i)
@@ -401,14 +412,15 @@ class Training:
 
     @property
     def _is_ddp(self) -> bool:
-        return self.framework.buckets and self.split.zero < 2 and self.split.replicas > 1
+        return self.framework.bucket_copies > 0 and self.split.zero < 2 and self.split.replicas > 1
 
-    def _reduced_s(self, block: Block, times: Block) -> float:
+    def _reduced_s(self, block: Block) -> float:
         """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""
         if not self._is_ddp:
-            return times.pass_s[1]
+            return block.pass_s[1]
         host_s = block.backward_host_s + block.tensors * DDP_HOST_S * self._host_scale
-        return max(times.pass_s[1] + self._copied_s(block.parameters, 4 * self.precision.gradient), host_s)
+        copied = 2 * self.framework.bucket_copies * self.precision.gradient
+        return max(block.pass_s[1] + self._copied_s(block.parameters, copied), host_s)
 
     def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
         optimizer = ("optimizer", stage)
@@ -425,7 +437,8 @@ class Training:
         own, precision = sum(block.parameters for block in self.stages[stage]), self.precision
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
-        moved = 2 * precision.optimizer + precision.gradient + 2 * precision.weight
+        updated = precision.weight * (not (self._is_fsdp and precision.master))
+        moved = 2 * precision.optimizer + precision.gradient + 2 * updated
         share = self.split.replicas if self.split.zero else 1
         return own * self.blocks.optimizer_s * moved / captured / share
 
@@ -493,7 +506,10 @@ class Training:
         share = [1 / split.replicas if split.zero >= level else 1.0 for level in (1, 2, 3)]
         # A copy in the type of the products, where the weight is in another, is kept for the backward pass.
         copied = precision.work * (precision.work != precision.weight) * (split.zero < 3)
-        gradients = [block.parameters * precision.gradient * share[1] for block in blocks]
+        # Those that are views of buckets are in them; those that are not summed up yet are whole.
+        held_share = share[1] if split.sums(0, split.parts) else 1.0
+        held_share *= not (self._is_ddp and self.framework.bucket_copies == 1)
+        gradients = [block.parameters * precision.gradient * held_share for block in blocks]
         buckets = own * (precision.copies or precision.gradient * self._is_ddp)
         late = 1 + self.framework.late * (split.tensor > 1)
         kept = [late * self._kept(block) for block in blocks]
@@ -509,7 +525,7 @@ class Training:
             message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
             again = block.saved_bytes if split.checkpoint != "none" and not self._is_end(block) else 0.0
             return RankMemory(
-                parameters=own * precision.weight * share[2]
+                parameters=own * (0 if split.zero == 3 and precision.master else precision.weight) * share[2]
                 + copied * sum(each.parameters for each in blocks[: i + 1])
                 + gathered,
                 gradients=sum(gradients[i if first else 0 :]) + buckets + message,
