@@ -15,7 +15,7 @@ from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, Step
 from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
-from tilefit.cost.streams import fabric_of, run
+from tilefit.cost.streams import Timed, fabric_of, run
 from tilefit.cost.waits import call_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
@@ -65,7 +65,7 @@ def estimate_step(
         launches_s[:1] = [scale * python_s + first for first in launches_s[:1]]
         times_s = [predicted.time_s for predicted in estimates]
         if step.program.order:
-            streams = run(step.program, launches_s, times_s, device, scale)
+            streams = run(Timed(step.program, launches_s, times_s), device, scale)
             for index in streams.aside:  # operations beside the stream that computes
                 gpu_s -= times_s[index]
                 bound_s[estimates[index].bound] -= times_s[index]

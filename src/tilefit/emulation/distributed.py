@@ -53,6 +53,9 @@ _FUNCTIONS = {
     "gather": ALL_GATHER,
     "scatter": ALL_GATHER,
 }
+_BETWEEN_TWO = (SEND, "receive")
+#: What goes to one other rank is activations, or their gradients.
+_OF_SAMPLES = (*_BETWEEN_TWO, ALL_TO_ALL)
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -144,7 +147,8 @@ class _Collectives:
             return NotImplemented
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         group = dist.ProcessGroup.unbox(given["process_group"])
-        event = self._told(name, args, group, overlaps=given.get("async_op", True))
+        peer = given.get("dst", given.get("src")) if name in _BETWEEN_TWO else None
+        event = self._told(name, args, group, peer, overlaps=given.get("async_op", True))
         self._answer(name, args)
         work = _Work(args[0], event, self._side)
         self._kept[:] = [*self._kept[-64:], work]  # C++ holds its own half alone
@@ -170,10 +174,17 @@ class _Collectives:
         return args[0]
 
     def _told(
-        self, name: str, tensors: Any, group: Any, *, overlaps: bool = True, grows: bool = False
+        self,
+        name: str,
+        tensors: Any,
+        group: Any,
+        peer: int | None = None,
+        *,
+        overlaps: bool = True,
+        grows: bool = False,
     ) -> Any:
         """Tell of a collective, which writes the first of ``tensors``; returns the event behind it where it
-        has a stream of its own."""
+        has a stream of its own. ``peer``: the other one of two, by its number in the group."""
         sizes = [
             [t.numel() * t.element_size() for t in leaves([each]) if isinstance(t, CudaTensor)]
             for each in tensors
@@ -184,19 +195,21 @@ class _Collectives:
             return Event(self.streams)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", min(dist.get_world_size(), MOST_LINKED)))
         function = _FUNCTIONS.get(name, name)
-        pair = function == SEND
+        called = str(group.group_name)
+        if function == SEND:
+            ranks, called = self._pair(name, ranks, peer, called)
         first = next(t for t in leaves(tensors) if isinstance(t, CudaTensor))
         exchange = Exchange(
             index=0,
             function=function,
             name=name,
             bytes=max(map(sum, sizes)),
-            ranks=2 if pair else len(ranks),
-            per_machine=min(2 if pair else local, max(Counter(r // local for r in ranks).values())),
+            ranks=len(ranks),
+            per_machine=min(local, max(Counter(r // local for r in ranks).values())),
             site=Site(),
             dtype=_DTYPES.get(first.dtype, str(first.dtype).removeprefix("torch.")),
-            group=f"{group.group_name}{' ' + name if pair else ''}",
-            grows=grows,
+            group=called,
+            grows=grows or name in _OF_SAMPLES,
         )
         written = [t for t in leaves([tensors[0]]) if isinstance(t, CudaTensor)]
         watch, current = self.device.watch, self.streams.current
@@ -209,6 +222,12 @@ class _Collectives:
         stream.wait_stream(current)
         watch.exchanged(exchange, stream.stream_id, written)
         return stream.record_event()
+
+    def _pair(self, name: str, ranks: list[int], peer: int | None, group: str) -> tuple[list[int], str]:
+        """Who sends to whom, and the name of what goes that way, which is the same for both."""
+        own, other = dist.get_rank(), ranks[peer] if peer is not None else -1
+        way = (own, other) if name == SEND else (other, own)
+        return list(way), f"{group} {way[0]}>{way[1]}"
 
     def _answer(self, name: str, tensors: Any) -> None:
         """Give what all would give who have the same; sums stay what they were."""

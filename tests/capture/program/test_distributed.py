@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tilefit.capture.child import capture_program_in_child
 from tilefit.errors import TilefitError
+from tilefit.ops.program import EARLIER, WAIT
 from tilefit.options import ProgramOptions
 
 _PROGRAM = """
@@ -217,7 +219,82 @@ def test_what_flat_parameters_gather_and_scatter(tmp_path: Path) -> None:
     found = {(each.name, each.bytes, each.dtype) for each in step.program.exchanges}
     size = 2 * 1024 * 1024
     assert {("all-gather", size, "bf16"), ("reduce-scatter", size, "bf16")} <= found
+    # Before a third is gathered the host waits for the first to be done with, and for no more.
+    waits = [each for each in step.program.events if each.kind == WAIT]
+    assert waits
+    assert all(each.event and each.name == EARLIER for each in waits)
     assert step.memory.parameter_bytes == 2 * 4 * 1024 * 1024 // 8
+
+
+_PAIRS = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+rank, ranks = distributed.get_rank(), distributed.get_world_size()
+net = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+sent = torch.zeros(1024, device="cuda")
+got = torch.empty_like(sent)
+for step in range(4):
+    calls = [(distributed.isend, sent, (rank + 1) % ranks), (distributed.irecv, got, (rank - 1) % ranks)]
+    for work in distributed.batch_isend_irecv([distributed.P2POp(*each) for each in calls]):
+        work.wait()
+    net(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_message_goes_over_the_link_to_its_receiver(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_PAIRS)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=16), "h100-sxm", 100)
+    assert step.program is not None
+    found = {each.name: each for each in step.program.exchanges}
+    # The next rank is in the same machine, the last one is in the other.
+    assert {name: (each.ranks, each.per_machine) for name, each in found.items()} == {
+        "send": (2, 2),
+        "receive": (2, 1),
+    }
+    assert found["send"].group.endswith(" 0>1")
+    assert found["receive"].group.endswith(" 15>0")
+    assert all(each.grows for each in found.values())
+
+
+_LIGHTNING = """
+import pytorch_lightning
+import torch
+from torch import nn
+
+class Net(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 64)
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = torch.utils.data.TensorDataset(torch.randn(512, 64))
+trainer = pytorch_lightning.Trainer(
+    accelerator="gpu", devices=4, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False
+)
+trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+"""
+
+
+@pytest.mark.skipif(not find_spec("pytorch_lightning"), reason="needs pytorch_lightning")
+def test_lightning_on_several_gpus(tmp_path: Path) -> None:
+    """It makes the loader anew, with a sampler of its own, by the arguments that a loader has."""
+    path = tmp_path / "train.py"
+    path.write_text(_LIGHTNING)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 100)
+    assert step.program is not None
+    sums = [(each.bytes, each.ranks) for each in step.program.exchanges if each.name == "all-reduce"]
+    assert sums == [(4 * 65 * 64, 4)]
+    assert step.batch == 8
 
 
 _UNUSED = """
