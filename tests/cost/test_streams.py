@@ -16,7 +16,7 @@ from tilefit.cost.streams import Timed, exchange_s, fabric_of, run
 from tilefit.cost.waits import paced_s
 from tilefit.gpus import get
 from tilefit.ops import FORWARD, Exchange, Gemm, Habit, HostEvent, Program, Site, Step, StepOp
-from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS
+from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS, SEND
 from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, TO_STREAM, WAIT, Ordered
 
 H100 = get("h100-sxm")
@@ -119,6 +119,48 @@ def test_a_host_that_waits_for_the_end_of_the_step_before_is_not_ahead() -> None
     limited = Timed(program(*order, exchanges=(), events=events), [1e-3, 1e-3], [6e-3, 6e-3])
     # The first launch comes when the GPU is done with the step before.
     assert run(limited, H100, 1.0).time_s == pytest.approx(1.2e-2 + 1e-3, rel=0.02)
+
+
+def stage(rank: int, *moves: tuple[int, str], size: int = 1 << 23) -> Program:
+    """A rank that exchanges messages: before which operation, and who with whom, such as ``0>1``."""
+    exchanges = tuple(
+        replace(exchange(size, group=way), function=SEND, name=SEND, ranks=2, per_machine=2)
+        for _, way in moves
+    )
+    order = [
+        each
+        for number, (index, way) in enumerate(moves)
+        # Who receives waits; who sends does not.
+        for each in beside(index, index if way.endswith(str(rank)) else 99, number)
+    ]
+    order = [replace(each, stream=5 + int(moves[0][1][0])) if each.stream else each for each in order]
+    return program(*sorted(order, key=lambda e: e.index), exchanges=exchanges, rank=rank, ranks=2)
+
+
+def test_a_stage_waits_for_the_other_one_to_be_there() -> None:
+    """Forward 1 ms, the other one's 3 ms forward and backward, backward 2 ms."""
+    message_s = exchange_s(stage(0, (1, "0>1")).exchanges[0], Fabric(H100))
+    assert message_s is not None
+    first = Timed(stage(0, (1, "0>1"), (1, "1>0")), [1e-7] * 2, [1e-3, 2e-3])
+    second = Timed(stage(1, (0, "0>1"), (1, "1>0")), [1e-7], [3e-3])
+    found = run(first, H100, 1.0, [second])
+    assert found.time_s == pytest.approx(6e-3 + 2 * message_s, rel=0.01)
+    assert sum(found.late_s) == pytest.approx(3e-3 + message_s, rel=0.01)
+    assert sum(found.exposed_s) - sum(found.late_s) == pytest.approx(message_s, rel=0.01)
+    assert (found.busy_s, found.unmet) == ((3e-3, 3e-3), 0)
+    alone = run(first, H100, 1.0)  # nobody knows when the other one is there
+    assert alone.time_s < 4e-3
+    assert sum(alone.late_s) == 0
+
+
+def test_messages_that_do_not_fit_end_nothing() -> None:
+    first = Timed(stage(0, (1, "0>1"), (1, "1>0")), [1e-7] * 2, [1e-3, 2e-3])
+    second = Timed(stage(1, (0, "0>1")), [1e-7], [3e-3])
+    both_wait = Timed(stage(1, (0, "0>1"), (0, "1>0"), (0, "1>0")), [1e-7], [3e-3])
+    assert run(first, H100, 1.0, [second]).unmet == 0  # it is sent by nobody that was run
+    found = run(first, H100, 1.0, [both_wait])
+    assert found.unmet > 0
+    assert found.time_s > 3e-3
 
 
 times = st.integers(1, 1000).map(lambda ms: ms / 1e4)

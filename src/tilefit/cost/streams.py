@@ -72,8 +72,10 @@ def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> S
     board = _Board([each.program for each in ranks])
     clocks = [_Clocks(each, gpu, scale, board) for each in ranks]
     _together(clocks, board)
-    clocks[0].made.unmet = board.unmet
-    return clocks[0].made
+    made = clocks[0].made
+    made.unmet = board.unmet
+    made.busy_s = tuple(sum(each.times_s) for each in ranks)
+    return made
 
 
 def _actions(program: Program, count: int) -> list[int | Ordered | HostEvent]:
@@ -333,7 +335,7 @@ class _Clocks:
         meeting = self.board.meeting(group, self.called[group])
         before = (each for each in (now.meeting, self.groups.get(group)) if each is not None)
         meeting.there.append((since.time_s, tuple(before)))
-        meeting.time_s = max(meeting.time_s, self.taken_s[number])
+        meeting.time_s = meeting.time_s or self.taken_s[number]
         self.host_s += self.scale * COLLECTIVE_S
         self.called[group] += 1
         self.groups[group] = meeting

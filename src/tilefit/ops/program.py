@@ -182,6 +182,7 @@ class Program:
         exchanges: Collectives of the step, in order.
         order: What the streams are told, in order.
         ranks: Processes of the program, of which this is one.
+        rank: Which.
         per_machine: Of them in one machine.
         network: What joins their machines, as it is asked for; empty for one machine.
     """
@@ -201,6 +202,7 @@ class Program:
     ranks: int = 1
     per_machine: int = 1
     network: str = ""
+    rank: int = 0
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

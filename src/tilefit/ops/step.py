@@ -31,6 +31,8 @@ class Step:
         made: The user's line that made a module, by its path; of the modules inside it only where it is
             another. Empty where that was not seen.
         libraries: Folders of installed packages that operations' lines are in.
+        ranks: Of a program whose ranks send each other messages, as the stages of a pipeline do: the steps of
+            those that were run, this one's as it was captured among them.
     """
 
     ops: tuple[StepOp, ...]
@@ -46,6 +48,7 @@ class Step:
     program: Program | None = None
     made: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
+    ranks: tuple[Step, ...] = ()
 
     @property
     def flop(self) -> int:
@@ -78,7 +81,8 @@ class Step:
         Raises:
             TilefitError: the text is not such a step, or of another version.
         """
-        return cls(**step_json.load(text))
+        data = step_json.load(text)
+        return cls(**{**data, "ranks": tuple(map(cls.from_json, data["ranks"]))})
 
 
 def maker(made: Mapping[str, str], module: str) -> str:

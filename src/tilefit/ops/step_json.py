@@ -56,6 +56,7 @@ def dump(step: Mapping[str, Any]) -> str:
         "made": dict(step["made"]),
         "shards": [asdict(shard) for shard in step["shards"]],
         "program": asdict(step["program"]) if step["program"] is not None else None,
+        "ranks": [each.to_json() for each in step["ranks"]],
     }
     return json.dumps(
         {
@@ -110,6 +111,7 @@ def load(text: str) -> dict[str, Any]:
             "made": data.get("made", {}),
             "libraries": tuple(data.get("libraries", ())),
             "shards": tuple(Shard(**shard) for shard in data.get("shards", ())),
+            "ranks": data.get("ranks", ()),
             "program": _program(**data["program"]) if data.get("program") else None,
         }
     except (KeyError, TypeError, ValueError) as error:
@@ -154,7 +156,7 @@ def _program(
     ranks: int = 1,
     per_machine: int = 1,
     network: str = "",
-    **parts: list[Any],
+    **parts: Any,
 ) -> Program:
     def at(values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "site": Site(**values["site"])}
@@ -175,4 +177,5 @@ def _program(
         ranks=ranks,
         per_machine=per_machine,
         network=network,
+        rank=parts.get("rank", 0),
     )

@@ -84,7 +84,7 @@ def build(
         safe_gain_s=safe_gain_s,
         tokens=tokens_of(step),
         rules=pages((finding.code for finding in findings), all_rules()),
-        program=Around.of(step.program, estimate.streams) if step.program else None,
+        program=Around.of(step.program, estimate.streams, step.ranks) if step.program else None,
     )
 
 

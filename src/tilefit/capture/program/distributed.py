@@ -67,6 +67,11 @@ def ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
+def rank() -> int:
+    """Which of them this is."""
+    return distributed.get_rank() if ranks() > 1 else 0
+
+
 def per_machine() -> int:
     """Of them in one machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
