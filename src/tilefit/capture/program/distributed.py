@@ -83,6 +83,17 @@ def _groups(state: Any) -> list[Any]:
     return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
+def version(module: nn.Module) -> int:
+    """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters; of those
+    that are gathered it is that of the shards."""
+    for each in module.modules():
+        state: Any = getattr(each, "_get_fsdp_state", None)
+        for group in _groups(state()) if state is not None else ():
+            for held in group.fsdp_params:
+                return int(held.sharded_param._version)
+    return next((p._version for p in module.parameters() if p.requires_grad), 0)
+
+
 def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors into which ``fully_shard`` gathers parameters, by their names."""
     for prefix, root in roots:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.inputs import batch_of
-from tilefit.capture.program.distributed import per_machine, rank, ranks
+from tilefit.capture.program.distributed import per_machine, rank, ranks, version
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -53,7 +53,7 @@ class Window:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
                 place = self._habits.backwards, self._chunk
-                self._passes.setdefault(id(module), {}).setdefault(place, _version(module))
+                self._passes.setdefault(id(module), {}).setdefault(place, version(module))
                 if self._inputs is None:
                     self._called_at = sites.source_line()
                     self._inputs = _named(module, args, kwargs)
@@ -123,11 +123,6 @@ class Window:
             per_machine=per_machine(),
         )
         return replace(step, program=program, batch=batch * passes)
-
-
-def _version(module: nn.Module) -> int:
-    """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters."""
-    return next((p._version for p in module.parameters() if p.requires_grad), 0)
 
 
 def _on_first_weights(versions: dict[int, int]) -> int:
