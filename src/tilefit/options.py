@@ -208,7 +208,8 @@ class ProgramOptions:
         steps: Steps of its optimizer that the captured step is made of.
         skip: Steps before them.
         fake_data: Data that it lacks are made up.
-        ranks: Processes, of which the first is captured; 0 for as many as the environment says.
+        ranks: Processes, of which one is captured; 0 for as many as the environment says.
+        rank: Which.
         nodes: Machines that share them; 0 for as few as there can be.
         network: What joins machines.
         sources: Texts of files, by real path, to be read instead of what the files say.
@@ -222,11 +223,12 @@ class ProgramOptions:
     fake_data: bool = option(False, "Make up data and weights that are not there, at random.")
     ranks: int = option(
         0,
-        "Processes, one a GPU, as torchrun would start; this is the first.",
+        "Processes, one a GPU, as torchrun would start.",
         min=0,
         metavar="N",
         show_default=False,
     )
+    rank: int = option(0, "Which of them is looked at, from 0.", min=0, metavar="N")
     nodes: int = option(
         0, "Machines that share them; default: of eight GPUs.", min=0, metavar="N", show_default=False
     )
@@ -240,14 +242,19 @@ class ProgramOptions:
                 where="--nodes",
                 hint="Take a number of machines that divides --ranks.",
             )
+        if self.rank and self.rank >= self.ranks:
+            raise UsageError(
+                f"there is no rank {self.rank} of {self.ranks}", where="--rank", hint="They count from 0."
+            )
 
     @property
     def environment(self) -> dict[str, str]:
-        """What torchrun tells the first process; nothing where nobody said how many there are."""
+        """What torchrun tells the process; nothing where nobody said how many there are."""
         if not self.ranks:
             return {}
         local = self.ranks // self.nodes if self.nodes else min(self.ranks, MOST_LINKED)
-        first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+        place = {"RANK": self.rank, "LOCAL_RANK": self.rank % local, "GROUP_RANK": self.rank // local}
+        first = {name: str(number) for name, number in place.items()}
         sizes = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(local)}
         return {**first, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 

@@ -12,11 +12,11 @@ from tilefit.cost import estimate_step
 from tilefit.cost.estimate import EXPOSED
 from tilefit.cost.launch import COLLECTIVE_S
 from tilefit.cost.links import Fabric, Group
-from tilefit.cost.streams import exchange_s, fabric_of, run
+from tilefit.cost.streams import Timed, exchange_s, fabric_of, run
 from tilefit.cost.waits import paced_s
 from tilefit.gpus import get
 from tilefit.ops import FORWARD, Exchange, Gemm, Habit, HostEvent, Program, Site, Step, StepOp
-from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS
+from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS, SEND
 from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, TO_STREAM, WAIT, Ordered
 
 H100 = get("h100-sxm")
@@ -46,7 +46,7 @@ def beside(issued: int, awaited: int, number: int = 0) -> tuple[Ordered, ...]:
 
 
 def took(made: Program, times_s: list[float]) -> tuple[float, float]:
-    found = run(made, [1e-6] * len(times_s), times_s, H100, 1.0)
+    found = run(Timed(made, [1e-6] * len(times_s), times_s), H100, 1.0)
     return found.time_s, sum(found.exposed_s)
 
 
@@ -81,7 +81,7 @@ def test_collectives_of_a_group_follow_each_other_and_those_of_two_do_not() -> N
 
 def test_what_is_copied_on_another_stream_is_beside() -> None:
     order = (Ordered(1, TO_STREAM, 3), Ordered(2, TO_STREAM, 0))
-    found = run(program(*order, exchanges=()), [1e-6] * 3, [1e-2, 5e-3, 1e-2], H100, 1.0)
+    found = run(Timed(program(*order, exchanges=()), [1e-6] * 3, [1e-2, 5e-3, 1e-2]), H100, 1.0)
     assert found.time_s == pytest.approx(2e-2)
     assert found.aside == [1]
 
@@ -89,11 +89,78 @@ def test_what_is_copied_on_another_stream_is_beside() -> None:
 def test_a_host_that_reads_a_sum_waits_for_it() -> None:
     """Of a small model the host alone sets the pace, unless it waits."""
     order = (Ordered(2, EXCHANGE, 0, 0),)
-    free = run(program(*order), [1e-2] * 2, [1e-3] * 2, H100, 1.0).time_s
+    free = run(Timed(program(*order), [1e-2] * 2, [1e-3] * 2), H100, 1.0).time_s
     events = (HostEvent(2, WAIT, "item", LINE),)
-    read = run(program(*order, events=events), [1e-2] * 2, [1e-3] * 2, H100, 1.0).time_s
+    read = run(Timed(program(*order, events=events), [1e-2] * 2, [1e-3] * 2), H100, 1.0).time_s
     assert free == pytest.approx(2e-2 + COLLECTIVE_S)
     assert read > free + 1e-3
+
+
+def test_a_host_that_waits_for_an_event_waits_for_what_was_before_it() -> None:
+    """Such as what keeps gathered parameters from being more than two at once."""
+    order = (Ordered(1, RECORD, 0, 7), Ordered(2, EXCHANGE, 1, 0))
+    times_s = [1e-3, 5e-2, 1e-3]
+
+    def waits(**where: int) -> float:
+        events = (HostEvent(2, WAIT, "synchronize", LINE, **where),)
+        timed = Timed(program(*order, events=events), [2e-2] * 3, times_s)
+        return run(timed, H100, 1.0).time_s
+
+    host_s = 6e-2
+    assert waits(event=7) == pytest.approx(host_s, rel=0.01)  # it is over when the host gets there
+    assert waits() > host_s + 1e-2
+    # That of the step before is over as well.
+    assert waits(event=6) == pytest.approx(host_s, rel=0.01)
+
+
+def test_a_host_that_waits_for_the_end_of_the_step_before_is_not_ahead() -> None:
+    order = (Ordered(2, RECORD, 0, 7),)
+    events = (HostEvent(0, WAIT, "earlier event", LINE, event=6, after=0),)
+    limited = Timed(program(*order, exchanges=(), events=events), [1e-3, 1e-3], [6e-3, 6e-3])
+    # The first launch comes when the GPU is done with the step before.
+    assert run(limited, H100, 1.0).time_s == pytest.approx(1.2e-2 + 1e-3, rel=0.02)
+
+
+def stage(rank: int, *moves: tuple[int, str], size: int = 1 << 23) -> Program:
+    """A rank that exchanges messages: before which operation, and who with whom, such as ``0>1``."""
+    exchanges = tuple(
+        replace(exchange(size, group=way), function=SEND, name=SEND, ranks=2, per_machine=2)
+        for _, way in moves
+    )
+    order = [
+        each
+        for number, (index, way) in enumerate(moves)
+        # Who receives waits; who sends does not.
+        for each in beside(index, index if way.endswith(str(rank)) else 99, number)
+    ]
+    order = [replace(each, stream=5 + int(moves[0][1][0])) if each.stream else each for each in order]
+    return program(*sorted(order, key=lambda e: e.index), exchanges=exchanges, rank=rank, ranks=2)
+
+
+def test_a_stage_waits_for_the_other_one_to_be_there() -> None:
+    """Forward 1 ms, the other one's 3 ms forward and backward, backward 2 ms."""
+    message_s = exchange_s(stage(0, (1, "0>1")).exchanges[0], Fabric(H100))
+    assert message_s is not None
+    first = Timed(stage(0, (1, "0>1"), (1, "1>0")), [1e-7] * 2, [1e-3, 2e-3])
+    second = Timed(stage(1, (0, "0>1"), (1, "1>0")), [1e-7], [3e-3])
+    found = run(first, H100, 1.0, [second])
+    assert found.time_s == pytest.approx(6e-3 + 2 * message_s, rel=0.01)
+    assert sum(found.late_s) == pytest.approx(3e-3 + message_s, rel=0.01)
+    assert sum(found.exposed_s) - sum(found.late_s) == pytest.approx(message_s, rel=0.01)
+    assert (found.busy_s, found.unmet) == ((3e-3, 3e-3), 0)
+    alone = run(first, H100, 1.0)  # nobody knows when the other one is there
+    assert alone.time_s < 4e-3
+    assert sum(alone.late_s) == 0
+
+
+def test_messages_that_do_not_fit_end_nothing() -> None:
+    first = Timed(stage(0, (1, "0>1"), (1, "1>0")), [1e-7] * 2, [1e-3, 2e-3])
+    second = Timed(stage(1, (0, "0>1")), [1e-7], [3e-3])
+    both_wait = Timed(stage(1, (0, "0>1"), (0, "1>0"), (0, "1>0")), [1e-7], [3e-3])
+    assert run(first, H100, 1.0, [second]).unmet == 0  # it is sent by nobody that was run
+    found = run(first, H100, 1.0, [both_wait])
+    assert found.unmet > 0
+    assert found.time_s > 3e-3
 
 
 times = st.integers(1, 1000).map(lambda ms: ms / 1e4)
@@ -110,7 +177,7 @@ def test_no_schedule_beats_its_parts_or_is_worse_than_all_after_another(
         (each for number, (a, b) in enumerate(pairs) for each in beside(a, b, number)), key=lambda e: e.index
     )
     made = program(*order, exchanges=tuple(exchange(group="0") for _ in pairs))
-    found = run(made, [1e-7] * len(times_s), times_s, H100, 1.0)
+    found = run(Timed(made, [1e-7] * len(times_s), times_s), H100, 1.0)
     compute_s, link_s = sum(times_s), sum(found.exchange_s)
     host_s = len(times_s) * 1e-7 + len(pairs) * COLLECTIVE_S
     assert max(compute_s, link_s, host_s) * (1 - 1e-9) <= found.time_s
@@ -129,7 +196,7 @@ def test_with_one_stream_it_is_as_two_clocks_say(
     launches_s = [2e-3] * len(times_s)
     host_s = sum(launches_s) + len(events) * 22e-6
     expected = max(host_s, sum(times_s), paced_s(made, launches_s, times_s, H100, 1.0))
-    assert run(made, launches_s, times_s, H100, 1.0).time_s == pytest.approx(expected, rel=1e-6)
+    assert run(Timed(made, launches_s, times_s), H100, 1.0).time_s == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_bounds_of_a_step_add_up_and_name_communication() -> None:

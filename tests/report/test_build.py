@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tilefit.ops import Memory
+from tilefit.ops import Memory, Program, Step
 from tilefit.report import Comparison, Report
-from tilefit.report.build import largest_batch
 
 
 def test_the_contract_of_the_json(report: Report) -> None:
@@ -62,13 +62,17 @@ def test_the_largest_batch_leaves_room_for_what_does_not_grow(report: Report) ->
     # 2 GB are fixed, 8 GB are the activations of 16 samples; 98 GB are left for activations.
     assert report.step.largest_batch == 196
     memory = Memory(parameter_bytes=100, peak_bytes=180)
-    assert largest_batch(memory, batch=4, capacity_bytes=200) == 5
-    assert largest_batch(memory, batch=4, capacity_bytes=90) == 0
+    assert Step((), memory, batch=4).largest_batch(200) == 5
+    assert Step((), memory, batch=4).largest_batch(90) == 0
+    # Of a pipeline all stages need room.
+    fuller = Step((), replace(memory, peak_bytes=220), batch=4, program=Program("", "", rank=1))
+    assert fuller.largest_batch(200) == 3
+    assert Step((), memory, batch=4, ranks=(fuller,)).largest_batch(200) == 3
 
 
 def test_the_largest_batch_is_unknown_without_a_batch_or_activations() -> None:
-    assert largest_batch(Memory(parameter_bytes=100, peak_bytes=180), batch=0, capacity_bytes=200) is None
-    assert largest_batch(Memory(parameter_bytes=100, peak_bytes=100), batch=4, capacity_bytes=200) is None
+    assert Step((), Memory(parameter_bytes=100, peak_bytes=180)).largest_batch(200) is None
+    assert Step((), Memory(parameter_bytes=100, peak_bytes=100), batch=4).largest_batch(200) is None
 
 
 def test_the_exit_code_says_whether_anything_was_found(

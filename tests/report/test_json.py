@@ -225,7 +225,7 @@ def test_the_published_schema_is_that_of_the_dataclasses() -> None:
 
 
 def test_every_field_is_in_the_schema(
-    full: Report, of_ranks: Report, comparison: Comparison, watched: Watched
+    full: Report, of_stages: Report, comparison: Comparison, watched: Watched
 ) -> None:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["$defs"]
 
@@ -238,7 +238,7 @@ def test_every_field_is_in_the_schema(
         assert set(names) <= published[type(value).__name__]["properties"].keys()
         return {type(value).__name__}.union(*(walk(getattr(value, name)) for name in names))
 
-    shown = walk(full) | walk(of_ranks) | walk(comparison) | walk(watched)
+    shown = walk(full) | walk(of_stages) | walk(comparison) | walk(watched)
     assert shown == published.keys()
 
 

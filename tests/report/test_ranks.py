@@ -37,8 +37,18 @@ def test_rows_and_lines_tell_which_and_when(of_ranks: Report) -> None:
     assert f"computation {blocks}" in shown
 
 
-def test_it_is_kept_as_json(of_ranks: Report) -> None:
+def test_bubbles_of_a_pipeline_are_named_with_its_stages(of_stages: Report) -> None:
+    shown = words(str(render(of_stages, show_all=True)))
+    assert "0 of 16 GPUs in 2 machines of 8; 2 messages a step, 105 MB: 10.0 ms; 5.00 ms are waited," in shown
+    assert "4.00 ms of it for other ranks (bubbles)" in shown
+    assert "rank 0: GPU 35.0 ms, 4.00 GiB" in shown
+    assert "rank 1: GPU 39.0 ms, 6.00 GiB" in shown
+    assert "1 begin without who is missing" in shown
+
+
+def test_it_is_kept_as_json(of_ranks: Report, of_stages: Report) -> None:
     assert loads(of_ranks.to_json()) == of_ranks
+    assert loads(of_stages.to_json()) == of_stages
 
 
 def test_one_process_has_no_ranks() -> None:

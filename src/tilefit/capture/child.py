@@ -12,20 +12,22 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
 from tilefit.capture.naming import has_source, require_readable
-from tilefit.capture.worker import begin, leave, say, working, write
+from tilefit.capture.ranks import Ranks
+from tilefit.capture.worker import Worker, begin, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import ProgramOptions, TargetOptions
+from tilefit.options import MOST_LINKED, ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
@@ -150,6 +152,8 @@ def capture_program_in_child(
 ) -> Step:
     """Run a program under an emulated GPU in a child process, and capture the step that it makes.
 
+    Ranks whose messages it waits for run in child processes beside it.
+
     Args:
         program: The program, and which of its steps.
         gpu: Name of the GPU that it is told that it runs on.
@@ -160,11 +164,35 @@ def capture_program_in_child(
         CaptureError: the child ran out of time or died, or no step can be captured.
         TilefitError: the program failed.
     """
-    with working({"program": asdict(program), "gpu": gpu, "path": sys.path}, told) as worker:
-        text = worker.read(_result(0), program.program, timeout_s)
-    if text.startswith('{"error"'):
-        raise _error(**json.loads(text))
-    return Step.from_json(text)
+    with ExitStack() as stack:
+        mail = stack.enter_context(TemporaryDirectory(prefix="tilefit-", ignore_cleanup_errors=True))
+        own = program.rank if program.ranks else int(os.environ.get("RANK", 0))
+
+        def start(rank: int) -> Worker:
+            request = {"program": asdict(program), "gpu": gpu, "path": sys.path, "rank": rank, "mail": mail}
+            return stack.enter_context(working(request, told if rank == own else lambda text: None))
+
+        ranks = Ranks(own, Path(mail), start, _result(0), _error_in)
+
+        def read(worker: Worker) -> Step:
+            text = worker.read(_result(0), program.program, timeout_s, ranks.look)
+            if error := _error_in(text):
+                raise error
+            return Step.from_json(text)
+
+        step = read(start(own))
+        ranks.own_ended()
+        # Who is read may ask for others.
+        others: dict[int, Step] = {}
+        while missing := [rank for rank in ranks.workers if rank not in others]:
+            others[missing[0]] = read(ranks.workers[missing[0]])
+    others[own] = step
+    return replace(step, ranks=tuple(others[rank] for rank in sorted(others))) if len(others) > 1 else step
+
+
+def _error_in(text: str) -> TilefitError | None:
+    """The error that a child has left, if it is one."""
+    return _error(**json.loads(text)) if text.startswith('{"error"') else None
 
 
 def _result(index: int) -> str:
@@ -217,10 +245,11 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     from tilefit import gpus
     from tilefit.capture.program.confined import confine
     from tilefit.capture.program.run import capture_program
+    from tilefit.emulation.mail import Mail
 
-    confine(
-        (folder, "/dev", "/proc")
-    )  # what Python's own functions write is redirected; what else writes fails
+    mail = Mail(Path(request["mail"]), request["rank"])
+    # What Python's own functions write is redirected; what else writes fails.
+    confine((folder, request["mail"], "/dev", "/proc"))
     started = os.getpid()
 
     def done(result: Step | TilefitError) -> NoReturn:
@@ -233,7 +262,13 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
         leave()
 
     options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
-    capture_program(options, gpus.get(request["gpu"]), folder, done, partial(say, folder))
+    if not options.ranks and request["rank"] != int(os.environ.get("RANK", 0)):
+        world = int(os.environ["WORLD_SIZE"])
+        nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", min(world, MOST_LINKED)))
+        options = replace(options, ranks=world, nodes=nodes)
+    if options.ranks:
+        options = replace(options, rank=request["rank"])
+    capture_program(options, gpus.get(request["gpu"]), folder, done, partial(say, folder), mail)
 
 
 def _told(error: TilefitError) -> str:

@@ -71,13 +71,16 @@ class Worker:
             self._process.stdin.write(f"{json.dumps(request)}\n".encode())
             self._process.stdin.flush()
 
-    def read(self, name: str, what: str, timeout_s: float) -> str:
+    def read(
+        self, name: str, what: str, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> str:
         """A file of its, once it is there.
 
         Args:
             name: The file's.
             what: What the worker does, for errors.
             timeout_s: How long it may take.
+            meanwhile: Called again and again until then.
 
         Raises:
             CaptureError: it took longer, or the worker died.
@@ -93,6 +96,7 @@ class Worker:
                     hint="Give it longer with --timeout, or a smaller input.",
                 )
             self._hear()
+            meanwhile()
             time.sleep(_POLL_S)
             status = self._status()
         if status is not None and not result.exists():

@@ -15,13 +15,16 @@ from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, Step
 from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
-from tilefit.cost.streams import fabric_of, run
+from tilefit.cost.streams import Timed, fabric_of, run
 from tilefit.cost.waits import call_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
 #: Half-width of the 80 % interval of the time the GPU waits for the host: hosts differ by this much.
 LAUNCH_SPREAD = 0.4
+#: Ranks that were priced, with their steps, which keep the key theirs.
+_KNOWN: dict[tuple[int, PricedGpu], tuple[Step, Timed]] = {}
+_MOST_KNOWN = 64
 
 
 def estimate_step(
@@ -65,7 +68,8 @@ def estimate_step(
         launches_s[:1] = [scale * python_s + first for first in launches_s[:1]]
         times_s = [predicted.time_s for predicted in estimates]
         if step.program.order:
-            streams = run(step.program, launches_s, times_s, device, scale)
+            timed = Timed(step.program, launches_s, times_s)
+            streams = run(timed, device, scale, list(_others(step, timed, device)))
             for index in streams.aside:  # operations beside the stream that computes
                 gpu_s -= times_s[index]
                 bound_s[estimates[index].bound] -= times_s[index]
@@ -96,6 +100,32 @@ def estimate_step(
         bound_time_s=bound_s,
         streams=streams,
     )
+
+
+def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
+    """The other ranks that were run. What was changed in this one since is taken to be changed in them, with
+    the same effect on their times."""
+    known = {each.program.rank: _captured(each, device) for each in step.ranks if each.program is not None}
+    own = known.pop(timed.program.rank, timed)
+    launches, times = (
+        sum(now) / (sum(before) or 1.0)
+        for now, before in ((timed.launches_s, own.launches_s), (timed.times_s, own.times_s))
+    )
+    for each in known.values():
+        yield Timed(each.program, [launches * s for s in each.launches_s], [times * s for s in each.times_s])
+
+
+def _captured(step: Step, device: PricedGpu) -> Timed:
+    """A rank's step on a GPU, its host as it is stated. Rules price a step dozens of times, and its other
+    ranks do not change meanwhile."""
+    key = id(step), device
+    if key not in _KNOWN:
+        assert step.program is not None
+        times_s = [each.time_s for each in estimate_all((entry.op for entry in step.ops), device)]
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = step, Timed(step.program, list(_launches_s(step, device)), times_s)
+    return _KNOWN[key][1]
 
 
 def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:

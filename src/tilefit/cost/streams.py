@@ -4,13 +4,17 @@ What the program orders is gone through as it ordered it, step after step. Each 
 have the host and each group of processes, whose collectives run one after the other. An operation begins when
 its stream is free and the host has launched it; an event keeps the clock of its stream, and who waits for it
 begins no earlier. What runs at once does not slow each other down here.
+
+Of a pipeline each stage is a rank that runs something else. All of them are gone through, and a message
+between two of them begins when both have asked for it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
@@ -24,6 +28,19 @@ from tilefit.options import MOST_LINKED
 #: Steps that are gone through before the one that is told: then each is as the one before.
 _BEFORE = 2
 _SUMMED = ("fp16", "bf16", "fp32")
+
+
+class Timed(NamedTuple):
+    """A rank's program with its times: of the host for each operation, and of the GPU."""
+
+    program: Program
+    launches_s: Sequence[float]
+    times_s: Sequence[float]
+
+    def host_s(self, scale: float) -> float:
+        """Time of the host for all that it asks for."""
+        asked_s = COLLECTIVE_S * len(self.program.exchanges) + FORWARD_S * len(self.program.events)
+        return sum(self.launches_s) + scale * asked_s
 
 
 def fabric_of(program: Program, gpu: Gpu) -> Fabric:
@@ -42,137 +59,286 @@ def exchange_s(exchange: Exchange, fabric: Fabric) -> float | None:
     return fabric.time_s(exchange.function, exchange.bytes, group, sums=sums)
 
 
-def run(
-    program: Program, launches_s: Sequence[float], times_s: Sequence[float], gpu: Gpu, scale: float
-) -> Streams:
+def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> Streams:
     """Go through a step.
 
     Args:
-        program: What it orders.
-        launches_s: Host time of each operation, in order.
-        times_s: GPU time of each operation.
+        timed: A rank, what it orders and how long that takes.
         gpu: The GPU.
         scale: Host time over what :mod:`tilefit.cost.launch` states.
+        others: Ranks that it exchanges messages with, where they are known.
     """
-    fabric = fabric_of(program, gpu)
-    taken_s = tuple(exchange_s(each, fabric) or 0.0 for each in program.exchanges)
-    actions = list(_actions(program, len(times_s)))
-    host_s = sum(launches_s) + scale * (
-        COLLECTIVE_S * len(program.exchanges) + FORWARD_S * len(program.events)
-    )
-    clocks = _Clocks(program, launches_s, times_s, taken_s, gpu, scale)
-    # The host is ahead as far as the program lets it: as if the GPU had a step to do already.
-    clocks.ends[0] = host_s
-    begin_s = 0.0
-    for _ in range(_BEFORE + 1):
-        begin_s = clocks.begin()
-        for action in actions:
-            clocks.take(action)
-    made = clocks.made
-    made.time_s = max(host_s, clocks.ends[0] - begin_s)
-    made.exchange_s = taken_s
-    made.spans = [
-        replace(each, start_s=each.start_s - begin_s, end_s=each.end_s - begin_s) for each in made.spans
-    ]
+    ranks = (timed, *others)
+    board = _Board([each.program for each in ranks])
+    clocks = [_Clocks(each, gpu, scale, board) for each in ranks]
+    _together(clocks, board)
+    made = clocks[0].made
+    made.unmet = board.unmet
+    made.busy_s = tuple(sum(each.times_s) for each in ranks)
     return made
 
 
-def _actions(program: Program, count: int) -> Iterator[int | Ordered | HostEvent]:
+def _actions(program: Program, count: int) -> list[int | Ordered | HostEvent]:
     """Operations by their index, what streams are asked for, and where host and GPU meet, in order."""
-    order: dict[int, list[Any]] = {}
-    asked: tuple[Ordered | HostEvent, ...] = (*program.order, *program.events)
-    for each in asked:
-        order.setdefault(min(each.index, count), []).append(each)
-    for index in range(count + 1):
-        yield from order.get(index, ())
-        if index < count:
-            yield index
+    last = len(program.order)
+    asked: list[tuple[int, int, Any]] = [
+        (min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)
+    ]
+    for event in program.events:
+        asked.append((min(event.index, count), 2 * (event.after if event.after >= 0 else last), event))
+    asked += [(index, 2 * last + 2, index) for index in range(count)]
+    return [each for *_, each in sorted(asked, key=lambda placed: placed[:2])]
+
+
+@dataclass
+class _Meeting:
+    """An exchange: it begins when each rank that takes part, of those that are known, is there.
+
+    Attributes:
+        ranks: How many those are.
+        there: Of each that has asked for it, when it is ready, and other exchanges that it ends before.
+        time_s: What it takes.
+    """
+
+    ranks: int
+    there: list[tuple[float, tuple[_Meeting, ...]]] = field(default_factory=list)
+    time_s: float = 0.0
+    _start_s: float | None = None
+
+    def ready_s(self, place: int) -> float | None:
+        """When the rank that asked for it at that place is ready; None: not known yet."""
+        time_s, before = self.there[place]
+        ends = [each.end_s() for each in before]
+        return None if None in ends else max((time_s, *ends))  # type: ignore[type-var]
+
+    def start_s(self) -> float | None:
+        """When it begins; None: not known yet."""
+        if self._start_s is None and len(self.there) >= self.ranks:
+            ready = [self.ready_s(place) for place in range(len(self.there))]
+            self._start_s = None if None in ready else max(ready)  # type: ignore[type-var]
+        return self._start_s
+
+    def begin(self) -> None:
+        """Begin, whoever is there."""
+        self._start_s = max(time_s for time_s, _ in self.there)
+
+    def end_s(self) -> float | None:
+        """When it is over; None: not known yet."""
+        start_s = self.start_s()
+        return None if start_s is None else start_s + self.time_s
+
+
+class _End(NamedTuple):
+    """When a stream is done: not before a time, and not before an exchange is over."""
+
+    time_s: float = 0.0
+    meeting: _Meeting | None = None
+    #: Of the step, the exchange that it waits for; -1 for none.
+    why: int = -1
+
+    def known_s(self) -> float | None:
+        """The time; None: not known yet."""
+        if self.meeting is None:
+            return self.time_s
+        end_s = self.meeting.end_s()
+        return None if end_s is None else max(self.time_s, end_s)
+
+
+class _Board:
+    """Where ranks find each other: the n-th exchange of a group is the same for all that have as many."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        called = [Counter(each.group for each in program.exchanges) for program in programs]
+        groups = sorted(set[str]().union(*called))
+        self._ranks = {group: sum(group in own for own in called) for group in groups}
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        #: Exchanges for which a rank did not come.
+        self.unmet = 0
+
+    def meeting(self, group: str, number: int) -> _Meeting:
+        """The exchange of this number."""
+        return self._meetings.setdefault((group, number), _Meeting(self._ranks[group]))
+
+    def give_up(self) -> None:
+        """Nobody can go on: the first exchange that has not begun begins with those who are there."""
+        self.unmet += 1
+        next(each for each in self._meetings.values() if each.there and each.end_s() is None).begin()
+
+
+def _together(clocks: Sequence[_Clocks], board: _Board) -> None:
+    """Go through the steps of all ranks, each as far as it can."""
+    running = [(each, each.steps()) for each in clocks]
+    while running:
+        before = sum(each.taken for each in clocks), len(running)
+        running = [(clock, steps) for clock, steps in running if next(steps, "done") != "done"]
+        if before == (sum(each.taken for each in clocks), len(running)):
+            board.give_up()
 
 
 class _Clocks:
-    """When each is done with what it was given."""
+    """When each of a rank's streams is done with what it was given, and the host."""
 
-    def __init__(
-        self,
-        program: Program,
-        launches_s: Sequence[float],
-        times_s: Sequence[float],
-        taken_s: Sequence[float],
-        gpu: Gpu,
-        scale: float,
-    ) -> None:
-        self.program, self.launches_s, self.times_s, self.taken_s = program, launches_s, times_s, taken_s
-        self.gpu, self.scale = gpu, scale
-        self.blocking = launches_block(program)
+    def __init__(self, timed: Timed, gpu: Gpu, scale: float, board: _Board) -> None:
+        self.program, self.launches_s, self.times_s = timed
+        self.gpu, self.scale, self.board = gpu, scale, board
+        fabric = fabric_of(self.program, gpu)
+        self.taken_s = tuple(exchange_s(each, fabric) or 0.0 for each in self.program.exchanges)
+        self.blocking = launches_block(self.program)
+        self.asked_s = timed.host_s(scale)
         self.host_s = 0.0
-        self.ends: dict[int, float] = {0: 0.0}
-        #: The collective that a stream waited for last, or ran.
-        self.why: dict[int, int] = {}
-        self.events: dict[int, tuple[float, int]] = {}
-        self.groups: dict[str, float] = {}
+        # The host is ahead as far as the program lets it: as if the GPU had a step to do already.
+        self.ends: dict[int, _End] = {0: _End(self.asked_s)}
+        #: What events were recorded behind, of this step and of the one before.
+        self.events: dict[int, _End] = {}
+        self.earlier: dict[int, _End] = {}
+        numbers = [each.number for each in self.program.order if each.kind == RECORD]
+        #: The numbers of a step's events are those of the one before and so many.
+        self.period = max(numbers) - min(numbers) + 1 if numbers else 0
+        self.groups: dict[str, _Meeting] = {}
+        self.called: Counter[str] = Counter()
         self.stream = 0
         self.made = Streams()
+        #: The exchanges of the step: of each its stream, and when that would go on without it.
+        self.exchanged: dict[int, tuple[_Meeting, int, _End]] = {}
+        #: Actions so far.
+        self.taken = 0
 
-    def begin(self) -> float:
-        """A step begins; returns when."""
+    def steps(self) -> Iterator[str]:
+        """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
+        actions = _actions(self.program, len(self.times_s))
+        begin_s = 0.0
+        for _ in range(_BEFORE + 1):
+            while (now_s := self._now_s(0)) is None:
+                yield "waits"
+            begin_s = now_s
+            self._begin()
+            for action in actions:
+                while not self._take(action):
+                    yield "waits"
+                self.taken += 1
+        while (now_s := self._now_s(0)) is None or any(
+            each.end_s() is None for each, *_ in self.exchanged.values()
+        ):
+            yield "waits"
+        self._finish(begin_s, now_s)
+
+    def _begin(self) -> None:
         self.stream = 0
-        self.events.clear()
-        self.made = Streams(exposed_s=[0.0] * len(self.program.exchanges))
-        return self.ends[0]
+        self.earlier, self.events = self.events, {}
+        self.exchanged.clear()
+        count = len(self.program.exchanges)
+        self.made = Streams(exposed_s=[0.0] * count, late_s=[0.0] * count)
 
-    def take(self, action: int | Ordered | HostEvent) -> None:
-        """What the host asks for next."""
+    def _finish(self, begin_s: float, now_s: float) -> None:
+        made = self.made
+        made.time_s = max(self.asked_s, now_s - begin_s)
+        made.exchange_s = self.taken_s
+        for number, (meeting, stream, since) in self.exchanged.items():
+            start_s, end_s, since_s = meeting.start_s(), meeting.end_s(), since.known_s()
+            assert start_s is not None
+            assert end_s is not None
+            assert since_s is not None
+            if not stream:  # it runs where the program computes
+                self._waited(number, since_s, end_s)
+            made.spans.append(Span(stream, start_s, end_s, number, exchange=True))
+        made.spans = [
+            replace(each, start_s=each.start_s - begin_s, end_s=each.end_s - begin_s)
+            for each in sorted(made.spans, key=lambda span: span.start_s)
+        ]
+
+    def _now_s(self, stream: int) -> float | None:
+        return self.ends.get(stream, _End()).known_s()
+
+    def _take(self, action: int | Ordered | HostEvent) -> bool:
+        """What the host asks for next; whether it could be gone through."""
         if isinstance(action, int):
-            self.host_s += self.launches_s[action]
-            self._work(self.times_s[action], action)
-        elif isinstance(action, HostEvent):
-            self._meet(action)
-        elif action.kind == TO_STREAM:
+            return self._work(action)
+        if isinstance(action, HostEvent):
+            return self._meet(action)
+        if action.kind == TO_STREAM:
             self.stream = action.stream
         elif action.kind == RECORD:
-            stream = action.stream
-            self.events[action.number] = self.ends.get(stream, 0.0), self.why.get(stream, -1)
+            self.events[action.number] = self.ends.get(action.stream, _End())
         elif action.kind == AWAIT:
-            self._await(action)
+            return self._await(action)
         else:
-            self._exchange(action)
+            return self._exchange(action)
+        return True
 
-    def _work(self, time_s: float, index: int) -> None:
-        start_s = max(self.host_s, self.ends.get(self.stream, 0.0))
-        self.ends[self.stream] = start_s + time_s
+    def _work(self, index: int) -> bool:
+        now_s, time_s = self._now_s(self.stream), self.times_s[index]
+        if now_s is None:
+            return False
+        self.host_s += self.launches_s[index]
+        start_s = max(self.host_s, now_s)
+        self.ends[self.stream] = _End(start_s + time_s, why=self.ends.get(self.stream, _End()).why)
         if self.blocking:
             self.host_s = start_s + time_s
         self.made.spans.append(Span(self.stream, start_s, start_s + time_s, index))
         if self.stream:
             self.made.aside.append(index)
+        return True
 
-    def _meet(self, event: HostEvent) -> None:
+    def _meet(self, event: HostEvent) -> bool:
+        everything = event.kind == WAIT and event.name == "synchronize" and not event.event
+        waited = [*self.ends.values()] if everything else [self.ends.get(self.stream, _End())]
+        if event.event:
+            waited = [self._event(event.event)]
+        times = [each.known_s() for each in waited]
+        if None in times:
+            return False
+        until_s: float = max(times)  # type: ignore[type-var, assignment]
         self.host_s += self.scale * FORWARD_S
-        start_s = max(self.host_s, self.ends.get(self.stream, 0.0))
-        self.ends[self.stream] = start_s + copy_s(event, self.gpu)
+        if event.event:
+            self.host_s = max(self.host_s, until_s)
+            return True
+        if not everything:
+            until_s = max(self.host_s, until_s) + copy_s(event, self.gpu)
+            self.ends[self.stream] = _End(until_s, why=waited[0].why)
         if event.blocks:
-            everything = event.kind == WAIT and event.name == "synchronize"
-            self.host_s = max(self.ends.values()) if everything else self.ends[self.stream]
+            self.host_s = max(self.host_s, until_s)
+        return True
 
-    def _await(self, action: Ordered) -> None:
-        until_s, why = self.events.get(action.number, (0.0, -1))
-        now_s = self.ends.get(action.stream, 0.0)
+    def _event(self, number: int) -> _End:
+        """What an event is behind; one of the step before has a number of that."""
+        return self.events.get(number) or self.earlier.get(number + self.period) or _End()
+
+    def _await(self, action: Ordered) -> bool:
+        until, now = self._event(action.number), self.ends.get(action.stream, _End())
+        until_s, now_s = until.known_s(), now.known_s()
+        if until_s is None or now_s is None:
+            if not action.stream or (until_s is None and now_s is None and until.meeting is not now.meeting):
+                return False
+            first, second = (until, now) if until_s is None else (now, until)
+            self.ends[action.stream] = first._replace(time_s=max(first.time_s, second.known_s() or 0.0))
+            return True
         if until_s <= now_s:
-            return
-        self.ends[action.stream] = until_s
-        self.why[action.stream] = why
-        if not action.stream and why >= 0:
-            self.made.exposed_s[why] += max(0.0, until_s - max(now_s, self.host_s))
+            return True
+        self.ends[action.stream] = _End(until_s, why=until.why)
+        if not action.stream and until.why >= 0:
+            self._waited(until.why, max(now_s, self.host_s), until_s)
+        return True
 
-    def _exchange(self, action: Ordered) -> None:
+    def _waited(self, number: int, since_s: float, until_s: float) -> None:
+        """The computation waits for an exchange, and as a part of that for another rank to be there."""
+        exposed_s = max(0.0, until_s - since_s)
+        self.made.exposed_s[number] += exposed_s
+        late_s = until_s - self.taken_s[number] - since_s
+        if number in self.exchanged and self.exchanged[number][0].ranks > 1:
+            self.made.late_s[number] += min(exposed_s, max(0.0, late_s))
+
+    def _exchange(self, action: Ordered) -> bool:
         number, stream = action.number, action.stream
         group = self.program.exchanges[number].group
+        now = self.ends.get(stream, _End())
+        since = now._replace(time_s=max(now.time_s, self.host_s + self.scale * COLLECTIVE_S))
+        meeting = self.board.meeting(group, self.called[group])
+        before = (each for each in (now.meeting, self.groups.get(group)) if each is not None)
+        meeting.there.append((since.time_s, tuple(before)))
+        meeting.time_s = meeting.time_s or self.taken_s[number]
         self.host_s += self.scale * COLLECTIVE_S
-        start_s = max(self.host_s, self.ends.get(stream, 0.0), self.groups.get(group, 0.0))
-        end_s = start_s + self.taken_s[number]
-        if not stream:  # it runs where the program computes
-            waited_s = max(self.host_s, self.ends[0])
-            self.made.exposed_s[number] += end_s - waited_s
-        self.ends[stream] = self.groups[group] = end_s
-        self.why[stream] = number
-        self.made.spans.append(Span(stream, start_s, end_s, number, exchange=True))
+        self.called[group] += 1
+        self.groups[group] = meeting
+        self.exchanged[number] = meeting, stream, since
+        self.ends[stream] = _End(since.time_s, meeting, number)
+        return True

@@ -39,8 +39,9 @@ class Watch(Protocol):
     def ran_on_host(self, func: Any) -> None:
         """An operation on tensors of the host's alone."""
 
-    def waited(self, name: str) -> None:
-        """The host reads a value, or asks to be told when the GPU is done."""
+    def waited(self, name: str, event: int = 0) -> None:
+        """The host reads a value, or asks to be told when the GPU is done: with all, or with what was before
+        an event."""
 
     def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
         """A copy between host and GPU, of ``tensor``'s size; ``kind`` as of :mod:`tilefit.ops.program`."""

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import _resolve_process_group
 
 from tilefit.emulation.device import Device
+from tilefit.emulation.mail import Mail
 from tilefit.emulation.streams import Event, Stream, Streams
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.value import Value
@@ -53,6 +55,9 @@ _FUNCTIONS = {
     "gather": ALL_GATHER,
     "scatter": ALL_GATHER,
 }
+_BETWEEN_TWO = (SEND, "receive")
+#: What goes to one other rank is activations, or their gradients.
+_OF_SAMPLES = (*_BETWEEN_TWO, ALL_TO_ALL)
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -78,16 +83,22 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class _Work(dist.Work):
-    """A collective that was called."""
+    """A collective that was called; ``taken`` is called by who waits for it first."""
 
-    def __init__(self, tensors: Any, event: Event | None, side: Stream) -> None:
+    def __init__(
+        self, tensors: Any, event: Event | None, side: Stream, taken: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
+        self._taken = taken
         # It may be kept for longer than what it was called with.
         self._tensors = [weakref.ref(each) for each in leaves([tensors])]
         self._event, self._side = event, side
 
     def wait(self, *args: Any) -> bool:
         """The stream waits, not the host; what ran on the program's own stream is not waited for."""
+        if self._taken is not None:
+            self._taken()
+            self._taken = None
         if self._event is not None:
             self._event.wait()
         return True
@@ -119,10 +130,13 @@ class _Collectives:
     Args:
         device: The device, whose watch is told.
         streams: Its streams.
+        mail: By which other ranks answer that run as well; None where none does.
     """
 
-    def __init__(self, device: Device, streams: Streams) -> None:
-        self.device, self.streams = device, streams
+    def __init__(self, device: Device, streams: Streams, mail: Mail | None) -> None:
+        self.device, self.streams, self.mail = device, streams, mail
+        #: All ranks hand something on: what this one gets is what it gives.
+        self._shifts = False
         self._of_groups: dict[str, Stream] = {}
         self._side = Stream(streams)
         self._kept: list[_Work] = []
@@ -144,9 +158,10 @@ class _Collectives:
             return NotImplemented
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         group = dist.ProcessGroup.unbox(given["process_group"])
-        event = self._told(name, args, group, overlaps=given.get("async_op", True))
+        peer = given.get("dst", given.get("src")) if name in _BETWEEN_TWO else None
+        event = self._told(name, args, group, peer, overlaps=given.get("async_op", True))
         self._answer(name, args)
-        work = _Work(args[0], event, self._side)
+        work = _Work(args[0], event, self._side, self._by_mail(name, args[0], group, peer))
         self._kept[:] = [*self._kept[-64:], work]  # C++ holds its own half alone
         return (args[0], work.boxed()) if len(func._schema.returns) == 2 else work.boxed()
 
@@ -170,10 +185,17 @@ class _Collectives:
         return args[0]
 
     def _told(
-        self, name: str, tensors: Any, group: Any, *, overlaps: bool = True, grows: bool = False
+        self,
+        name: str,
+        tensors: Any,
+        group: Any,
+        peer: int | None = None,
+        *,
+        overlaps: bool = True,
+        grows: bool = False,
     ) -> Any:
         """Tell of a collective, which writes the first of ``tensors``; returns the event behind it where it
-        has a stream of its own."""
+        has a stream of its own. ``peer``: the other one of two, by its number in the group."""
         sizes = [
             [t.numel() * t.element_size() for t in leaves([each]) if isinstance(t, CudaTensor)]
             for each in tensors
@@ -184,19 +206,21 @@ class _Collectives:
             return Event(self.streams)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", min(dist.get_world_size(), MOST_LINKED)))
         function = _FUNCTIONS.get(name, name)
-        pair = function == SEND
+        called = str(group.group_name)
+        if function == SEND:
+            ranks, called = self._pair(name, ranks, peer, called)
         first = next(t for t in leaves(tensors) if isinstance(t, CudaTensor))
         exchange = Exchange(
             index=0,
             function=function,
             name=name,
             bytes=max(map(sum, sizes)),
-            ranks=2 if pair else len(ranks),
-            per_machine=min(2 if pair else local, max(Counter(r // local for r in ranks).values())),
+            ranks=len(ranks),
+            per_machine=min(local, max(Counter(r // local for r in ranks).values())),
             site=Site(),
             dtype=_DTYPES.get(first.dtype, str(first.dtype).removeprefix("torch.")),
-            group=f"{group.group_name}{' ' + name if pair else ''}",
-            grows=grows,
+            group=called,
+            grows=grows or name in _OF_SAMPLES,
         )
         written = [t for t in leaves([tensors[0]]) if isinstance(t, CudaTensor)]
         watch, current = self.device.watch, self.streams.current
@@ -210,6 +234,40 @@ class _Collectives:
         watch.exchanged(exchange, stream.stream_id, written)
         return stream.record_event()
 
+    def _by_mail(self, name: str, tensors: Any, group: Any, peer: int | None) -> Callable[[], None] | None:
+        """Ask for the rank that a message is for or from, and tell it what a small one holds; what it has
+        told is there when the message is waited for."""
+        if self.mail is None or peer is None or self._shifts:
+            return None
+        rank = dist.get_global_rank(group, peer)
+        self.mail.want(rank)
+        small = [each for each in leaves([tensors]) if isinstance(each, CudaTensor) and is_small(each)]
+        if name == SEND:
+            for each in small:
+                known = each.value.tensor() if each.value is not None else None
+                self.mail.send(rank, None if known is None else known.flatten().tolist())
+            return None
+        return partial(_fill, self.mail, rank, [(each, self.mail.expect(rank)) for each in small])
+
+    def batch(self, original: Callable[..., Any], messages: list[Any]) -> Any:
+        """Several messages at once."""
+        ways: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        for each in messages:
+            ways[each.op is dist.isend].append((each.tensor.nbytes, each.peer))
+        sent, got = ways[True], ways[False]
+        same = sorted(size for size, _ in sent) == sorted(size for size, _ in got)
+        self._shifts = same and not {peer for _, peer in sent} & {peer for _, peer in got}
+        try:
+            return original(messages)
+        finally:
+            self._shifts = False
+
+    def _pair(self, name: str, ranks: list[int], peer: int | None, group: str) -> tuple[list[int], str]:
+        """Who sends to whom, and the name of what goes that way, which is the same for both."""
+        own, other = dist.get_rank(), ranks[peer] if peer is not None else -1
+        way = (own, other) if name == SEND else (other, own)
+        return list(way), f"{group} {way[0]}>{way[1]}"
+
     def _answer(self, name: str, tensors: Any) -> None:
         """Give what all would give who have the same; sums stay what they were."""
         written = [each for each in leaves([tensors[0]]) if isinstance(each, CudaTensor)]
@@ -218,6 +276,14 @@ class _Collectives:
         if name == "receive" or (read and written):
             for out, source in zip(written, cycle(read or [None]), strict=False):
                 _take(out, source)
+
+
+def _fill(mail: Mail, rank: int, expected: list[tuple[CudaTensor, str]]) -> None:
+    """Put what a rank has sent into tensors."""
+    for tensor, name in expected:
+        known = mail.receive(rank, name)
+        known = None if known is None else torch.tensor(known, dtype=tensor.dtype).view(tensor.shape)
+        tensor.value = None if known is None else Value(known)
 
 
 def _take(out: CudaTensor, source: CudaTensor | None) -> None:
@@ -240,14 +306,16 @@ def _awaited_later(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return AsyncCollectiveTensor(args[0])
 
 
-def install(device: Device, streams: Streams) -> None:
+def install(device: Device, streams: Streams, mail: Mail | None) -> None:
     """Make distributed programs run as one process, of as many as the environment says; not taken back.
 
     Args:
         device: Whose watch is told of collectives.
         streams: The device's, on which they run.
+        mail: By which other ranks answer.
     """
-    begin = dist.init_process_group
+    begin, batch = dist.init_process_group, dist.batch_isend_irecv
+    collectives = _Collectives(device, streams, mail)
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -266,23 +334,69 @@ def install(device: Device, streams: Streams) -> None:
     def spawn(function: Callable[..., Any], args: Any = (), *rest: Any, **kwargs: Any) -> None:
         function(0, *args)
 
-    def recv_object_list(*args: Any, **kwargs: Any) -> None:
-        raise CaptureError(
-            "the program waits for an object of another process, and there is none",
-            hint="Stages of a pipeline tell each other shapes so: tilefit plan prices pipelines.",
-        )
-
     module: Any = dist
-    module.recv_object_list = recv_object_list
+    for name, function in _objects(mail).items():
+        setattr(module, name, function)
+    module.batch_isend_irecv = partial(collectives.batch, batch)
     for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
         if getattr(sys.modules[name], "init_process_group", None) is begin:
             sys.modules[name].init_process_group = init_process_group  # type: ignore[attr-defined]
     module.all_gather_object = gather_object
-    module.broadcast_object_list = module.monitored_barrier = lambda *args, **kwargs: None
-    device.rules = {**device.rules, **_Collectives(device, streams).rules()}
+    module.monitored_barrier = lambda *args, **kwargs: None
+    device.rules = {**device.rules, **collectives.rules()}
     multiprocessing: Any = torch.multiprocessing
     multiprocessing.spawn = spawn
     _answer_variables()
+
+
+def _objects(mail: Mail | None) -> dict[str, Callable[..., Any]]:
+    """What sends objects to other ranks, and gets theirs."""
+
+    def own(group: Any) -> Any:
+        return dist.group.WORLD if group is None else group
+
+    def global_rank(rank: int | None, group: Any, of_group: int | None) -> int:
+        return rank or 0 if of_group is None else dist.get_global_rank(own(group), of_group)
+
+    def send_object_list(
+        objects: list[Any],
+        dst: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: Any = None,
+        **_: Any,
+    ) -> None:
+        if mail is not None:
+            mail.send(global_rank(dst, group, group_dst), list(objects))
+
+    def recv_object_list(
+        objects: list[Any],
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+        **_: Any,
+    ) -> int:
+        if mail is None:
+            raise CaptureError(
+                "the program waits for an object of another process, and there is none",
+                hint="Check it by its file, with --ranks N: then other ranks run, too.",
+            )
+        rank = global_rank(src, group, group_src)
+        objects[:] = mail.receive(rank, mail.expect(rank))
+        return rank
+
+    def broadcast_object_list(
+        objects: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        rank = global_rank(src, group, group_src)
+        name = str(own(group).group_name)
+        if mail is not None and rank == dist.get_rank():
+            mail.publish(name, list(objects))
+        elif mail is not None:
+            objects[:] = mail.receive(rank, mail.expect(rank, name))
+
+    return {each.__name__: each for each in (send_object_list, recv_object_list, broadcast_object_list)}
 
 
 def _answer_variables() -> None:

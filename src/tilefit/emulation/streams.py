@@ -67,8 +67,8 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """The host waits."""
-        self._streams.watch.waited("synchronize")
+        """The host waits for what it was given."""
+        self.record_event().synchronize()
 
     def query(self) -> bool:
         """Everything is done."""
@@ -101,8 +101,9 @@ class Event:
             self._streams.watch.ordered(AWAIT, where.stream_id, self.number)
 
     def synchronize(self) -> None:
-        """The host waits."""
-        self._streams.watch.waited("synchronize")
+        """The host waits for it."""
+        if self.number:
+            self._streams.watch.waited("synchronize", self.number)
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds, which nobody knows."""

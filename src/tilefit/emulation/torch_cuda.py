@@ -17,6 +17,7 @@ import torch.utils.data
 
 from tilefit.emulation import guard, streams
 from tilefit.emulation.device import Device
+from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
 from tilefit.gpus import Gpu
@@ -45,8 +46,10 @@ def _device_index(device: Any, *args: Any, **kwargs: Any) -> int:
     return torch.device(device).index or 0
 
 
-def install(device: Device, gpu: Gpu) -> None:
+def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     """Make this process take ``gpu`` for present, with ``device`` at work; it is not taken back.
+
+    ``mail``: by which other ranks of its program answer.
 
     Raises:
         CaptureError: this build of PyTorch cannot be lent one.
@@ -69,7 +72,7 @@ def install(device: Device, gpu: Gpu) -> None:
     if torch.distributed.is_available():
         from tilefit.emulation import distributed
 
-        distributed.install(device, at_work)
+        distributed.install(device, at_work, mail)
 
 
 def _answer(gpu: Gpu, device: Device) -> None:

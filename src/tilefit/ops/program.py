@@ -10,6 +10,8 @@ from tilefit.ops.entries import Site
 #: Values of :attr:`HostEvent.kind`: the host reads a value of a GPU tensor and so waits for all that it has
 #: launched; a copy from the host to the GPU; one from the GPU to the host.
 WAIT, TO_GPU, TO_HOST = "wait", "to_gpu", "to_host"
+#: Name of a wait for an event behind which more was launched: it keeps the host from running too far ahead.
+EARLIER = "earlier event"
 _NUMBER_BYTES = 8
 
 
@@ -25,6 +27,8 @@ class HostEvent:
         bytes: What a copy moves; 0 for none.
         pinned: The host's memory is page-locked.
         non_blocking: The copy was asked for as such; it does not block only from pinned memory.
+        event: Of a stream's, its number, where the host waits for what was before it; 0: for all.
+        after: How much the streams were asked for before it, of :attr:`Program.order`; -1: all at its index.
     """
 
     index: int
@@ -34,6 +38,8 @@ class HostEvent:
     bytes: int = 0
     pinned: bool = False
     non_blocking: bool = False
+    event: int = 0
+    after: int = -1
 
     @property
     def blocks(self) -> bool:
@@ -176,6 +182,7 @@ class Program:
         exchanges: Collectives of the step, in order.
         order: What the streams are told, in order.
         ranks: Processes of the program, of which this is one.
+        rank: Which.
         per_machine: Of them in one machine.
         network: What joins their machines, as it is asked for; empty for one machine.
     """
@@ -195,6 +202,7 @@ class Program:
     ranks: int = 1
     per_machine: int = 1
     network: str = ""
+    rank: int = 0
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

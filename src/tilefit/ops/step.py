@@ -31,6 +31,8 @@ class Step:
         made: The user's line that made a module, by its path; of the modules inside it only where it is
             another. Empty where that was not seen.
         libraries: Folders of installed packages that operations' lines are in.
+        ranks: Of a program whose ranks send each other messages, as the stages of a pipeline do: the steps of
+            those that were run, this one's as it was captured among them.
     """
 
     ops: tuple[StepOp, ...]
@@ -46,6 +48,7 @@ class Step:
     program: Program | None = None
     made: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
+    ranks: tuple[Step, ...] = ()
 
     @property
     def flop(self) -> int:
@@ -59,6 +62,20 @@ class Step:
     @property
     def parameter_count(self) -> int:
         return sum(prod(parameter.shape) for parameter in self.parameters.values())
+
+    def largest_batch(self, capacity_bytes: float) -> int | None:
+        """Samples whose activations fit beside what does not depend on the batch, in every rank that was run;
+        None where unknown.
+
+        Without the allocator's fragmentation, library workspaces and the CUDA context, as in
+        :class:`~tilefit.ops.Memory`.
+        """
+        own = self.program.rank if self.program else 0
+        others = (each for each in self.ranks if each.program is None or each.program.rank != own)
+        fits = (
+            each.memory.largest_batch(each.batch, capacity_bytes) for each in (self, *others) if each.batch
+        )
+        return min((most for most in fits if most is not None), default=None)
 
     def origin(self, module: str, source: str) -> str:
         """The user's line that made a module (or what fits a pattern), where a line is not the user's own;

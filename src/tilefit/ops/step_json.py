@@ -52,6 +52,7 @@ def dump(step: Mapping[str, Any]) -> str:
     changed = {
         "memory": _memory_data(step["memory"]),
         "parameters": {name: astuple(parameter) for name, parameter in step["parameters"].items()},
+        "ranks": [each.to_json() for each in step["ranks"]],
     }
     return json.dumps(
         {
@@ -128,6 +129,8 @@ def _read(kind: Any, value: Any) -> Any:
     """A value as a field of this type holds it: of a dataclass the values of its fields, or those by name."""
     if kind is Timeline:
         return _timeline(**value)
+    if hasattr(kind, "from_json"):  # the steps of other ranks
+        return kind.from_json(value)
     if isinstance(kind, type) and is_dataclass(kind):
         named = value if isinstance(value, dict) else dict(zip(_types(kind), value, strict=True))
         return kind(**{name: _read(_types(kind)[name], each) for name, each in named.items()})

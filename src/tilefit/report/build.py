@@ -84,7 +84,7 @@ def build(
         safe_gain_s=safe_gain_s,
         tokens=tokens_of(step),
         rules=pages((finding.code for finding in findings), all_rules()),
-        program=Around.of(step.program, estimate.streams) if step.program else None,
+        program=Around.of(step.program, estimate.streams, step.ranks) if step.program else None,
     )
 
 
@@ -103,7 +103,7 @@ def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> S
         moved_bytes=sum(entry.op.moved_bytes for entry in step.ops),
         memory_bytes=step.memory.peak_bytes,
         memory=_memory(step, gpu),
-        largest_batch=largest_batch(step.memory, step.batch, gpu.memory_bytes),
+        largest_batch=step.largest_batch(gpu.memory_bytes),
         parameter_count=step.parameter_count,
         op_count=len(step.ops),
         bounds_s=dict(estimate.bound_time_s),
@@ -147,7 +147,7 @@ def batch_curve(step: Step, gpu: Gpu, estimate: StepEstimate) -> tuple[BatchPoin
         The points by increasing batch, the step's own among them; nothing where the batch or the memory is
         not known, or where no other batch fits.
     """
-    most = min(largest_batch(step.memory, step.batch, gpu.memory_bytes) or 0, _LARGEST_FACTOR * step.batch)
+    most = min(step.largest_batch(gpu.memory_bytes) or 0, _LARGEST_FACTOR * step.batch)
     others = {1 << power for power in range(most.bit_length())} - {step.batch}
     if not others:
         return ()
@@ -174,15 +174,6 @@ def main_dtype(step: Step) -> str:
         if entry.op.multiplies:
             flop[entry.op.dtype] += entry.op.flop
     return max(flop, key=lambda dtype: flop[dtype], default="fp32")
-
-
-def largest_batch(memory: Memory, batch: int, capacity_bytes: int) -> int | None:
-    """Samples whose activations fit beside what does not depend on the batch; None where unknown.
-
-    Without the allocator's fragmentation, library workspaces and the CUDA context, as in
-    :class:`~tilefit.ops.Memory`.
-    """
-    return memory.largest_batch(batch, capacity_bytes) if batch else None
 
 
 def _row(entry: StepOp, time: Estimate) -> OpRow:

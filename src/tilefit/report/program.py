@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.cost.estimate import Streams
-from tilefit.ops import Assumption, HostEvent, Loader, Program
+from tilefit.ops import Assumption, HostEvent, Loader, Program, Step
 from tilefit.ops.program import TO_GPU, WAIT
 from tilefit.report import ranks
 from tilefit.report.ranks import Ranks
@@ -60,8 +60,8 @@ class Around:
     ranks: Ranks | None = None
 
     @classmethod
-    def of(cls, program: Program, streams: Streams | None = None) -> Around:
-        """What is told of a program."""
+    def of(cls, program: Program, streams: Streams | None = None, run: Sequence[Step] = ()) -> Around:
+        """What is told of a program, and of those of its ranks that were ``run``."""
         return cls(
             program.command,
             program.step,
@@ -70,7 +70,7 @@ class Around:
             program.assumptions,
             program.loaders,
             program.fake,
-            Ranks.of(program, streams),
+            Ranks.of(program, streams, run),
         )
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.cost.estimate import Streams
-from tilefit.ops import Exchange, Program
+from tilefit.ops import Exchange, Program, Step
 from tilefit.units import counted, seconds
 
 #: Parts of a step that a line of the timeline shows.
@@ -44,6 +44,21 @@ class Exchanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank that was run because another one waits for its messages.
+
+    Attributes:
+        rank: Its number.
+        busy_s: GPU time of its operations.
+        peak_bytes: Its memory.
+    """
+
+    rank: int
+    busy_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
     """A line of the timeline.
 
@@ -65,6 +80,10 @@ class Ranks:
         exchanges: Collectives, by line.
         lanes: What runs when.
         unpriced: Collectives over a link of which nothing is known; they take no time here.
+        rank: The one that is told of.
+        late_s: Of what is waited for, the part in which another rank is not there yet: bubbles of a pipeline.
+        stages: The ranks that were run, in order; none where this one alone was.
+        unmet: Messages of theirs that do not fit each other.
     """
 
     count: int
@@ -72,6 +91,10 @@ class Ranks:
     exchanges: tuple[Exchanged, ...]
     lanes: tuple[Lane, ...]
     unpriced: int = 0
+    rank: int = 0
+    late_s: float = 0.0
+    stages: tuple[Stage, ...] = ()
+    unmet: int = 0
 
     @property
     def exposed_s(self) -> float:
@@ -79,8 +102,8 @@ class Ranks:
         return sum(each.exposed_s for each in self.exchanges)
 
     @classmethod
-    def of(cls, program: Program, streams: Streams | None) -> Ranks | None:
-        """What is told of a program; nothing of one process."""
+    def of(cls, program: Program, streams: Streams | None, ranks: Sequence[Step] = ()) -> Ranks | None:
+        """What is told of a program, and of its ``ranks`` that were run; nothing of one process."""
         if program.ranks == 1 or streams is None:
             return None
         return cls(
@@ -89,6 +112,10 @@ class Ranks:
             tuple(_exchanged(program.exchanges, streams)),
             tuple(_lanes(streams)),
             sum(not time_s for time_s in streams.exchange_s),
+            program.rank,
+            sum(streams.late_s),
+            tuple(_stages(program.rank, streams, ranks)),
+            streams.unmet,
         )
 
 
@@ -111,6 +138,14 @@ def _exchanged(exchanges: Sequence[Exchange], streams: Streams) -> Iterator[Exch
             sum(streams.exchange_s[index] for index in found),
             sum(streams.exposed_s[index] for index in found),
         )
+
+
+def _stages(own: int, streams: Streams, ranks: Sequence[Step]) -> Iterator[Stage]:
+    peaks = {each.program.rank: each.memory.peak_bytes for each in ranks if each.program is not None}
+    order = [own, *(rank for rank in peaks if rank != own)]
+    busy = dict(zip(order, streams.busy_s, strict=True)) if peaks else {}
+    for rank, peak_bytes in peaks.items():
+        yield Stage(rank, busy[rank], peak_bytes)
 
 
 def _lanes(streams: Streams) -> Iterator[Lane]:
@@ -137,8 +172,15 @@ def headline(ranks: Ranks) -> tuple[str, str]:
     total_s = sum(each.time_s for each in ranks.exchanges)
     moved = units.size(sum(each.bytes for each in ranks.exchanges))
     said = f"{ranks.count} GPUs in {where}; {counted(count, 'collective')} a step, {moved}"
+    if ranks.stages:
+        said = f"{ranks.rank} of {said.replace('collective', 'message')}"
     if ranks.unpriced:
         return "Ranks", f"{said}; {ranks.unpriced} over a link that is not known take no time here"
+    if ranks.stages:
+        waited = (
+            f"{seconds(ranks.exposed_s)} are waited, {seconds(ranks.late_s)} of it for other ranks (bubbles)"
+        )
+        return "Rank", f"{said}: {seconds(total_s)}; {waited}"
     return "Ranks", f"{said}: {seconds(total_s)}, of which {seconds(ranks.exposed_s)} are waited for"
 
 
@@ -146,6 +188,16 @@ def everything(ranks: Ranks) -> Iterator[tuple[str, list[str]]]:
     """The line above in full: (title, lines)."""
     rows = sorted(ranks.exchanges, key=lambda each: -each.exposed_s)
     yield "Collectives, and what the computation waits for", [row(each) for each in rows]
+    if ranks.stages:
+        yield (
+            "Ranks that were run",
+            [
+                f"rank {each.rank}: GPU {seconds(each.busy_s)}, {units.capacity(each.peak_bytes)}"
+                for each in ranks.stages
+            ],
+        )
+        if ranks.unmet:
+            yield "Messages that do not fit", [f"{ranks.unmet} begin without who is missing"]
     width = max((len(lane.name) for lane in ranks.lanes), default=0)
     yield "What runs when", [f"{lane.name:{width}} {bar(lane)}" for lane in ranks.lanes]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tilefit.capture.child import capture_program_in_child
-from tilefit.errors import TilefitError
+from tilefit.cost import estimate_step
+from tilefit.errors import TilefitError, UsageError
+from tilefit.ops.program import EARLIER, WAIT
 from tilefit.options import ProgramOptions
 
 _PROGRAM = """
@@ -217,7 +221,82 @@ def test_what_flat_parameters_gather_and_scatter(tmp_path: Path) -> None:
     found = {(each.name, each.bytes, each.dtype) for each in step.program.exchanges}
     size = 2 * 1024 * 1024
     assert {("all-gather", size, "bf16"), ("reduce-scatter", size, "bf16")} <= found
+    # Before a third is gathered the host waits for the first to be done with, and for no more.
+    waits = [each for each in step.program.events if each.kind == WAIT]
+    assert waits
+    assert all(each.event and each.name == EARLIER for each in waits)
     assert step.memory.parameter_bytes == 2 * 4 * 1024 * 1024 // 8
+
+
+_PAIRS = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+rank, ranks = distributed.get_rank(), distributed.get_world_size()
+net = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+sent = torch.zeros(1024, device="cuda")
+got = torch.empty_like(sent)
+for step in range(4):
+    calls = [(distributed.isend, sent, (rank + 1) % ranks), (distributed.irecv, got, (rank - 1) % ranks)]
+    for work in distributed.batch_isend_irecv([distributed.P2POp(*each) for each in calls]):
+        work.wait()
+    net(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_message_goes_over_the_link_to_its_receiver(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_PAIRS)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=16), "h100-sxm", 100)
+    assert step.program is not None
+    found = {each.name: each for each in step.program.exchanges}
+    # The next rank is in the same machine, the last one is in the other.
+    assert {name: (each.ranks, each.per_machine) for name, each in found.items()} == {
+        "send": (2, 2),
+        "receive": (2, 1),
+    }
+    assert found["send"].group.endswith(" 0>1")
+    assert found["receive"].group.endswith(" 15>0")
+    assert all(each.grows for each in found.values())
+
+
+_LIGHTNING = """
+import pytorch_lightning
+import torch
+from torch import nn
+
+class Net(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 64)
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = torch.utils.data.TensorDataset(torch.randn(512, 64))
+trainer = pytorch_lightning.Trainer(
+    accelerator="gpu", devices=4, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False
+)
+trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+"""
+
+
+@pytest.mark.skipif(not find_spec("pytorch_lightning"), reason="needs pytorch_lightning")
+def test_lightning_on_several_gpus(tmp_path: Path) -> None:
+    """It makes the loader anew, with a sampler of its own, by the arguments that a loader has."""
+    path = tmp_path / "train.py"
+    path.write_text(_LIGHTNING)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 100)
+    assert step.program is not None
+    sums = [(each.bytes, each.ranks) for each in step.program.exchanges if each.name == "all-reduce"]
+    assert sums == [(4 * 65 * 64, 4)]
+    assert step.batch == 8
 
 
 _UNUSED = """
@@ -241,11 +320,84 @@ def test_parameters_without_gradients_fail_as_in_pytorch(tmp_path: Path) -> None
         capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
 
 
-def test_objects_of_others_are_refused(tmp_path: Path) -> None:
+_STAGES = """
+import sys
+import torch
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+
+distributed.init_process_group("nccl")
+rank, ranks = distributed.get_rank(), distributed.get_world_size()
+names = [None]
+if rank == 0:
+    names = ["of the first"]
+distributed.broadcast_object_list(names, src=0)
+assert names == ["of the first"]
+
+class Part(nn.Sequential):
+    pass
+
+each = 2 if sys.argv[1] == "zero" else 1
+mine = [rank + ranks * number for number in range(each)]
+# The last stage does most, and hands on what is half as wide.
+parts = [Part(*(nn.Linear(512, 512) for _ in range(4 if i == ranks * each - 1 else 1))).cuda() for i in mine]
+stages = [PipelineStage(p, i, ranks * each, torch.device("cuda")) for p, i in zip(parts, mine)]
+if each > 1:
+    schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+else:
+    schedule = Schedule1F1B(stages[0], 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+x, y = torch.randn(64, 512, device="cuda"), torch.randn(64, 512, device="cuda")
+for step in range(4):
+    last = {"target": y, "losses": []} if rank == ranks - 1 else {}
+    schedule.step(*([x] if rank == 0 else []), **last)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("how", "passes"), [("1f1b", 4), ("zero", 8)])
+def test_stages_of_a_pipeline_answer_each_other(how: str, passes: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_STAGES)
+    step = capture_program_in_child(ProgramOptions(str(path), (how,), ranks=2), "h100-sxm", 200)
+    assert [each.program.rank for each in step.ranks if each.program] == [0, 1]
+    assert step.batch == 64
+    assert step.program is not None
+    messages = Counter(each.name for each in step.program.exchanges)
+    size = 16 * 512 * 4
+    assert {each.bytes for each in step.program.exchanges} == {size}
+    # Of two stages on each rank the first sends forward to the second, and the second back to the third.
+    assert messages == {"send": 4 if how == "1f1b" else 12, "receive": 4 if how == "1f1b" else 12}
+    products = [sum(op.name.endswith("mm") for op in each.ops) for each in step.ranks]
+    assert products[1] > products[0] >= 2 * passes  # forward, and of the weight
+    found = estimate_step(step, "h100-sxm")
+    assert found.streams is not None
+    assert found.streams.unmet == 0
+    assert sum(found.streams.late_s) > 0
+    assert found.time_s >= max(found.streams.busy_s)
+
+
+def test_the_rank_that_is_looked_at_is_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_STAGES)
+    step = capture_program_in_child(ProgramOptions(str(path), ("1f1b",), ranks=2, rank=1), "h100-sxm", 200)
+    assert step.program is not None
+    assert step.program.rank == 1
+    assert step.memory.parameter_bytes == 4 * 4 * (512 * 512 + 512)
+    with pytest.raises(UsageError, match="no rank 2 of 2"):
+        ProgramOptions("train.py", ranks=2, rank=2)
+
+
+def test_a_rank_that_fails_is_told_of(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     lines = ["from torch import distributed", 'distributed.init_process_group("nccl")']
-    path.write_text("\n".join([*lines, "distributed.recv_object_list([None], src=1)"]))
-    with pytest.raises(TilefitError, match="object of another process"):
+    path.write_text(
+        "\n".join(
+            [*lines, "if not distributed.get_rank():", "    distributed.recv_object_list([None], src=1)"]
+        )
+    )
+    with pytest.raises(TilefitError, match="rank 1: the program ended without a training step"):
         capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
 
 

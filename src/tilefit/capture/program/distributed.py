@@ -67,6 +67,11 @@ def ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
+def rank() -> int:
+    """Which of them this is."""
+    return distributed.get_rank() if ranks() > 1 else 0
+
+
 def per_machine() -> int:
     """Of them in one machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
@@ -76,6 +81,17 @@ def _groups(state: Any) -> list[Any]:
     """The groups of parameters that a module gathers; before PyTorch 2.12 one at most."""
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def version(module: nn.Module) -> int:
+    """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters; of those
+    that are gathered it is that of the shards."""
+    for each in module.modules():
+        state: Any = getattr(each, "_get_fsdp_state", None)
+        for group in _groups(state()) if state is not None else ():
+            for held in group.fsdp_params:
+                return int(held.sharded_param._version)
+    return next((p._version for p in module.parameters() if p.requires_grad), 0)
 
 
 def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,7 +15,17 @@ from tilefit.capture.recorder import PRODUCTS
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import is_tensor, leaves
 from tilefit.ops import StepOp
-from tilefit.ops.program import EXCHANGE, TO_STREAM, WAIT, Assumption, Exchange, HostEvent, Ordered
+from tilefit.ops.program import (
+    EARLIER,
+    EXCHANGE,
+    RECORD,
+    TO_STREAM,
+    WAIT,
+    Assumption,
+    Exchange,
+    HostEvent,
+    Ordered,
+)
 
 
 class Meetings:
@@ -66,9 +78,15 @@ class Meetings:
         if not self.recorder.muted and func._overloadpacket.__name__ in PRODUCTS:
             self.recorder.host_products[self.recorder.sites.source_line()] = None
 
-    def waited(self, name: str) -> None:
+    def waited(self, name: str, event: int = 0) -> None:
         """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""
-        self._met(WAIT, self.calls.asking.strip("_") or name if name == "item" else name)
+        if event and not any(o.kind == RECORD and o.number == event for o in self._latest()):
+            name = EARLIER
+        self._met(WAIT, self.calls.asking.strip("_") or name if name == "item" else name, event=event)
+
+    def _latest(self) -> Iterator[Ordered]:
+        """What streams were asked for since the last operation."""
+        return takewhile(lambda each: each.index == len(self.recorder.ops), reversed(self.order))
 
     def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
         """Something is copied."""
@@ -78,7 +96,8 @@ class Meetings:
     def _met(self, kind: str, name: str, **fields: Any) -> None:
         if not self.recorder.muted:
             site = self.recorder.sites.forward_site()
-            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, **fields))
+            after = len(self.order)
+            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, after=after, **fields))
 
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was made up."""

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -54,6 +55,7 @@ class Loaders:
         """Within the block loaders are noticed."""
         init, make, draw = DataLoader.__init__, _BaseDataLoaderIter.__init__, _BaseDataLoaderIter.__next__
 
+        @wraps(init)  # others read which arguments there are
         def made(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
             self._lines[loader] = user_line_now()
             init(loader, *args, **kwargs)

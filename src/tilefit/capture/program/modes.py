@@ -22,6 +22,7 @@ from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.sites import SiteTracker
 from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
+from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import RULES
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import install
@@ -71,11 +72,12 @@ class ProgramModes(Modes):
 
     Args:
         gpu: What the program is told that it runs on.
+        mail: By which other ranks of it answer.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, mail: Mail | None = None) -> None:
         super().__init__("meta", None, of_module=True)
-        self.gpu = gpu
+        self.gpu, self._mail = gpu, mail
         self.sites = SiteTracker(self._adopt, self._keep_saved, _is_on_gpu, self._keep_gradients)
         self.recorder: ProgramRecorder = ProgramRecorder(
             self.sites, "meta", tf32_matmul=False, tf32_conv=True
@@ -100,7 +102,7 @@ class ProgramModes(Modes):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block a program runs on the GPU."""
-        install(self.device_mode, self.gpu)
+        install(self.device_mode, self.gpu, self._mail)
         with ExitStack() as stack:
             stack.enter_context(self.compiling.following())
             stack.enter_context(flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex))

@@ -146,6 +146,10 @@ class Replica(nn.Module):
         """Reduce each bucket by ``hook(state, bucket)``, which gives a future."""
         self._hook = state, hook
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What PyTorch logs of a run; none here."""
+        return {}
+
     def _set_static_graph(self) -> None:
         self.static_graph, self.find_unused_parameters = True, False
 

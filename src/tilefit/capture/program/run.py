@@ -23,6 +23,7 @@ from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import noting_makers, user_line
+from tilefit.emulation.mail import Mail
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
@@ -33,7 +34,12 @@ Done = Callable[[Step | TilefitError], NoReturn]
 
 
 def capture_program(
-    options: ProgramOptions, gpu: Gpu, folder: Path, done: Done, told: Callable[[str], None]
+    options: ProgramOptions,
+    gpu: Gpu,
+    folder: Path,
+    done: Done,
+    told: Callable[[str], None],
+    mail: Mail | None = None,
 ) -> NoReturn:
     """Run a program in this process, which ends with it, and capture the step that it makes.
 
@@ -43,10 +49,11 @@ def capture_program(
         folder: Where the files go that it writes.
         done: Takes what came of it.
         told: Gets what it is at.
+        mail: By which other ranks of it answer.
     """
     os.environ |= options.environment
     try:
-        with on_emulated_gpu(gpu, folder, fake=options.fake_data) as (around, modes):
+        with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
             with capture.finder.watching(), capture.window.watching(), overlaid(options.sources):
                 error = _run(options, around)
@@ -58,7 +65,7 @@ def capture_program(
 
 @contextmanager
 def on_emulated_gpu(
-    gpu: Gpu, folder: Path, *, fake: bool = False
+    gpu: Gpu, folder: Path, *, fake: bool = False, mail: Mail | None = None
 ) -> Iterator[tuple[Surroundings, ProgramModes]]:
     """Within the block this process has a GPU, and from then on; what it writes to files is not kept.
 
@@ -66,9 +73,10 @@ def on_emulated_gpu(
         gpu: What it is told that it has.
         folder: Where its files go.
         fake: Random data take the place of data that are missing.
+        mail: By which other ranks of the program answer.
     """
     with contained(folder, fake=fake) as around:
-        modes = ProgramModes(gpu)
+        modes = ProgramModes(gpu, mail)
         with one_rank(modes.recorder), noting_makers(), modes.running():
             yield around, modes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.inputs import batch_of
-from tilefit.capture.program.distributed import per_machine, ranks
+from tilefit.capture.program.distributed import per_machine, rank, ranks, version
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -30,11 +31,13 @@ class Window:
     def __init__(self, modes: ProgramModes) -> None:
         self._modes = modes
         self._inputs: Any = None
+        #: The micro-batch that a stage of a pipeline goes forward with.
+        self._chunk: int | None = None
         self._called_at = ""
         #: Of the forward passes that a backward pass followed, how many there were of each model with its
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search.
-        self._passes: dict[int, dict[int, int]] = {}
+        self._passes: dict[int, dict[Any, int]] = {}
         self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
 
     def watching(self) -> AbstractContextManager[None]:
@@ -49,13 +52,30 @@ class Window:
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
-                self._passes.setdefault(id(module), {}).setdefault(self._habits.backwards, _version(module))
+                place = self._habits.backwards, self._chunk
+                self._passes.setdefault(id(module), {}).setdefault(place, version(module))
                 if self._inputs is None:
                     self._called_at = sites.source_line()
                     self._inputs = _named(module, args, kwargs)
             return call(module, *args, **kwargs)
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
+        stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
+        if stages is not None:
+            self._follow(stages._PipelineStageBase)
+
+    def _follow(self, stage: Any) -> None:
+        """Notice which micro-batch goes through: several go forward before one goes backward."""
+        forward = stage.forward_one_chunk
+
+        def forward_one_chunk(self_: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            self._chunk = chunk
+            try:
+                return forward(self_, chunk, *args, **kwargs)
+            finally:
+                self._chunk = None
+
+        stage.forward_one_chunk = forward_one_chunk
 
     def step(self, name: str, command: str, stepped: list[torch.optim.Optimizer], steps: int) -> Step:
         """The step, which ends here.
@@ -99,14 +119,10 @@ class Window:
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             ranks=ranks(),
+            rank=rank(),
             per_machine=per_machine(),
         )
         return replace(step, program=program, batch=batch * passes)
-
-
-def _version(module: nn.Module) -> int:
-    """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters."""
-    return next((p._version for p in module.parameters() if p.requires_grad), 0)
 
 
 def _on_first_weights(versions: dict[int, int]) -> int:

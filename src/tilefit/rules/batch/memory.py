@@ -28,7 +28,7 @@ _CHUNKS, _LARGE = 8, 0.05
 
 def largest_batch(step: Step, gpu: Gpu) -> int:
     """Samples that fit; 0 if none does. Needs ``step.batch`` and ``step.memory``."""
-    fits = step.memory.largest_batch(step.batch, USABLE_SHARE * gpu.memory_bytes)
+    fits = step.largest_batch(USABLE_SHARE * gpu.memory_bytes)
     return step.batch if fits is None else fits
 
 

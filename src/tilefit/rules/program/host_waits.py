@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.ops.program import TO_GPU
+from tilefit.ops.program import EARLIER, TO_GPU
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.outside.optimizer import FUSED
@@ -80,7 +80,7 @@ class HostWaits(Rule):
     def check(self, context: Context) -> Proposals:
         step, estimate = context.step, context.estimate
         events = step.program.events if step.program else ()
-        read = [event for event in events if waits(event) and event.name != ANOMALY]
+        read = [event for event in events if waits(event) and event.name not in (ANOMALY, EARLIER)]
         scaler = [event for event in read if event.name == FOUND_INF]
         stays = scaler and (step.settings.optimizer not in FUSED or step.settings.fused_optimizer)
         gone = [event for event in read if not (stays and event.name == FOUND_INF)]
