@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +35,7 @@ from program_ops import PROGRAMS, import_libraries, program, seen_whole
 from slow_host import slowed
 from torch import nn
 from torch.nn import functional
-from whole_steps import COMPILED, EXAMPLES, MODELS, Measured, Run
+from whole_steps import COMPILED, MODELS, Measured, Run
 
 from tilefit.measure.launch import launch_scale
 
@@ -120,7 +121,16 @@ class Host:
 
     def reference(self) -> float:
         scale = launch_scale(torch.device(self.device))
-        self.write(row="reference", scale=scale, at=time.time())
+        kinds_ms = {}
+        for name, step in small_steps(self.device).items():
+            for _ in range(3):
+                step()
+            self.wait()
+            kinds_ms[name] = []
+            for _ in range(12):
+                kinds_ms[name].append(spent_us(step)[0] / 1e3)
+                self.wait()
+        self.write(row="reference", scale=scale, at=time.time(), kinds_ms=kinds_ms)
         return scale
 
     def timed(self, name: str, call: Callable[[], Any], times: int = 1, repeats: int = REPEATS) -> None:
@@ -187,6 +197,41 @@ class Host:
                 self.timed(f"{name} of {count}", kind(tensors, lr=1e-6, **options).step, 3, repeats)
 
 
+def small_steps(device: str) -> dict[str, Callable[[], None]]:
+    """Steps that could tell how fast the host is: of a transformer, of convolutions, of many parameters, and
+    forward passes alone."""
+    encoder = nn.Sequential(
+        *(nn.TransformerEncoderLayer(64, 2, 128, activation="gelu", batch_first=True) for _ in range(4))
+    )
+    images = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(8))
+    )
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(30)))
+    tokens, pixels = torch.randn(2, 16, 64, device=device), torch.randn(2, 8, 8, 8, device=device)
+    made: dict[str, Callable[[], None]] = {}
+    for name, model, inputs in (
+        ("transformer", encoder, tokens),
+        ("convolutions", images, pixels),
+        ("layers", layers, tokens),
+    ):
+        model.to(device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+        def train(model: Any = model, inputs: Any = inputs, optimizer: Any = optimizer) -> None:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = model(inputs).float().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def infer(model: Any = model, inputs: Any = inputs) -> None:
+            with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+                model(inputs)
+
+        made |= {name: train, f"{name}, forward": infer}
+    return made
+
+
 def chained(x: torch.Tensor, each: list[_Layer]) -> torch.Tensor:
     for layer in each:
         x = layer(x)
@@ -224,7 +269,9 @@ def quartiles(found: list[tuple[float, float]]) -> dict[str, float]:
 
 def models() -> list[Run]:
     """What is measured, in order."""
-    listed = [(target, channels_last, {}) for target, _, channels_last in MODELS]
+    listed: list[tuple[str, bool, dict[str, int]]] = [
+        (target, channels_last, {}) for target, _, channels_last in MODELS
+    ]
     listed += [(target, channels_last, arguments) for target, _, channels_last, arguments in COMPILED]
     found: dict[str, Run] = {}
     for target, channels_last, arguments in listed:
@@ -269,7 +316,7 @@ class Small(Measured):
             host.wait()
             taken["whole_ms"].append([1e3 * (time.perf_counter() - walls[0])])
             for name, times in (("wall_ms", walls), ("cpu_ms", cpus)):
-                taken[name].append([1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)])
+                taken[name].append([1e3 * (b - a) for a, b in pairwise(times)])
         return taken
 
     def back_to_back(self, infer: bool, steps: int, host: Host) -> float:
@@ -396,9 +443,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="models and programs of these names, or parts"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], help="of these names, or parts")
     parser.add_argument("--seconds", type=float, default=225.0)
     parser.add_argument("--slow", type=float, default=3.0, help="times as slow a host, at the end")
     options = parser.parse_args()
@@ -445,7 +490,7 @@ def summed_up(path: Path) -> None:
             table.setdefault(row["name"], []).append(row["us"])
         if row["row"] == "program":
             print(
-                row["program"], row.get("failure") or (min(row["wall_ms"]), min(row["cpu_ms"]), row["scale"])
+                row["program"], row.get("failure") or [min(row["wall_ms"]), min(row["cpu_ms"]), row["scale"]]
             )
     for name, times in table.items():
         print(f"{name:24} " + " ".join(f"{each:7.2f}" for each in times))
