@@ -46,7 +46,7 @@ class Bench:
 
 def test_it_finds_how_fast_the_gpu_is_and_prices_by_it(tmp_path: Path) -> None:
     bench = Bench(SLOW)
-    found = quick(H100, bench, budget_s=40.0, launch_scale=3.0, clock=bench.clock)
+    found = quick(H100, bench, budget_s=40.0, clock=bench.clock)
     assert bench.now_s <= 40.5
     assert found.quick is not None
     assert found.quick.memory == pytest.approx(0.8, rel=0.06)
@@ -59,8 +59,6 @@ def test_it_finds_how_fast_the_gpu_is_and_prices_by_it(tmp_path: Path) -> None:
     for op in (Gemm(8192, 8192, 8192), stream, Attention(8, 16, 2048, 128)):
         assert estimate(op, device).time_s == pytest.approx(estimate(op, SLOW).time_s, rel=0.06), op
         assert estimate(op, device).time_s > 1.1 * estimate(op, H100).time_s
-    step = Step((StepOp(Gemm(16, 16, 16), FORWARD, Site("net", "model.py:1")),) * 50)
-    assert estimate_step(step, device).host_time_s == pytest.approx(3 * estimate_step(step, H100).host_time_s)
     assert "quickly calibrated on" in device.calibration_title
     assert "H200" in device.calibration_title
 

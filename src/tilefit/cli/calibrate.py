@@ -83,7 +83,7 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     from tilefit.cost.priced import as_shipped, keep, resolve, user_path
     from tilefit.measure.calibration import Candidate, Design
     from tilefit.measure.calibration import calibrate as run
-    from tilefit.measure.launch import launch_scale
+    from tilefit.measure.launch import Host
     from tilefit.measure.quick import quick as run_quick
     from tilefit.measure.run import pool_for, time_call
 
@@ -96,22 +96,21 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     def measure(candidate: Candidate) -> float:
         return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
 
-    environment = local.environment
+    environment, host = local.environment, Host(local.place)
     about: dict[str, Any] = {
-        "launch_scale": launch_scale(local.place),
         "versions": {name: getattr(environment, name) for name in ("torch", "cuda", "cudnn", "driver")},
-        "on_progress": _teller(used_s),
+        "on_progress": _teller(used_s, host.turn),
     }
     if quick:
         print(f"Calibrating quickly for {gpu.title}", file=sys.stderr)
         found = run_quick(gpu, measure, budget_s=max(_LEAST_QUICK_S, _QUICK_S - used_s()), **about)
-        output.stdout().print(_factors(gpu, found))
     else:
         print(f"Calibrating for {gpu.title}, {minutes:g} min; Ctrl-C: fit to what there is", file=sys.stderr)
         budget_s = max(1.0, 60 * minutes - used_s())
         before, place = as_shipped(gpu), str(local.place)
         found = run(gpu, measure, Design(budget_s=budget_s), before=before, device=place, **about)
-        output.stdout().print(_table(gpu, found))
+    found = host.noted(found)
+    output.stdout().print(_factors(gpu, found) if quick else _table(gpu, found), _host(found), sep="\n")
     write(with_links_of(found, path), path)
     print(f"Calibration written to {path}, after {used_s():.0f} s", file=sys.stderr)
     if aside:
@@ -142,7 +141,7 @@ def _of_links(output_file: Path | None) -> None:
         for row in measure(ranks, sizes_within(gpu.memory_bytes)):
             rows.append(row)
             tell(f"{row.function} among {row.ranks}, {capacity(row.size_bytes)} in {seconds(row.time_s)}")
-    before = load(path) if path.exists() else Calibration({}, origin(gpu, 1.0, None) | {"networks": {}})
+    before = load(path) if path.exists() else Calibration({}, origin(gpu, None) | {"networks": {}})
     found = with_links(before, gpu, rows)
     write(found, path)
     errors = found.about["links"]["errors"]
@@ -156,14 +155,15 @@ def _of_links(output_file: Path | None) -> None:
         print(f"The damaged calibration that was there is now {aside}", file=sys.stderr)
 
 
-def _teller(used_s: Callable[[], float]) -> Callable[[Progress], None]:
-    """Says every few seconds how far it is."""
+def _teller(used_s: Callable[[], float], turn: Callable[[], None]) -> Callable[[Progress], None]:
+    """Says every few seconds how far it is, and looks how fast the host is then."""
     told_s = 0.0
 
     def tell(progress: Progress) -> None:
         nonlocal told_s
         if used_s() >= told_s + _EVERY_S:
             told_s = used_s()
+            turn()
             print(f"{told_s:4.0f} s: {progress.kind}, {progress.measured} measured", file=sys.stderr)
 
     return tell
@@ -190,7 +190,15 @@ def _table(gpu: Gpu, found: Calibration) -> RenderableType:
     return Group(
         f"{gpu.title}: mean error on families of shapes that were not fitted to",
         table,
-        f"This host takes {found.launch_scale:.2f} times as long to launch a step as the model assumes.",
+    )
+
+
+def _host(found: Calibration) -> str:
+    """What was found of the host."""
+    scale, spread = found.launch_scale, found.about["launch_spread"]
+    return (
+        f"This host takes {scale:.2f} times as long to launch a step as the model assumes "
+        f"({scale / spread:.2f} to {scale * spread:.2f})."
     )
 
 
@@ -203,8 +211,7 @@ def _factors(gpu: Gpu, found: Calibration) -> str:
     memory, clock = found.quick
     return (
         f"{gpu.title}: memory at {memory:.2f}, multiprocessors at {clock:.2f} of what was assumed\n"
-        f"Mean error on operations that were not fitted to: {before} before, {after} after\n"
-        f"This host takes {found.launch_scale:.2f} times as long to launch a step as the model assumes."
+        f"Mean error on operations that were not fitted to: {before} before, {after} after"
     )
 
 

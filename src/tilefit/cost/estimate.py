@@ -159,6 +159,7 @@ class StepEstimate:
             (its queue is empty because the host waited, or a copy runs) and ``communication`` (of several
             ranks, what nothing hides). Sums to ``time_s``.
         streams: Of a program of several streams or ranks, how they run it.
+        host_spread: The host's part may be so many times as much, or as little (80 %).
     """
 
     ops: tuple[Estimate, ...]
@@ -170,6 +171,7 @@ class StepEstimate:
     flop: int
     bound_time_s: Mapping[str, float]
     streams: Streams | None = None
+    host_spread: float = 1.0
 
     @property
     def launch_share(self) -> float:

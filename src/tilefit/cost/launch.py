@@ -23,6 +23,9 @@ from tilefit.ops.streaming import CONTIGUOUS
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its
 #: fastest turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
 REFERENCE_STEP_S = 9.6e-3
+#: What a host takes may be so many times as much as predicted, or as little, in 80 % of cases: one that was
+#: measured, and one that was not. Set to the steps of ``benchmarks/results`` that the host limits.
+KNOWN_HOST, UNKNOWN_HOST = 1.3, 1.6
 #: One operation of the forward pass or of the backward pass, with the views that go with it.
 FORWARD_S = 22e-6
 BACKWARD_S = 17.5e-6

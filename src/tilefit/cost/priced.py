@@ -16,6 +16,7 @@ from zlib import crc32
 from tilefit import gpus
 from tilefit.cost.calibration import DAMAGED, Calibration, load, read
 from tilefit.cost.constants import Constants, LinkConstants, constants
+from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
 from tilefit.cost.measured import MeasuredRun
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
@@ -124,6 +125,13 @@ class PricedGpu(Gpu):
         if self.run is not None and self.run.launch_scale is not None:
             return self.run.launch_scale
         return self.calibration.launch_scale if self.calibration else 1.0
+
+    @property
+    def launch_spread(self) -> float:
+        """What the host takes may be so many times as much, or as little (80 %)."""
+        if self.run is not None and self.run.launch_scale is not None:
+            return KNOWN_HOST
+        return self.calibration.about.get("launch_spread", UNKNOWN_HOST) if self.calibration else UNKNOWN_HOST
 
     @property
     def calibration_title(self) -> str:

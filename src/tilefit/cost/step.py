@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import hypot
+from typing import NamedTuple
 
-from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate
+from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
 from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
@@ -20,8 +21,6 @@ from tilefit.cost.waits import call_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
-#: Half-width of the 80 % interval of the time the GPU waits for the host: hosts differ by this much.
-LAUNCH_SPREAD = 0.4
 #: Ranks that were priced, with their steps, which keep the key theirs.
 _KNOWN: dict[tuple[int, PricedGpu], tuple[Step, Timed]] = {}
 _MOST_KNOWN = 64
@@ -54,52 +53,78 @@ def estimate_step(
             estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)
     scale = device.launch_scale if launch_scale is None else launch_scale
-    launches_s = [scale * each for each in _launches_s(step, device)]
-    host_s = scale * python_s + sum(launches_s) + call_s(step.program, scale)
-    gpu_s = sum(predicted.time_s for predicted in estimates)
+    timed = _Timer(step, device, [each.time_s for each in estimates], python_s)
+    found = timed(scale)
+    aside = set(found.streams.aside) if found.streams else ()
     widths: dict[tuple[str, str], float] = {}
     bound_s = dict.fromkeys((*BOUNDS, LAUNCH), 0.0)
-    for predicted in estimates:
-        bound_s[predicted.bound] += predicted.time_s
+    for index, predicted in enumerate(estimates):
+        bound_s[predicted.bound] += predicted.time_s * (index not in aside)
         path = (predicted.kernel_family, predicted.bound)
         widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
-    streams = None
+    unpaced_s = max(found.gpu_s, found.host_s)
+    bound_s[LAUNCH] = unpaced_s - found.gpu_s
+    exchanged_s = 0.0
     if step.program is not None:
-        launches_s[:1] = [scale * python_s + first for first in launches_s[:1]]
-        times_s = [predicted.time_s for predicted in estimates]
-        if step.program.order:
-            timed = Timed(step.program, launches_s, times_s)
-            streams = run(timed, device, scale, list(_others(step, timed, device)))
-            for index in streams.aside:  # operations beside the stream that computes
-                gpu_s -= times_s[index]
-                bound_s[estimates[index].bound] -= times_s[index]
-            host_s += scale * COLLECTIVE_S * len(step.program.exchanges)
-            spread = fabric_of(step.program, device).link.spread
-            widths["collective", EXPOSED] = spread * sum(streams.exposed_s)
-    time_s = max(gpu_s, host_s)
-    bound_s[LAUNCH] = time_s - gpu_s
-    if step.program is not None:
-        paced = streams.time_s if streams else paced_s(step.program, launches_s, times_s, device, scale)
-        paced = max(time_s, paced)
-        if streams:
-            bound_s[EXPOSED] = min(sum(streams.exposed_s), paced - time_s)
-        bound_s[WAITS] = paced - time_s - bound_s.get(EXPOSED, 0.0)
-        time_s = paced
+        if found.streams:
+            exchanged_s = sum(found.streams.exposed_s)
+            bound_s[EXPOSED] = min(exchanged_s, found.time_s - unpaced_s)
+            exchanged_s *= fabric_of(step.program, device).link.spread
+        bound_s[WAITS] = found.time_s - unpaced_s - bound_s.get(EXPOSED, 0.0)
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
-    common_s = device.common_spread * gpu_s
-    waited_s = time_s - gpu_s - bound_s.get(EXPOSED, 0.0)
-    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * waited_s)
+    # What the host and the GPU may take at most and at least is priced like what they take.
+    share = hypot(*widths.values(), device.common_spread * found.gpu_s) / (found.gpu_s or 1.0)
+    spread = device.launch_spread
+    less_s = found.time_s - timed(scale / spread, max(0.0, 1.0 - share)).time_s
+    more_s = timed(scale * spread, 1.0 + share).time_s - found.time_s
     return StepEstimate(
         ops=estimates,
-        time_s=time_s,
-        low_s=max(time_s - width, 0.0),
-        high_s=time_s + width,
-        gpu_time_s=gpu_s,
-        host_time_s=host_s,
+        time_s=found.time_s,
+        low_s=max(found.time_s - hypot(less_s, exchanged_s), 0.0),
+        high_s=found.time_s + hypot(more_s, exchanged_s),
+        gpu_time_s=found.gpu_s,
+        host_time_s=found.host_s,
         flop=step.flop,
         bound_time_s=bound_s,
-        streams=streams,
+        streams=found.streams,
+        host_spread=spread,
     )
+
+
+class _Paced(NamedTuple):
+    """A step's time, that of the stream that computes, the host's, and how its streams run it."""
+
+    time_s: float
+    gpu_s: float
+    host_s: float
+    streams: Streams | None = None
+
+
+class _Timer:
+    """Host against GPU, with operations of these times."""
+
+    def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
+        self.step, self.device, self.times_s, self.python_s = step, device, times_s, python_s
+        self.launches_s = [*_launches_s(step, device)]
+
+    def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:
+        """With a host, and a GPU, that takes so many times as long as stated."""
+        program, device = self.step.program, self.device
+        gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.python_s + sum(self.launches_s))
+        host_s += call_s(program, scale)
+        if program is None:
+            return _Paced(max(gpu_s, host_s), gpu_s, host_s)
+        times_s = [gpu_scale * each for each in self.times_s]
+        launches_s = [scale * each for each in self.launches_s]
+        launches_s[:1] = [scale * self.python_s + first for first in launches_s[:1]]
+        if not program.order:
+            paced = paced_s(program, launches_s, times_s, device, scale)
+            return _Paced(max(gpu_s, host_s, paced), gpu_s, host_s)
+        timed = Timed(program, launches_s, times_s)
+        streams = run(timed, device, scale, list(_others(self.step, timed, device)))
+        gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
+        host_s += scale * COLLECTIVE_S * len(program.exchanges)
+        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams)
 
 
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:

@@ -298,7 +298,6 @@ def calibrate(
     design: Design,
     *,
     before: PricedGpu | None = None,
-    launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
     device: str = "cpu",
     on_progress: Callable[[Progress], None] | None = None,
@@ -313,7 +312,6 @@ def calibrate(
         design: What is measured, and for how long.
         before: The GPU as it is priced by what ships: the networks correct that, and its errors on the same
             held-out operations are recorded beside. None: they correct the first stage.
-        launch_scale: As :func:`tilefit.measure.launch.launch_scale` gives it.
         versions: Of the software; recorded.
         device: Where to train the networks.
         on_progress: Called after each operation.
@@ -358,20 +356,20 @@ def calibrate(
     fitted = session.fitted
     if "gemm" in session.held_out:
         fitted = replace(fitted, spread=_spread(session.held_out["gemm"]), provenance=ESTIMATED)
-    about = {**origin(gpu, launch_scale, versions), "constants": asdict(fitted), "networks": facts}
+    about = {**origin(gpu, versions), "constants": asdict(fitted), "networks": facts}
     if before is not None:
         about["on"] = basis(before)
-    return Calibration(networks, about, fitted, launch_scale)
+    return Calibration(networks, about, fitted)
 
 
-def origin(gpu: Gpu, launch_scale: float, versions: Mapping[str, str] | None) -> dict[str, object]:
-    """What every calibration says of itself: of which GPU and host, made when and by which versions."""
+def origin(gpu: Gpu, versions: Mapping[str, str] | None) -> dict[str, object]:
+    """What every calibration says of itself: of which GPU, made when and by which versions."""
     return {
         "gpu": gpu.name,
         "tilefit": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": dict(versions or {}),
-        "launch_scale": launch_scale,
+        "launch_scale": 1.0,
     }
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from math import exp, hypot, log
+from statistics import quantiles
 
 import torch
 from torch import nn
 
-from tilefit.cost.launch import REFERENCE_STEP_S
+from tilefit.cost.calibration import Calibration
+from tilefit.cost.launch import KNOWN_HOST, REFERENCE_STEP_S
 
 #: Few enough steps that a calibration can spare the time, and enough that some meet a quiet host.
 _STEPS, _REPEATS = 5, 8
 
 
 def launch_scale(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Host time of a training step over :data:`tilefit.cost.launch.REFERENCE_STEP_S`, that of the host whose
-    constants the cost model has.
+    """:attr:`Host.scale`, of turns one after another."""
+    return Host(device, clock).scale
+
+
+class Host:
+    """Times a training step, in turns over as long as one likes: what else runs on a host makes it slower for
+    seconds or minutes.
 
     A step and not a call in a loop: most of what the host does in a step is the Python of the modules,
     autograd and the optimizer, which one call after another says nothing about.
@@ -26,20 +34,46 @@ def launch_scale(device: torch.device, clock: Callable[[], float] = time.perf_co
         device: Where the step runs; its tensors are so small that the host is slower than the device.
         clock: Seconds.
     """
-    step = reference_step(device)
-    synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(_STEPS):
-        step()
-    times = []
-    for _ in range(_REPEATS):
-        synchronize()
-        began_s = clock()
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._step = reference_step(device)
+        self._synchronize: Callable[[], object] = (
+            torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        )
+        self._clock = clock
+        self._times: list[float] = []
         for _ in range(_STEPS):
-            step()
-        synchronize()
-        times.append((clock() - began_s) / _STEPS)
-    # What else the host does can only make it slower.
-    return statistics.quantiles(times, n=4)[0] / REFERENCE_STEP_S
+            self._step()
+        for _ in range(_REPEATS):
+            self.turn()
+
+    def turn(self) -> None:
+        """Time a few more steps."""
+        self._synchronize()
+        began_s = self._clock()
+        for _ in range(_STEPS):
+            self._step()
+        self._synchronize()
+        self._times.append((self._clock() - began_s) / _STEPS)
+
+    @property
+    def scale(self) -> float:
+        """Host time of the step over :data:`tilefit.cost.launch.REFERENCE_STEP_S`, that of the host whose
+        constants the cost model has."""
+        # What else the host does can only make it slower.
+        return quantiles(self._times, n=4)[0] / REFERENCE_STEP_S
+
+    @property
+    def spread(self) -> float:
+        """What steps take may be so many times what the scale says, or as little (80 %): the model's own
+        error, and how much the turns differ."""
+        least, *_, most = quantiles(self._times, n=10)
+        return exp(hypot(log(KNOWN_HOST), log(most / least) / 2))
+
+    def noted(self, found: Calibration) -> Calibration:
+        """A calibration with what was found of this host."""
+        about = {**found.about, "launch_scale": self.scale, "launch_spread": self.spread}
+        return replace(found, launch_scale=self.scale, about=about)
 
 
 def reference_step(device: torch.device) -> Callable[[], None]:

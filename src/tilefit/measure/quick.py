@@ -36,7 +36,6 @@ def quick(
     measure: Callable[[Candidate], float],
     *,
     budget_s: float = 50.0,
-    launch_scale: float = 1.0,
     versions: Mapping[str, str] | None = None,
     drawn: Mapping[str, Iterator[Candidate]] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -77,13 +76,13 @@ def quick(
     fitted_to, aside = ([row for i, row in enumerate(rows) if i // turn % 2 == half] for half in (0, 1))
     best = _fitted(gpu, fitted_to, lambda: clock() - began_s < budget_s)
     about = {
-        **origin(gpu, launch_scale, versions),
+        **origin(gpu, versions),
         "networks": {},
         "quick": best._asdict(),
         "measured": len(rows),
         "errors": {"before": _error(base, aside), "after": _error(_with(gpu, best), aside)},
     }
-    return Calibration({}, about, None, launch_scale, quick=best)
+    return Calibration({}, about, quick=best)
 
 
 def _fitted(gpu: Gpu, rows: Sequence[tuple[Op, float]], in_time: Callable[[], bool]) -> Quick:

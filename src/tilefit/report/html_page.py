@@ -70,6 +70,7 @@ def _view(report: Report, prices: Mapping[str, float] | None) -> dict[str, Any]:
         "choices": _choices(report, price_of(report, prices)),
         "lanes": html_figures.step_lanes(report),
         "bars": _bars(report),
+        "host_limit": text.host_limit(report),
         "memory": _memory(report),
         "beside": text.memory(report)[1:],
         "timeline": html_figures.memory_timeline(report.step.memory.timeline),

@@ -76,6 +76,8 @@ def setup(report: Report) -> list[str]:
 
 #: Places where the host waited that are shown.
 _WAITS = 3
+#: Share of a step that the GPU waits for the host from which on that is said first. A choice.
+_HOST_LIMITS = 0.05
 
 
 def steps(run: MeasuredStep) -> str:
@@ -209,6 +211,17 @@ def coverage(report: Report) -> str:
         more = len(report.unmodelled) - 3
         text += f"; by bytes alone: {known}" + (f" and {more} more" if more > 0 else "")
     return text
+
+
+def host_limit(report: Report) -> str:
+    """What is to be said first of a step that the host limits; empty for any other."""
+    step = report.step
+    if step.bounds_s.get("launch", 0.0) < _HOST_LIMITS * step.time_s or not step.time_s:
+        return ""
+    return (
+        f"limits this step: it takes {units.seconds(step.host_time_s)} to launch what the GPU does in "
+        f"{units.seconds(step.gpu_time_s)}"
+    )
 
 
 def next_commands(document: Document) -> list[str]:

@@ -13,7 +13,6 @@ from typing import Unpack
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.cost.estimate import WAITS
 from tilefit.cost.priced import priced
-from tilefit.cost.step import LAUNCH_SPREAD
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.options import Selection, SelectionKeywords, taken
@@ -240,7 +239,7 @@ def _spread_s(
         waits_s = before.bound_time_s.get(WAITS, 0.0) - after.bound_time_s.get(WAITS, 0.0)
         if before.ops == after.ops:  # nothing but what the host does has changed
             waits_s = before.time_s - after.time_s
-        return hypot(*paths.values(), LAUNCH_SPREAD * waits_s)
+        return hypot(*paths.values(), (before.host_spread - 1.0) * waits_s)
     pairs: Counter[tuple[Estimate, tuple[Estimate, ...]]] = Counter()
     shift = 0
     for index in sorted(change.replace):
