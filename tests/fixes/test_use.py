@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import tilefit
 from fixable import (
@@ -707,10 +709,15 @@ def gradients_of_each_row(m: Any) -> Any:
 
 
 def gradients_in_batches(m: Any, x: torch.Tensor) -> Any:
-    """Of the first output alone, as ``jacobian(vectorize=True)`` takes them too."""
-    y = m(x) if isinstance(m(x), torch.Tensor) else m(x)[0]
-    directions = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
-    return torch.autograd.grad(y, list(m.parameters()), directions, is_grads_batched=True, allow_unused=True)
+    """Of the first output alone and of all, as ``jacobian(vectorize=True)`` takes them too."""
+    found = []
+    for count in (1, 3):
+        made = m(x)
+        y = made if isinstance(made, torch.Tensor) else torch.cat(made[:count], -1)
+        given = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+        learn = list(m.parameters())
+        found.append(torch.autograd.grad(y, learn, given, is_grads_batched=True, allow_unused=True))
+    return found
 
 
 CASES += [
@@ -721,6 +728,51 @@ CASES += [
         (Projections, ROWS, "merge-projections", X),
         (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
     )
+]
+
+
+class Doubling(TorchFunctionMode):
+    """Puts another function in place of ``F.linear``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return 2 * made if func is F.linear else made
+
+
+def with_functions_exchanged(m: Any, x: torch.Tensor) -> Any:
+    with Doubling():
+        y = m(x)
+        sum(each.square().sum() for each in (y if isinstance(y, tuple) else (y,))).backward()
+    return y, gradients(m)
+
+
+class Causal(Attention):
+    """Attention whose mask is a buffer, which the changed model looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32, 32).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        hidden = self.mask[: x.shape[1], : x.shape[1]] == 0
+        weights = (q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf).softmax(-1)
+        return (weights @ v).transpose(1, 2).reshape(x.shape)
+
+
+def traced_by_make_fx(m: Any, x: torch.Tensor) -> Any:
+    return [make_fx(m.eval())(x)(x), m(x)]
+
+
+CASES += [
+    Case(f"{use.__name__}_{fix}", make, inputs, fix, lambda m, x=x, use=use: use(m, x))
+    for make, inputs, fix, x in (
+        (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
+        (Projections, ROWS, "merge-projections", X),
+        (Causal, on_meta(2, 16, 16), "fuse-attention", TOKENS),
+        (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
+    )
+    for use in (with_functions_exchanged, traced_by_make_fx)
 ]
 
 

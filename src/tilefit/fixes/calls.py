@@ -11,8 +11,13 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 
 
+#: Whose modes see functions and exchange none: those of this package, and ``with torch.device(...)``.
+_OUR_MODES = ("tilefit.", "torch.utils._device")
+
+
 def is_transformed() -> bool:
-    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
+    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules, or somebody
+    follows the calls of PyTorch's functions and may put others in their place."""
     if torch.compiler.is_compiling():
         # What is_exporting() reads. In code that it compiles, PyTorch before 2.13 takes that call for true.
         return torch.compiler._is_exporting_flag
@@ -20,7 +25,14 @@ def is_transformed() -> bool:
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or (torch._C._len_torch_function_stack() > 0 and _is_exchanged())
     )
+
+
+def _is_exchanged() -> bool:
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
 
 
 def is_followed() -> bool:

@@ -203,7 +203,10 @@ def _divide(found: list[Any], members: list[int], sizes: list[int], gradient: to
     if len(members) == 1:
         found[members[0]] = gradient
     else:
-        found[:] = torch.unsafe_split_with_sizes(gradient, sizes)
+        # Gradients in batches have no such rule, and are nobody's to keep.
+        is_batched = torch._C._functorch.is_legacy_batchedtensor(gradient)
+        split = torch.split if is_batched else torch.unsafe_split_with_sizes
+        found[:] = split(gradient, sizes)
 
 
 @dataclass(frozen=True)
