@@ -261,6 +261,26 @@ def wrong_channels_between(m: Any) -> Any:
     return tried(*calls)
 
 
+class KeepingRows(Rows):
+    """Keeps what it made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x)
+        return self.kept + 1
+
+
+@case(KeepingRows, on_meta(61, 16), "pad-rows", refusable=True)
+def rows_kept_in_an_attribute(m: Any) -> Any:
+    return m(torch.ones(5, 16)), m.kept
+
+
+@case(lambda: nn.Sequential(Rows(), nn.Linear(16, 16)), on_meta(61, 16), "pad-rows")
+def rows_seen_by_hooks(m: Any) -> Any:
+    seen: list[Any] = []
+    m[1].register_forward_hook(lambda _, given, y: seen.append((given, y)))
+    return m(torch.ones(5, 16)), seen
+
+
 @case(lambda: Rows(centers=True), on_meta(61, 16), "pad-rows", refusable=True)
 def results_without_a_batch(m: Any) -> Any:
     return [m(torch.ones(rows, 16)) for rows in (61, 60, 64, 1)]
@@ -746,7 +766,7 @@ def with_functions_exchanged(m: Any, x: torch.Tensor) -> Any:
     return y, gradients(m)
 
 
-class Causal(Attention):
+class CausalByBuffer(Attention):
     """Attention whose mask is a buffer, which the changed model looks at."""
 
     def __init__(self) -> None:
@@ -769,7 +789,7 @@ CASES += [
     for make, inputs, fix, x in (
         (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
         (Projections, ROWS, "merge-projections", X),
-        (Causal, on_meta(2, 16, 16), "fuse-attention", TOKENS),
+        (CausalByBuffer, on_meta(2, 16, 16), "fuse-attention", TOKENS),
         (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
     )
     for use in (with_functions_exchanged, traced_by_make_fx)
