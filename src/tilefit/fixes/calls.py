@@ -16,8 +16,8 @@ _OUR_MODES = ("tilefit.", "torch.utils._device")
 
 
 def is_transformed() -> bool:
-    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules, or others may
-    put functions in place of PyTorch's."""
+    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules, or others
+    may put functions in place of PyTorch's."""
     if torch.compiler.is_compiling():
         # What is_exporting() reads. In code that it compiles, PyTorch before 2.13 takes that call for true.
         return torch.compiler._is_exporting_flag

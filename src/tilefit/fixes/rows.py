@@ -119,8 +119,8 @@ class PadRows(Fix):
 
 
 def _gives_rows(run: Run) -> bool:
-    """Whether all that a model returns has as many rows as its input, whatever their number, and keeps none in
-    an attribute."""
+    """Whether all that a model returns has as many rows as its input, whatever their number, and keeps none
+    in an attribute."""
     trial = run.on_meta()
     kept = [(part, Assumed.of(part)) for part in trial.model.modules()]
     inputs = next(tensors(trial.inputs), None)
