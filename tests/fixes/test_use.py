@@ -751,6 +751,32 @@ CASES += [
 ]
 
 
+def weights_written_to_before_the_gradient(m: Any, x: torch.Tensor) -> Any:
+    """Which is an error where the input has a gradient, and none where it has not."""
+
+    def run(x: torch.Tensor) -> Any:
+        m.zero_grad()
+        y = m(x)
+        with torch.no_grad():
+            torch._foreach_mul_(list(m.parameters()), 1.5)
+        sum(each.square().sum() for each in (y if isinstance(y, tuple) else (y,))).backward()
+        return gradients(m)
+
+    return tried(lambda: run(x), lambda: run(x.clone().requires_grad_()), lambda: m(x))
+
+
+CASES += [
+    Case(f"{weights_written_to_before_the_gradient.__name__}_{fix}", make, inputs, fix, use)
+    for make, inputs, fix, x in (
+        (lambda: nn.Sequential(nn.Linear(16, 13)), ROWS, "pad-linear", X),
+        (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
+        (lambda: convolutions(norm=False), IMAGES, "pad-channels", IMAGE),
+        (Projections, ROWS, "merge-projections", X),
+    )
+    for use in (lambda m, x=x: weights_written_to_before_the_gradient(m, x),)
+]
+
+
 class Doubling(TorchFunctionMode):
     """Puts another function in place of ``F.linear``."""
 

@@ -13,6 +13,9 @@ _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda
 
 #: Whose modes see functions and exchange none: those of this package, and ``with torch.device(...)``.
 _OUR_MODES = ("tilefit.", "torch.utils._device")
+#: Looked up once: they are asked in every call.
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_count_modes = torch._C._len_torch_function_stack
 
 
 def is_transformed() -> bool:
@@ -25,13 +28,13 @@ def is_transformed() -> bool:
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        or (torch._C._len_torch_function_stack() > 0 and _is_exchanged())
+        or _mode(_PROXY) is not None
+        or (_count_modes() > 0 and _is_exchanged())
     )
 
 
 def _is_exchanged() -> bool:
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    modes = map(torch._C._get_function_stack_at, range(_count_modes()))
     return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
 
 

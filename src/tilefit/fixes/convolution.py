@@ -166,7 +166,7 @@ def _padded(
         parts.append((bias, {0: wide_out}))
     if pads_image and wide_in is not None:
         parts.append((x, {axis: wide_in}))
-    made = widen(parts, dtype, nhwc=is_nhwc)
+    made = widen(parts, dtype, nhwc=is_nhwc, watched=x.requires_grad)
     if bias is not None and wide_out is not None:
         bias = made[1]
     return made[-1] if pads_image else x, made[0], bias
