@@ -751,6 +751,42 @@ CASES += [
 ]
 
 
+class TwoImages(nn.Module):
+    """A convolution reads what another has padded; a third, or the same, what is given."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 8, 3, padding=1)
+        self.c = self.b if again else nn.Conv2d(6, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.b(F.relu(self.a(x))) + self.c(z)
+
+
+@case(lambda: TwoImages(False), (IMAGES, on_meta(4096, 6, 16, 16)), "pad-channels")
+@case(lambda: TwoImages(True), (IMAGES, on_meta(4096, 6, 16, 16)), "pad-channels")
+def images_of_wrong_sizes_beside_padded_ones(m: Any) -> Any:
+    return tried(*(lambda n=n: m(IMAGE, torch.ones(2, n, 6, 6)) for n in (6, 8, 16, 32, 64)))
+
+
+class TwoRows(nn.Module):
+    """The same with layers of features."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 13), nn.Linear(13, 16)
+        self.c = self.b if again else nn.Linear(13, 16)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.b(F.relu(self.a(x))) + self.c(z)
+
+
+@case(lambda: TwoRows(False), (ROWS, on_meta(8, 13)), "pad-linear")
+@case(lambda: TwoRows(True), (ROWS, on_meta(8, 13)), "pad-linear")
+def rows_of_wrong_sizes_beside_padded_ones(m: Any) -> Any:
+    return tried(*(lambda n=n: m(X, torch.ones(8, n)) for n in (13, 16, 32, 64)))
+
+
 def weights_written_to_before_the_gradient(m: Any, x: torch.Tensor) -> Any:
     """Which is an error where the input has a gradient, and none where it has not."""
 
