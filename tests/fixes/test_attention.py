@@ -533,6 +533,8 @@ def test_a_mask_that_layers_share_is_looked_at_once() -> None:
     looks: list[Any] = []
 
     class Watching(TorchFunctionMode):
+        __module__ = "tilefit.tests"  # where others watch, layers run as they did
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             looks.extend([func] * (func is torch.Tensor.any))
             return func(*args, **(kwargs or {}))

@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import tilefit
 from fixable import (
@@ -257,6 +259,26 @@ def wrong_channels_between(m: Any) -> Any:
     m.eval()
     calls = (lambda part=part, n=n: m[part](torch.ones(2, n, 5, 5)) for part in (1, 3) for n in (6, 8, 16))
     return tried(*calls)
+
+
+class KeepingRows(Rows):
+    """Keeps what it made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x)
+        return self.kept + 1
+
+
+@case(KeepingRows, on_meta(61, 16), "pad-rows", refusable=True)
+def rows_kept_in_an_attribute(m: Any) -> Any:
+    return m(torch.ones(5, 16)), m.kept
+
+
+@case(lambda: nn.Sequential(Rows(), nn.Linear(16, 16)), on_meta(61, 16), "pad-rows")
+def rows_seen_by_hooks(m: Any) -> Any:
+    seen: list[Any] = []
+    m[1].register_forward_hook(lambda _, given, y: seen.append((given, y)))
+    return m(torch.ones(5, 16)), seen
 
 
 @case(lambda: Rows(centers=True), on_meta(61, 16), "pad-rows", refusable=True)
@@ -707,10 +729,15 @@ def gradients_of_each_row(m: Any) -> Any:
 
 
 def gradients_in_batches(m: Any, x: torch.Tensor) -> Any:
-    """Of the first output alone, as ``jacobian(vectorize=True)`` takes them too."""
-    y = m(x) if isinstance(m(x), torch.Tensor) else m(x)[0]
-    directions = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
-    return torch.autograd.grad(y, list(m.parameters()), directions, is_grads_batched=True, allow_unused=True)
+    """Of the first output alone and of all, as ``jacobian(vectorize=True)`` takes them too."""
+    found = []
+    for count in (1, 3):
+        made = m(x)
+        y = made if isinstance(made, torch.Tensor) else torch.cat(made[:count], -1)
+        given = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+        learn = list(m.parameters())
+        found.append(torch.autograd.grad(y, learn, given, is_grads_batched=True, allow_unused=True))
+    return found
 
 
 CASES += [
@@ -721,6 +748,113 @@ CASES += [
         (Projections, ROWS, "merge-projections", X),
         (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
     )
+]
+
+
+class TwoImages(nn.Module):
+    """A convolution reads what another has padded; a third, or the same, what is given."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 8, 3, padding=1)
+        self.c = self.b if again else nn.Conv2d(6, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.b(F.relu(self.a(x))) + self.c(z)
+
+
+@case(lambda: TwoImages(False), (IMAGES, on_meta(4096, 6, 16, 16)), "pad-channels")
+@case(lambda: TwoImages(True), (IMAGES, on_meta(4096, 6, 16, 16)), "pad-channels")
+def images_of_wrong_sizes_beside_padded_ones(m: Any) -> Any:
+    return tried(*(lambda n=n: m(IMAGE, torch.ones(2, n, 6, 6)) for n in (6, 8, 16, 32, 64)))
+
+
+class TwoRows(nn.Module):
+    """The same with layers of features."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 13), nn.Linear(13, 16)
+        self.c = self.b if again else nn.Linear(13, 16)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.b(F.relu(self.a(x))) + self.c(z)
+
+
+@case(lambda: TwoRows(False), (ROWS, on_meta(8, 13)), "pad-linear")
+@case(lambda: TwoRows(True), (ROWS, on_meta(8, 13)), "pad-linear")
+def rows_of_wrong_sizes_beside_padded_ones(m: Any) -> Any:
+    return tried(*(lambda n=n: m(X, torch.ones(8, n)) for n in (13, 16, 32, 64)))
+
+
+def weights_written_to_before_the_gradient(m: Any, x: torch.Tensor) -> Any:
+    """Which is an error where the input has a gradient, and none where it has not."""
+
+    def run(x: torch.Tensor) -> Any:
+        m.zero_grad()
+        y = m(x)
+        with torch.no_grad():
+            torch._foreach_mul_(list(m.parameters()), 1.5)
+        sum(each.square().sum() for each in (y if isinstance(y, tuple) else (y,))).backward()
+        return gradients(m)
+
+    return tried(lambda: run(x), lambda: run(x.clone().requires_grad_()), lambda: m(x))
+
+
+CASES += [
+    Case(f"{weights_written_to_before_the_gradient.__name__}_{fix}", make, inputs, fix, use)
+    for make, inputs, fix, x in (
+        (lambda: nn.Sequential(nn.Linear(16, 13)), ROWS, "pad-linear", X),
+        (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
+        (lambda: convolutions(norm=False), IMAGES, "pad-channels", IMAGE),
+        (Projections, ROWS, "merge-projections", X),
+    )
+    for use in (lambda m, x=x: weights_written_to_before_the_gradient(m, x),)
+]
+
+
+class Doubling(TorchFunctionMode):
+    """Puts another function in place of ``F.linear``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return 2 * made if func is F.linear else made
+
+
+def with_functions_exchanged(m: Any, x: torch.Tensor) -> Any:
+    with Doubling():
+        y = m(x)
+        sum(each.square().sum() for each in (y if isinstance(y, tuple) else (y,))).backward()
+    return y, gradients(m)
+
+
+class CausalByBuffer(Attention):
+    """Attention whose mask is a buffer, which the changed model looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32, 32).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(x)
+        hidden = self.mask[: x.shape[1], : x.shape[1]] == 0
+        weights = (q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf).softmax(-1)
+        return (weights @ v).transpose(1, 2).reshape(x.shape)
+
+
+def traced_by_make_fx(m: Any, x: torch.Tensor) -> Any:
+    return [make_fx(m.eval())(x)(x), m(x)]
+
+
+CASES += [
+    Case(f"{use.__name__}_{fix}", make, inputs, fix, lambda m, x=x, use=use: use(m, x))
+    for make, inputs, fix, x in (
+        (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
+        (Projections, ROWS, "merge-projections", X),
+        (CausalByBuffer, on_meta(2, 16, 16), "fuse-attention", TOKENS),
+        (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
+    )
+    for use in (with_functions_exchanged, traced_by_make_fx)
 ]
 
 

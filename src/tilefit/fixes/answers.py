@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tilefit.fixes.plan import Plan
 from tilefit.fixes.registry import all_fixes
-from tilefit.fixes.source.patches import Patches
 from tilefit.rules import Finding
+
+if TYPE_CHECKING:
+    from tilefit.fixes.source.patches import Patches
 
 
 @dataclass(frozen=True)

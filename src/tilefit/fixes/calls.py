@@ -11,6 +11,13 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 
 
+#: Whose modes see functions and exchange none: those of this package, and ``with torch.device(...)``.
+_OUR_MODES = ("tilefit.", "torch.utils._device")
+#: Looked up once: they are asked in every call.
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_count_modes = torch._C._len_torch_function_stack
+
+
 def is_transformed() -> bool:
     """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
     if torch.compiler.is_compiling():
@@ -20,7 +27,14 @@ def is_transformed() -> bool:
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+        or _mode(_PROXY) is not None
     )
+
+
+def are_exchanged() -> bool:
+    """Whether somebody follows the calls of PyTorch's functions, and may put others in their place."""
+    modes = map(torch._C._get_function_stack_at, range(_count_modes()))
+    return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
 
 
 def is_followed() -> bool:
@@ -60,14 +74,14 @@ def linear_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
     """The element type in which a linear layer would multiply ``x`` now.
 
     None where it is not for us to compute: of element types, sizes or devices that do not fit PyTorch says
-    so, a sharded weight has to be gathered, and hooks may exchange what goes in.
+    so, a sharded weight has to be gathered, and hooks or modes may exchange what goes in and what is called.
     """
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if type(x) is not torch.Tensor or weight is None or x.dim() < 2 or layer._forward_pre_hooks:
         return None
     if x.layout != torch.strided or x.is_nested or x.is_inference() or weight.shape[-1] != x.shape[-1]:
         return None
-    dtype = product_dtype(x, weight, bias)
+    dtype = None if _count_modes() and are_exchanged() else product_dtype(x, weight, bias)
     for parameter in (weight,) if bias is None else (weight, bias):
         if parameter.device != x.device or parameter._post_accumulate_grad_hooks:
             return None

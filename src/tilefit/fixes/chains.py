@@ -98,7 +98,10 @@ class _Graph:
             group = self._connected(node, left)
             left -= group
             readers = {user for member in group for user in member.users} - group
-            if readers and all(map(self._takes, readers)) and not self._has_hooks(group | readers):
+            # What also reads something else could not tell a wrong size from a padded one.
+            calls = {n for n in self.nodes if n in self.layers and n.target in {r.target for r in readers}}
+            takes = readers and calls <= readers and all(map(self._takes, readers))
+            if takes and not self._has_hooks(group | readers):
                 found.append((self._names(group), self._names(readers)))
         return found
 

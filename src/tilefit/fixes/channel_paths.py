@@ -70,6 +70,7 @@ class Padding:
         wide_in, wide_out: How the channels lie in what it reads and in what it makes of it; None where they
             are not padded.
         crops: It hands on the real channels alone.
+        takes: What it reads is padded by others.
     """
 
     path: str
@@ -78,6 +79,7 @@ class Padding:
     wide_in: Channels | None
     wide_out: Channels | None
     crops: bool
+    takes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +360,9 @@ class _Paths:
         module = self._modules.get(user)
         if isinstance(module, _ConvNd) and module.in_channels != self._images[image][0]:
             return False
+        # What also reads an image from elsewhere could not tell one of a wrong size from one that is padded.
+        if module is not None and any(self._read(call) is None for call in self._calls[module]):
+            return False
         return user in self._images or self._asks_no_channels(user, self._images[image][1])
 
     def _asks_no_channels(self, user: fx.Node, dims: int) -> bool:
@@ -386,6 +391,7 @@ class _Paths:
                 continue
             read = next((image for node in calls if (image := self._read(node)) is not None), None)
             wide_in = _padded(layouts[self._group(read)]) if read is not None else None
+            takes = wide_in is not None
             wide_out = _padded(layouts[self._group(written)])
             dims = self._images[written][1]
             if kind == _CONVOLUTION:
@@ -402,7 +408,8 @@ class _Paths:
                 if crops and wide_in is not None:
                     wide_out = self._through(module, wide_in)
                 busy = crops or (wide_in is not None and kind != _CHANNELWISE)
-            yield module, Padding(path, self._path, dims, wide_in, wide_out, crops) if busy else None
+            padding = Padding(path, self._path, dims, wide_in, wide_out, crops, takes)
+            yield module, padding if busy else None
 
     def _layouts(self) -> dict[fx.Node, Channels]:
         """How the channels of each group lie."""

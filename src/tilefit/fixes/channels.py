@@ -70,7 +70,7 @@ def _behaviour(
 ) -> Behaviour:
     if isinstance(module, _ConvNd):
         nhwc = old.nhwc if isinstance(old, Convolution) else None
-        return Convolution(padding.wide_in, padding.wide_out, padding.crops, inside, nhwc)
+        return Convolution(padding.wide_in, padding.wide_out, padding.crops, inside, nhwc, padding.takes)
     assert padding.wide_in is not None
     assert inside is not None
     if isinstance(module, _BatchNorm):
@@ -82,8 +82,8 @@ def _is_applied(padding: Padding, module: nn.Module) -> bool:
     """Whether a module does what it is to do, in whatever region."""
     for each in behaviours(module):
         if isinstance(each, Convolution):
-            done = (each.wide_in, each.wide_out, each.crops)
-            return done == (padding.wide_in, padding.wide_out, padding.crops)
+            done = (each.wide_in, each.wide_out, each.crops, each.takes)
+            return done == (padding.wide_in, padding.wide_out, padding.crops, padding.takes)
         if isinstance(each, WideNorm):
             return (each.wide, each.crops) == (padding.wide_in, padding.crops)
         if isinstance(each, Cropped):

@@ -61,6 +61,7 @@ class Convolution(Behaviour):
         crops: What it writes is cropped in the region, too.
         inside: The region in which images are handed on padded; None if it pads and crops by itself.
         nhwc: The region in which images are laid out in NHWC.
+        takes: In the region it may be given a padded image; else it pads what it reads itself.
     """
 
     is_innermost = True
@@ -70,6 +71,7 @@ class Convolution(Behaviour):
     crops: bool = True
     inside: Region | None = None
     nhwc: Region | None = None
+    takes: bool = False
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the convolution it is, but for the padding of what it writes."""
@@ -92,7 +94,7 @@ class Convolution(Behaviour):
         channels, wide_in, wide_out = input.shape[axis], self.wide_in, self.wide_out
         space = None if self.inside is None else self.inside.space()
         is_open = space is not None
-        is_wide = _is_handed_on(space, channels, wide_in)
+        is_wide = self.takes and _is_handed_on(space, channels, wide_in)
         if not self._pads(module, channels, is_open, is_wide):
             wide_in = wide_out = None
         is_nhwc = axis == 1 and self._wants_nhwc(dims)
@@ -166,7 +168,7 @@ def _padded(
         parts.append((bias, {0: wide_out}))
     if pads_image and wide_in is not None:
         parts.append((x, {axis: wide_in}))
-    made = widen(parts, dtype, nhwc=is_nhwc)
+    made = widen(parts, dtype, nhwc=is_nhwc, watched=x.requires_grad)
     if bias is not None and wide_out is not None:
         bias = made[1]
     return made[-1] if pads_image else x, made[0], bias

@@ -48,6 +48,11 @@ def are_all_watched() -> bool:
     return any(_GLOBAL_HOOKS) and any(map(_is_foreign, _GLOBAL_HOOKS))
 
 
+def is_watched_within(module: nn.Module) -> bool:
+    """Whether somebody else sees what passes between a module's parts."""
+    return are_all_watched() or any(has_hooks(part) for part in module.modules() if part is not module)
+
+
 # ---- tracing -----------------------------------------------------------------------------------
 
 

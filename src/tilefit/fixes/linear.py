@@ -83,7 +83,7 @@ class PaddedProduct(Behaviour):
             parts.append((bias, {0: ((rows, wide_rows),)}))
         if not is_wide and wide_columns != columns:
             parts.append((input, {input.dim() - 1: ((columns, wide_columns),)}))
-        wide = widen(parts, dtype)
+        wide = widen(parts, dtype, watched=input.requires_grad)
         if len(wide) > 1 and parts[1][0] is bias:
             bias = wide[1]
         y = F.linear(wide[-1] if parts[-1][0] is input else input, wide[0], bias)

@@ -62,7 +62,11 @@ def behind_one_another(images: Iterable[Channels]) -> Channels:
 
 
 def widen(
-    tensors: Sequence[tuple[torch.Tensor, Places]], dtype: torch.dtype, *, nhwc: bool = False
+    tensors: Sequence[tuple[torch.Tensor, Places]],
+    dtype: torch.dtype,
+    *,
+    nhwc: bool = False,
+    watched: bool = False,
 ) -> Sequence[torch.Tensor]:
     """Tensors in ``dtype`` with zeros behind the segments of their dimensions.
 
@@ -70,12 +74,15 @@ def widen(
         tensors: Each with the dimensions that are padded.
         dtype: Of the results.
         nhwc: Results of four or five dimensions are laid out in NHWC.
+        watched: The first is a weight that must not be written to before the gradient is computed, unless it
+            is cast: what PyTorch multiplies must not be either.
     """
     if torch.compiler.is_compiling():
         return [_widened(tensor.to(dtype), places) for tensor, places in tensors]
     if torch.is_grad_enabled() and (tensors[0][0].requires_grad or any(t.requires_grad for t, _ in tensors)):
         only, places = zip(*tensors, strict=True)
-        return _Widen.apply(dtype, nhwc, places, *only)  # type: ignore[no-any-return, no-untyped-call]
+        kept = only[0] if watched and only[0].dtype == dtype else None
+        return _Widen.apply((dtype, nhwc, kept), places, *only)  # type: ignore[no-any-return, no-untyped-call]
     return [_filled(tensor, places, dtype, nhwc) for tensor, places in tensors]
 
 
@@ -165,23 +172,27 @@ def _fill(out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Chann
 
 class _Widen(Function):
     @staticmethod
-    def forward(
-        ctx: Any, dtype: torch.dtype, nhwc: bool, places: tuple[Places, ...], *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, how: Any, places: tuple[Places, ...], *tensors: torch.Tensor) -> Any:
+        dtype, nhwc, ctx.watched = how
+        ctx.version = 0 if ctx.watched is None else ctx.watched._version
         ctx.places, ctx.kinds = places, [(t.dtype, t.is_contiguous()) for t in tensors]
         ctx.set_materialize_grads(False)
         made = tuple(_filled(t, each, dtype, nhwc) for t, each in zip(tensors, places, strict=True))
         # Or products would be differentiated by what needs no gradient.
         ctx.mark_non_differentiable(
-            *(t for t, asks in zip(made, ctx.needs_input_grad[3:], strict=True) if not asks)
+            *(t for t, asks in zip(made, ctx.needs_input_grad[2:], strict=True) if not asks)
         )
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        found: list[torch.Tensor | None] = [None, None, None]
+        if ctx.watched is not None and ctx.watched._version != ctx.version:
+            raise RuntimeError(
+                "a weight was changed in place before the gradient of its product was computed"
+            )
+        found: list[torch.Tensor | None] = [None, None]
         for number, (gradient, places) in enumerate(zip(gradients, ctx.places, strict=True)):
-            if gradient is not None and ctx.needs_input_grad[3 + number]:
+            if gradient is not None and ctx.needs_input_grad[2 + number]:
                 for axis, channels in places.items():
                     gradient = narrowed(gradient, axis, channels)
                 dtype, contiguous = ctx.kinds[number]

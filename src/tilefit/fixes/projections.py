@@ -155,6 +155,7 @@ class _Product(Function):
         ctx.versions = [each._version for each in ctx.weights]
         ctx.left, ctx.kept = set(range(len(sizes))), None
         needs_x, *needs = ctx.needs_input_grad[1:]
+        ctx.watched = needs_x and weight.dtype == ctx.weights[0].dtype
         if not needs_x:
             trained = map(any, zip(needs[: len(sizes)], needs[len(sizes) :], strict=True))
             ctx.mark_non_differentiable(*(y for y, asks in zip(outputs, trained, strict=True) if not asks))
@@ -165,6 +166,11 @@ class _Product(Function):
         x, weight, version = ctx.kept or (*ctx.saved_tensors, None)
         if version not in (None, x._version):
             raise RuntimeError("the input of a product was changed in place before its gradient was computed")
+        is_watched = ctx.watched or torch.is_grad_enabled()
+        if is_watched and ctx.versions != [each._version for each in ctx.weights]:
+            raise RuntimeError(
+                "a weight was changed in place before the gradient of its product was computed"
+            )
         needs_x, *needs = ctx.needs_input_grad[1:]
         sizes = ctx.sizes
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -189,8 +195,6 @@ class _Product(Function):
 def _parts(ctx: Any, used: list[int], gradients: Any, weight: torch.Tensor) -> Iterable[Any]:
     """Of which outputs, with what gradient, of products with which weights: all at once where that can be."""
     if torch.is_grad_enabled():
-        if ctx.versions != [each._version for each in ctx.weights]:
-            raise RuntimeError("a weight was changed in place between a product and its second derivative")
         return [([i], gradients[i], ctx.weights[i].to(gradients[i].dtype)) for i in used]
     if len(used) == len(ctx.sizes):
         return [(used, torch.cat(gradients, -1), weight)]
@@ -203,7 +207,10 @@ def _divide(found: list[Any], members: list[int], sizes: list[int], gradient: to
     if len(members) == 1:
         found[members[0]] = gradient
     else:
-        found[:] = torch.unsafe_split_with_sizes(gradient, sizes)
+        # Gradients in batches have no such rule, and are nobody's to keep.
+        is_batched = torch._C._functorch.is_legacy_batchedtensor(gradient)
+        split = torch.split if is_batched else torch.unsafe_split_with_sizes
+        found[:] = split(gradient, sizes)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit.capture.trees import tensors
+from tilefit.fixes.assumed import Assumed
 from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.calls import is_transformed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.interior import is_watched_within
 from tilefit.fixes.modules import behave
 from tilefit.fixes.run import Run
 from tilefit.ops.dtypes import elements_per_access
@@ -41,7 +43,7 @@ class InWholeMultiples(Behaviour):
         leaves = list(tensors((args, kwargs)))
         rows = leaves[0].shape[0] if len(leaves) == 1 and leaves[0].dim() else 0
         more = -rows % self.rows if not is_transformed() and rows and not leaves[0].is_nested else 0
-        if not more:
+        if not more or (not torch.compiler.is_compiling() and is_watched_within(module)):
             return forward(*args, **kwargs)
 
         def fill(leaf: Any) -> Any:
@@ -71,7 +73,7 @@ class RowPadding(ChangeSet):
 
     def make(self, run: Run, edits: Edits) -> None:
         if not _gives_rows(run):
-            raise RefusedError("not every tensor that the model returns has a row for each of its input")
+            raise RefusedError("not every tensor that the model returns or keeps has a row of each input")
         behave(run, edits, self.modules, InWholeMultiples(self.multiple))
 
 
@@ -117,8 +119,10 @@ class PadRows(Fix):
 
 
 def _gives_rows(run: Run) -> bool:
-    """Whether all that a model returns has as many rows as its input, whatever their number."""
+    """Whether all that a model returns has as many rows as its input, whatever their number, and keeps none
+    in an attribute."""
     trial = run.on_meta()
+    kept = [(part, Assumed.of(part)) for part in trial.model.modules()]
     inputs = next(tensors(trial.inputs), None)
     if inputs is None:
         return False
@@ -137,4 +141,4 @@ def _gives_rows(run: Run) -> bool:
                 return False
             if any(leaf.dim() and leaf.shape[0] != rows for leaf in tensors(result)):
                 return False
-    return True
+    return all(assumed.holds(part) for part, assumed in kept)

@@ -111,12 +111,12 @@ class FixSession:
         """The target, loaded in this process."""
         step = self._first  # what does not run is told by the child process, before it is loaded in this one
         assert step is not None
-        from tilefit.fixes.source.program import Program
+        from tilefit.fixes.source.program import Program, sizes_of
 
         options = self.request.options
         with self._stage("Choosing fixes"):
             real = options.on_cpu or self.request.measure
-            return Program(self.request.target, replace(options, on_cpu=real))
+            return Program(self.request.target, replace(options, on_cpu=real), sizes_of(step))
 
     @cached_property
     def options(self) -> TargetOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.overlay import is_installed
+from tilefit.fixes.source.values import Place, written_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,16 @@ def callers(frame: FrameType | None, born: Any = None) -> Callers:
     found = []
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_LOADERS):
         code = frame.f_code
-        of_constructor = (
-            born is not None
-            and code.co_name == "__init__"
-            and frame.f_locals.get(next(iter(code.co_varnames), "")) is born
-        )
-        found.append(Caller(code, frame.f_lasti, frame.f_lineno, of_constructor))
+        found.append(Caller(code, frame.f_lasti, frame.f_lineno, _constructs(frame, born)))
         frame = frame.f_back
     return tuple(found)
+
+
+def _constructs(frame: FrameType, born: Any) -> bool:
+    """Whether a constructor of an object is what runs."""
+    if born is None or frame.f_code.co_name != "__init__":
+        return False
+    return frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is born
 
 
 class Births:
@@ -76,14 +80,25 @@ class Births:
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, Callers]] = {}
+        self._places: dict[int, list[tuple[int, Place]]] = defaultdict(list)
 
     def add(self, born: Any, frame: FrameType) -> None:
         """Note who is making an object; the first constructor to say so counts."""
-        self._by_id.setdefault(id(born), (born, callers(frame, born)))
+        if id(born) not in self._by_id:
+            self._by_id[id(born)] = born, callers(frame, born)
+            inner: FrameType | None = frame
+            while inner is not None and _constructs(inner, born):
+                for each in written_in(dict(inner.f_locals)):
+                    self._places[id(born)].append((int(each), each.place))
+                inner = inner.f_back
 
     def of(self, born: Any) -> Callers:
         """Who made an object; empty where that was not seen (a copy, a pickle)."""
         return self._by_id.get(id(born), (None, ()))[1]
+
+    def places(self, born: Any, size: int) -> set[Place]:
+        """Where a number is written that an object's constructors were given."""
+        return {place for value, place in self._places.get(id(born), ()) if value == size}
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that were made."""

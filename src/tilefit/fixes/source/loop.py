@@ -12,9 +12,8 @@ from libcst.metadata import Assignment
 from tilefit.capture.packages import package_of
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import lines
-from tilefit.fixes.source.program import Program, users_call
+from tilefit.fixes.source.program import Program, called, users_call
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.values import called
 
 
 def model_call(program: Program) -> tuple[Syntax, cst.Call, bool]:

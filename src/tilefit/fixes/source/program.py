@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+import libcst as cst
 from torch import nn
 
 from tilefit.capture import capture
@@ -18,7 +19,13 @@ from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
+from tilefit.fixes.source.values import followed
+from tilefit.ops import Recurrent, Step
 from tilefit.options import TargetOptions
+from tilefit.rules.layers import linears
+
+#: What sizes are a multiple of that are aligned in every element type: 16 bytes of fp8.
+_ALIGNED = 16
 
 
 class Files:
@@ -75,23 +82,35 @@ class Files:
             raise RefusedError(f"{syntax.file.name} lies outside the project")
 
 
+def sizes_of(step: Step) -> set[int]:
+    """Sizes of a step's layers that are misaligned in some element type."""
+    recurrent = [entry.op for entry in step.ops if isinstance(entry.op, Recurrent)]
+    sizes = {size for layer in linears(step) for size in (layer.in_features, layer.out_features)}
+    sizes |= {size for op in recurrent for size in (op.input_size, op.hidden_size, op.proj_size)}
+    return {size for size in sizes if size % _ALIGNED}
+
+
 class Program(Files):
     """A target, loaded; what it takes to find the lines behind a finding.
 
     Attributes:
-        target: As the user typed it.
         loaded: The model and its inputs.
         births: Who made its modules and optimizers.
         models: The models that ran, by what the paths of their modules begin with.
         calls: Who called each of them first, by the same; empty for a target that is a model.
+
+    Args:
+        target: As the user typed it.
+        options: How it is loaded.
+        sizes: Numbers of which it is to be known where they are written.
     """
 
-    def __init__(self, target: str, options: TargetOptions) -> None:
+    def __init__(self, target: str, options: TargetOptions, sizes: Collection[int] = ()) -> None:
         self.target = target
         self.births = Births()
         self.models: dict[str, nn.Module] = {}
         self.calls: dict[str, Callers] = {}
-        with recorded(self.births):
+        with recorded(self.births), followed(sizes):
             self.loaded: Target = load(target, options)
             if isinstance(self.loaded.model, nn.Module):
                 self.models[""] = self.loaded.model
@@ -145,6 +164,22 @@ def _file_of(target: str) -> Path:
     if name.endswith(".py") or os.sep in name:
         return Path(name).resolve()
     return Path(str(getattr(sys.modules.get(name), "__file__", ""))).resolve()
+
+
+def called(program: Files, chain: Callers, index: int) -> tuple[Syntax, cst.Call]:
+    """The call that was going on in a function.
+
+    Raises:
+        RefusedError: it is not in the file.
+    """
+    caller = chain[index]
+    if not caller.is_users:
+        raise RefusedError(f"a library makes it ({Path(caller.path).name}), whose files stay as they are")
+    syntax = program.syntax(caller.path)
+    call = syntax.call_ending(*caller.end) if caller.end else None
+    if call is None:
+        raise RefusedError(f"the call in line {caller.line} of {syntax.file.name} is not found there")
+    return syntax, call
 
 
 def users_call(chain: Callers) -> tuple[int, Caller]:

@@ -21,9 +21,8 @@ from tilefit.fixes.source.change import (
 )
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loop import class_names, model_call
-from tilefit.fixes.source.program import Files, Program, users_call
+from tilefit.fixes.source.program import Files, Program, called, users_call
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.values import called
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import libcst as cst
@@ -11,7 +10,8 @@ from torch import nn
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change
 from tilefit.fixes.source.program import Program, users_call
-from tilefit.fixes.source.values import Literal, OtherValueError, Search, called
+from tilefit.fixes.source.syntax import Syntax
+from tilefit.fixes.source.values import Place
 from tilefit.rules import Finding
 from tilefit.rules.alignment.features import Group, groups
 from tilefit.rules.base import Context
@@ -33,23 +33,22 @@ def _padded(finding: Finding, context: Context, program: Program, *, vocabularie
     group = _group(finding, context, vocabularies)
     sizes, _, _ = group.padded(context)
     fed = {size for size in sizes if any(_has_width(text, size) for text in context.step.inputs)}
-    literals: dict[cst.Integer, tuple[Literal, int]] = {}
+    literals: dict[cst.Integer, tuple[Syntax, int]] = {}
     for old, new in sizes.items():
-        if old not in fed:
-            for literal in _literals(old, group, program):
-                literals[literal.node] = (literal, new)
+        for path, line, column in sorted(_places(old, group, program)) if old not in fed else ():
+            syntax = program.syntax(path)
+            program.require_own(syntax)
+            literals[syntax.integer_at(line, column)] = syntax, new
     if not literals:
         raise RefusedError(f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
-    edits = []
-    for literal, new in literals.values():
-        program.require_own(literal.syntax)
-        text = f"{new:_}" if "_" in literal.node.value else str(new)
-        edits.append((literal.syntax, literal.syntax.replaced(literal.node, text)))
-    first = next(iter(literals.values()))[0]
-    changed = dict.fromkeys(f"{literal} -> {new}" for literal, new in literals.values())
+    edits, changed = [], {}
+    for literal, (syntax, new) in literals.items():
+        text = f"{new:_}" if "_" in literal.value else str(new)
+        edits.append((syntax, syntax.replaced(literal, text)))
+        changed[f"{_name(syntax, literal)}{literal.value} -> {new}"] = syntax.line(literal)
     return Change.of(
         edits,
-        first.syntax.line(first.node),
+        next(iter(changed.values())),
         ", ".join(changed),
         "changes the model's declared size and the shapes in its state_dict: checkpoints of the old "
         "size do not load",
@@ -70,70 +69,53 @@ def _group(finding: Finding, context: Context, vocabularies: bool) -> Group:
     raise RefusedError("its layers are not found again")
 
 
-def _literals(size: int, group: Group, program: Program) -> list[Literal]:
+def _places(size: int, group: Group, program: Program) -> set[Place]:
     """Where the size is written, for every module that has it."""
-    found = []
-    layers = [layer for layer in group.layers if size in (layer.in_features, layer.out_features)]
-    for path in dict.fromkeys(layer.module for layer in layers):
-        module = program.module(path)
-        if module is None:
-            raise RefusedError(f"{path} is not a module of the program")
-        found += _in_constructor(path, module, size, program)
+    layers = [layer.module for layer in group.layers if size in (layer.in_features, layer.out_features)]
+    modules = {path: program.module(path) for path in layers}
     for model in program.models.values():
         for path, module in model.named_modules():
-            own = module.parameters(recurse=False)
-            if not isinstance(module, nn.Linear) and any(size in p.shape for p in own):
-                found += _in_constructor(path, module, size, program)
-    return found
+            if not isinstance(module, nn.Linear) and any(
+                size in p.shape for p in module.parameters(recurse=False)
+            ):
+                modules[path] = module
+    return {place for path, module in modules.items() for place in _of_module(path, module, size, program)}
 
 
-def _in_constructor(path: str, module: nn.Module, size: int, program: Program) -> list[Literal]:
-    """The literals that give a module's constructor the size.
+def _of_module(path: str, module: nn.Module | None, size: int, program: Program) -> set[Place]:
+    """Where the size is written that a module's constructors were given.
 
     Raises:
-        RefusedError: there is none.
+        RefusedError: nowhere.
     """
+    if module is None:
+        raise RefusedError(f"{path} is not a module of the program")
     chain = program.births.of(module)
     if not chain:
         raise RefusedError(f"nobody saw who made {path} (a copy)")
-    at, _ = users_call(chain)
-    syntax, call = called(program, chain, at)
-    search = Search(program, chain, size)
-    found, reason = [], ""
-    for argument in call.args:
-        name = argument.keyword.value if argument.keyword else ""
-        try:
-            found.append(search.literal(syntax, argument.value, at, name))
-        except OtherValueError:
-            continue
-        except RefusedError as refused:
-            # A plain value is another argument, not the reason.
-            if not reason and not _is_plain(argument.value):
-                reason = f" ({refused.what})"
-    if not found:
-        found = _in_configuration(search, program)
-    if not found:
-        maker = next((caller for caller in chain if not caller.of_constructor), None)
-        if maker is not None and not maker.is_users:
-            reason = f": it is the library's ({Path(maker.path).name}), and an argument there may set it"
-        raise RefusedError(f"{size} is not written in {syntax.file.name}:{syntax.line(call)}{reason}")
-    return found
+    if found := program.births.places(module, size):
+        return found
+    maker = next((caller for caller in chain if not caller.of_constructor), None)
+    if maker is not None and not maker.is_users:
+        reason = f"it is the library's ({Path(maker.path).name}), and an argument there may set it"
+    else:
+        reason = "it is computed, or comes from elsewhere"
+    _, caller = users_call(chain)
+    name = program.syntax(caller.path).file.name
+    raise RefusedError(f"{size} is not written in your files for {name}:{caller.line}: {reason}")
 
 
-def _in_configuration(search: Search, program: Program) -> list[Literal]:
-    """The literal behind the one name under which the model's configuration (Hugging Face's) has the size."""
-    for model in program.models.values():
-        sizes = vars(model.config) if hasattr(model, "config") else {}
-        names = [name for name, value in sizes.items() if isinstance(value, int) and value == search.value]
-        if len(names) == 1:
-            with suppress(RefusedError):
-                return [search.anywhere(names[0])]
-    return []
-
-
-def _is_plain(value: cst.BaseExpression) -> bool:
-    constant = isinstance(value, cst.Name) and value.value in ("True", "False", "None")
-    return constant or isinstance(value, cst.BaseNumber | cst.BaseString)
+def _name(syntax: Syntax, literal: cst.Integer) -> str:
+    """What a number is the value of, where that is written beside it: ``vocab_size=``."""
+    match syntax.parent(literal):
+        case cst.Arg(keyword=cst.Name(value=name)) | cst.Param(name=cst.Name(value=name)):
+            return f"{name}="
+        case (
+            cst.AnnAssign(target=cst.Name(value=name))
+            | cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))])
+        ):
+            return f"{name}="
+    return ""
 
 
 def _has_width(text: str, size: int) -> bool:

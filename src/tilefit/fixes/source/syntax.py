@@ -123,6 +123,12 @@ class Syntax:
         before = self.file.line(line).encode()[:utf8_column].decode(errors="replace")
         return self._calls.get((line, len(before)))
 
+    def integer_at(self, line: int, utf8_column: int) -> cst.Integer:
+        """The number that begins at a position, as Python's compiler gives it."""
+        before = self.file.line(line).encode()[:utf8_column].decode(errors="replace")
+        place = self.file.offset(line, len(before))
+        return next(node for node in self.all(cst.Integer) if self.start(node) == place)
+
     # ---- names -----------------------------------------------------------------------------
 
     def scope(self, node: cst.CSTNode) -> Scope:
