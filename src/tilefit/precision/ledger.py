@@ -442,6 +442,9 @@ class Ledger:
         here.unknown = factor is None
         if looking:
             here.chain, here.scan = graph.chain(roots), scan or graph.scan(roots)
+            # Also what no optimizer holds: its gradients may be copied, or used by hand.
+            while here.scan.leaves:
+                self.follow(here.scan.leaves.pop())
             chain = here.chain
             here.inferred |= not self.closely
             here.unclean |= not chain.clean

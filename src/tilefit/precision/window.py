@@ -190,8 +190,13 @@ class Window(Tracker, Observer):
             return
         if name == "copy":
             args = args[1:]
-            if not any(self._find(source) is not None for source in tensors_in(args)):
+            found = self._find(args[0])
+            whole = call.args[0].numel() == gradients[0].size
+            if found is None:
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
+                return
+            if whole:
+                self._becomes(gradients[0], found if isinstance(found, _Derived) else _Derived(1.0, found.marks))
                 return
         scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if not scaled:
@@ -298,11 +303,14 @@ class Window(Tracker, Observer):
             derived = self._derived.of(value) if value is not None else None
             if value is None or derived is None or gradient.value is value:
                 continue
-            cause = self._judge_derived(derived)
             del self._derived[id(value)]
             gradient.change()
-            gradient.state = State(Kind.SCALED, derived.marks).after(cause)[0]
-            self._ledger.written([gradient])
+            self._becomes(gradient, derived, ending=False)
+
+    def _becomes(self, gradient: Gradient, derived: _Derived, *, ending: bool = True) -> None:
+        """All of a gradient is made anew out of scaled ones."""
+        gradient.state = State(Kind.SCALED, derived.marks).after(self._judge_derived(derived))[0]
+        self._ledger.written([gradient], ending=ending)
 
     def _judge_derived(self, derived: _Derived) -> Cause:
         """Judge what becomes a gradient; what that is to one with its marks."""
