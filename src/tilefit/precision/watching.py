@@ -21,6 +21,7 @@ from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents
+from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
 from tilefit.precision.look import Look, Observers, Statistics
 from tilefit.precision.movement import Accumulators, Weights
@@ -32,7 +33,7 @@ from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
 from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
 from tilefit.precision.shadow import Shadows
-from tilefit.precision.tensors import name_of, stands_for_another
+from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_another
 from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
 from tilefit.rules.finding import Alarm
@@ -106,6 +107,7 @@ class Watch:
         self._looks = 0
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
+        self._weights: list[list[float]] = []
         self._primary: weakref.ref[Optimizer] | None = None
         self._seek_origin = self._running = self._ended = self._compiled_seen = False
         self._frames_before = 0
@@ -258,6 +260,8 @@ class Watch:
 
     def _on_backward_ended(self, ended: Ended) -> None:
         self._end_if_due()
+        if not self._ledger.optimizers and self._have_moved():
+            self._end_step(bool(self._ledger.scalers), self._ledger.gradients)
         if self._look is not None:
             self._look.passed()
 
@@ -284,6 +288,12 @@ class Watch:
             if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor))
         ]
 
+    def _have_moved(self) -> bool:
+        """Whether weights have moved since the last backward pass, without an optimizer."""
+        weights = [p.detach() for p in self._ledger.parameters[:WITNESSES] if has_values(p)]
+        before, self._weights = self._weights, [sampled(weight, WIDTH).tolist() for weight in weights]
+        return len(before) == len(weights) and before != self._weights
+
     def _on_stepped(self, stepped: Stepped) -> None:
         if self._ended:
             self._end_if_due()
@@ -295,12 +305,11 @@ class Watch:
         elif primary is not stepped.optimizer:
             return
         self._ranks.compare(stepped, self._models, due=self._is_due())
-        self._end_step(stepped)
+        self._end_step(stepped.scaler is not None, self._ledger.present(stepped.optimizer))
 
-    def _end_step(self, stepped: Stepped) -> None:
+    def _end_step(self, scaled: bool, used: Iterable[Gradient]) -> None:
         recorder = self._recorder
-        scaled = stepped.scaler is not None
-        self._judge_finiteness(stepped, scaled)
+        self._judge_finiteness(scaled, used)
         self._finish_look()
         recorder.step += 1
         if self._last is not None and recorder.step >= self._last:
@@ -314,7 +323,7 @@ class Watch:
         if recorder.looking and self._numerics:
             self._begin_look(scaled)
 
-    def _judge_finiteness(self, stepped: Stepped, scaled: bool) -> None:
+    def _judge_finiteness(self, scaled: bool, used: Iterable[Gradient]) -> None:
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
         collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
         if not all(map(bool, self._losses_finite)):
@@ -322,7 +331,7 @@ class Watch:
             self._recorder.look_soon |= self._seek_origin
         self._losses_finite.clear()
         if self._origin is not None and not self._origin.armed:
-            values = [gradient.value for gradient in self._ledger.present(stepped.optimizer)]
+            values = [gradient.value for gradient in used]
             spoilt = not scaled and not all(is_finite(value) for value in values if value is not None)
             self._origin.armed = self._seek_origin or collapsed or spoilt
 
