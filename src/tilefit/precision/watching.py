@@ -125,7 +125,7 @@ class Watch:
         self._shadows, self._ranks = Shadows(recorder, ledger), Ranks(recorder, ledger)
         others = [kind(recorder, ledger) for kind in (Accumulators, Products, LostGradients)]
         self._numerical = [self._window, self._shadows, *others, losses, self._exponents]
-        self._trackers: list[Tracker] = [scalers, self._regions, checkpoints, schedules, losses, weights]
+        self._trackers: list[Tracker] = [scalers, self._regions, checkpoints, schedules, losses, weights, others[0]]
         self._statistics = Statistics()
         self._observers = Observers(self._statistics, self._numerical)
         recorder.on(Begins, self._on_backward)
@@ -290,8 +290,9 @@ class Watch:
 
     def _have_moved(self) -> bool:
         """Whether weights have moved since the last backward pass, without an optimizer."""
-        weights = [p.detach() for p in self._ledger.parameters[:WITNESSES] if has_values(p)]
-        before, self._weights = self._weights, [sampled(weight, WIDTH).tolist() for weight in weights]
+        weights = [p for p in self._ledger.parameters[:WITNESSES] if has_values(p)]
+        before = self._weights
+        self._weights = [[w._version, *sampled(w.detach(), WIDTH).tolist()] for w in weights]
         return len(before) == len(weights) and before != self._weights
 
     def _on_stepped(self, stepped: Stepped) -> None:
