@@ -41,6 +41,7 @@ from tilefit.precision.tensors import (
     name_of,
     parameters_of,
     spread,
+    spread_view,
     targets,
     tensors_in,
 )
@@ -108,7 +109,7 @@ class Weights(Tracker):
         follower = self._following.get(optimizer)
         if follower is None:
             return
-        follower.steps += 1
+        follower.stepped()
         if follower.steps in _MEASURED:
             follower.measure(user_line())
         if follower.steps >= STEPS:
@@ -162,6 +163,9 @@ class _Follower:
         self.moved: list[_Moved] = []
         self.steps = 0
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
+        #: Where each was before the step that runs; and how far each has moved in steps, as others may move it
+        #: too.
+        self._before: list[Tensor] = []
         #: The group of the optimizer's that each of the twin's stands for.
         self._origins: list[int] = []
         groups = []
@@ -180,6 +184,7 @@ class _Follower:
         self._twin = base(groups, lr=1e-3)  # type: ignore[call-arg]
         # The step below its hooks, which are global: the twin's steps are nobody's business.
         self._step = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
+        self._actual = [torch.zeros_like(start) for _, start, _, _ in self._samples]
         for parameters, _, twin, _ in self._samples:
             states = [optimizer.state.get(p, {}) for p in parameters]
             for key, value in states[0].items() if all(states) else ():
@@ -191,25 +196,33 @@ class _Follower:
 
     def step(self, optimizer: Optimizer) -> None:
         """Make the twin's step."""
+        self._before = [_sampled(parameters) for parameters, _, _, _ in self._samples]
         for parameters, _, twin, _ in self._samples:
             twin.grad = _sampled([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         for group, number in zip(self._twin.param_groups, self._origins, strict=True):
             group["lr"] = optimizer.param_groups[number]["lr"]
         self._step(self._twin)
 
+    def stepped(self) -> None:
+        """The optimizer has made its own step."""
+        self.steps += 1
+        for moved, row, before in zip(self._actual, self._samples, self._before, strict=False):
+            moved += _sampled(row[0]) - before
+        self._before = []
+
     def measure(self, source: str) -> None:
         """See how far the parameters of each group and element type have moved after a step on a line."""
         self.moved.clear()
-        for parameters, start, twin, dtype in self._samples:
+        for (_, start, twin, dtype), actual in zip(self._samples, self._actual, strict=True):
             intended = twin.detach() - start
-            products = (torch.stack([_sampled(parameters) - start, intended]) * intended).sum(1)
+            products = (torch.stack([actual, intended]) * intended).sum(1)
             of = name_of(dtype), self.steps, start.numel(), products
             self.moved.append(_Moved(source, self._name, *of))
 
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
     """Up to about :data:`VALUES` elements of each tensor, in fp32, one after the other."""
-    return torch.cat([spread(tensor) for tensor in tensors]).float()
+    return torch.cat([spread_view(tensor) for tensor in tensors]).float()
 
 
 def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
@@ -379,8 +392,8 @@ class Accumulators(Tracker, Observer):
 
         try:
             args = [
-                [wide(one, n) for n, one in enumerate(given)] if isinstance(given, list | tuple) else wide(given)
-                for given in call.args[name == "copy" :]
+                [wide(one, n) for n, one in enumerate(arg)] if isinstance(arg, list | tuple) else wide(arg)
+                for arg in call.args[name == "copy" :]
             ]
             kwargs = {key: wide(value) for key, value in call.kwargs.items()}
         except (ValueError, IndexError):

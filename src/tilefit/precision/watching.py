@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents
 from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
-from tilefit.precision.look import Look, Observers, Statistics
+from tilefit.precision.look import Look, Observer, Observers, Statistics
 from tilefit.precision.movement import Accumulators, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
@@ -53,6 +53,13 @@ VALUES = tuple(rule.code for rule in all_rules() if rule.values)
 #: What stands in the way of close looks, for the report.
 NUMERICS_OFF = "close looks are switched off"
 TOO_SHORT = "no step was looked at closely: the run was too short"
+
+_T = TypeVar("_T")
+#: Events reach them in this order: what one leaves for another comes first.
+_TRACKERS: tuple[type[Tracker], ...] = (
+    *(Scalers, Checkpoints, Regions, Schedules, Window, Losses, Exponents, Weights, Shadows, Ranks),
+    *(Accumulators, Products, LostGradients),
+)
 
 _active: Watch | None = None
 
@@ -114,23 +121,19 @@ class Watch:
         self._stepped: dict[str, None] = {}
         #: Called when the steps asked for have ended, and again where the loop goes on all the same.
         self.on_end: Callable[[], None] = lambda: None
-        # Events reach them in this order: what one leaves for another comes first.
         self._patches = Patches()
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
         self._ledger = ledger = Ledger(recorder)
-        scalers, checkpoints = Scalers(recorder, ledger), Checkpoints(recorder, ledger)
-        self._regions, schedules = Regions(recorder, ledger), Schedules(recorder, ledger)
-        self._window, losses = Window(recorder, ledger), Losses(recorder, ledger)
-        self._exponents, weights = Exponents(recorder, ledger), Weights(recorder, ledger)
-        self._shadows, self._ranks = Shadows(recorder, ledger), Ranks(recorder, ledger)
-        others = [kind(recorder, ledger) for kind in (Accumulators, Products, LostGradients)]
-        self._numerical = [self._window, self._shadows, *others, losses, self._exponents]
-        self._trackers: list[Tracker] = [scalers, self._regions, checkpoints, schedules, losses, weights, others[0]]
+        self._trackers = {kind: kind(recorder, ledger) for kind in _TRACKERS}
+        self._numerical = [tracker for tracker in self._trackers.values() if isinstance(tracker, Observer)]
         self._statistics = Statistics()
         self._observers = Observers(self._statistics, self._numerical)
         recorder.on(Begins, self._on_backward)
         recorder.on(Ended, self._on_backward_ended)
         recorder.on(Stepped, self._on_stepped)
+
+    def _the(self, kind: type[_T]) -> _T:
+        return self._trackers[kind]  # type: ignore[index,return-value]
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -164,12 +167,12 @@ class Watch:
                 if parameter.requires_grad:
                     self._ledger.follow(parameter)
             if self._numerics:
-                self._shadows.met(model)
+                self._the(Shadows).met(model)
         for optimizer in self._optimizers:
             self._ledger.adopt(optimizer)
         if self._given_scaler is not None and not self._given_scaler.is_enabled():
             self._recorder.cannot_check("the gradient scaler: it is switched off")
-        tables = [self._ledger.patches(), *(tracker.patches() for tracker in self._trackers)]
+        tables = [self._ledger.patches(), *(tracker.patches() for tracker in self._trackers.values())]
         self._patches.apply(*chain(*tables))
         # Not is_available(), which fixes the visible devices before the script can choose them.
         if torch.version.cuda is not None:
@@ -188,7 +191,7 @@ class Watch:
         self._finish_look()
         if self._look is not None:
             self._recorder.cannot_check("the last step: a dispatch mode of your own was open at its end")
-        for tracker in self._trackers:
+        for tracker in self._trackers.values():
             tracker.finish()
         self._ledger.stop()
         self._patches.undo()
@@ -220,7 +223,7 @@ class Watch:
             title: What was watched; by default the model's class.
         """
         names = [type(model).__name__ for model in self._models]
-        trained = sorted(map(name_of, self._regions.trained))
+        trained = sorted(map(name_of, self._the(Regions).trained))
         setup = (
             f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
             "no loss scale" if self._recorder.scale is None else f"loss scale {self._recorder.scale:g}",
@@ -232,7 +235,7 @@ class Watch:
             setup=setup,
             steps=self.steps,
             findings=self.alarms,
-            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
+            tables=(*self._the(Exponents).tables(), *([operations] if operations.rows else [])),
             unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
             checks=tuple(self._checks()),
             version=__version__,
@@ -305,7 +308,7 @@ class Watch:
             self._primary = weakref.ref(stepped.optimizer)
         elif primary is not stepped.optimizer:
             return
-        self._ranks.compare(stepped, self._models, due=self._is_due())
+        self._the(Ranks).compare(stepped, self._models, due=self._is_due())
         self._end_step(stepped.scaler is not None, self._ledger.present(stepped.optimizer))
 
     def _end_step(self, scaled: bool, used: Iterable[Gradient]) -> None:
@@ -355,7 +358,7 @@ class Watch:
             weights, armed = self._ledger.parameters, self._seek_origin
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=armed)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        thorough, hook_of = self._origin is not None, self._window.hook_of
+        thorough, hook_of = self._origin is not None, self._the(Window).hook_of
         self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)
         self._seek_origin = False
         self._look.begin()

@@ -229,7 +229,8 @@ class Window(Tracker, Observer):
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
                 return
             if whole:
-                self._becomes(gradients[0], found if isinstance(found, _Derived) else _Derived(1.0, found.marks))
+                found = found if isinstance(found, _Derived) else _Derived(1.0, found.marks)
+                self._becomes(gradients[0], found)
                 return
         scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if not scaled:
