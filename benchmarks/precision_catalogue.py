@@ -28,13 +28,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from precision import loops, test_ranks
-from precision.loops import computation, fresh, parts, protocol, shapes, storage, values
+from precision.loops import computation, fresh, parts, protocol, shapes, storage, trials, values
 from tilefit.precision import compare, first_divergence, watch
 from tilefit.precision.rules import all_rules
 
 _TESTS = Path(__file__).parent.parent / "tests"
 RESULT = Path(__file__).parent / "results" / "precision_catalogue.json"
-_FILLED_BY = (computation, fresh, protocol, shapes, storage, values)
+_FILLED_BY = (computation, fresh, protocol, shapes, storage, trials, values)
 
 
 def watched(run: loops.Loop) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from precision import loops
-from precision.loops import computation, fresh, parts, protocol, shapes, storage, values
+from precision.loops import computation, fresh, parts, protocol, shapes, storage, trials, values
 from precision.test_catalogue import OF_THE_CPU
 from tilefit import gpus
 from tilefit.capture.program.run import on_emulated_gpu
@@ -27,7 +27,7 @@ from tilefit.report.watched import CANNOT
 
 _MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (computation, fresh, protocol, shapes, storage, values)
+    for module in (computation, fresh, protocol, shapes, storage, trials, values)
 }
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from precision import loops
-from precision.loops import computation, fresh, parts, protocol, shapes, storage, values
+from precision.loops import computation, fresh, parts, protocol, shapes, storage, trials, values
 from tilefit.precision import watch
 from tilefit.precision.rules import all_rules
 from tilefit.rules.finding import NOTE
 
-_FILLED_BY = (computation, fresh, protocol, shapes, storage, values)
+_FILLED_BY = (computation, fresh, protocol, shapes, storage, trials, values)
 
 
 #: What needs a history, such as updates lost over many steps, takes as long as its definition says.

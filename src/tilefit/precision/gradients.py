@@ -65,6 +65,12 @@ class Gradient:
         return self._reference() if self._reference is not None else None
 
     @property
+    def size(self) -> int:
+        """Elements of the gradient, as it was seen last."""
+        value = self.value
+        return 0 if value is None else value.numel()
+
+    @property
     def present(self) -> bool:
         """There was one when it was seen last."""
         return self._reference is not None

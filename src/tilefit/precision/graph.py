@@ -104,9 +104,16 @@ Kind = tuple[str, torch.dtype | None]
 
 @dataclass(slots=True)
 class Scan:
-    """How many nodes of each kind are below the roots of a backward pass."""
+    """How many nodes of each kind are below the roots of a backward pass, and the leaves found there."""
 
     nodes: Counter[Kind] = field(default_factory=Counter)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, node: Any, kind: Kind) -> None:
+        """One more node."""
+        self.nodes[kind] += 1
+        if kind[0].endswith("AccumulateGrad"):
+            self.leaves.append(node.variable)
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -121,7 +128,10 @@ class Scan:
 
 def scan(roots: Iterable[Any], limit: int = 400) -> Scan:
     """Look at the first ``limit`` nodes below the roots of a backward pass."""
-    return Scan(Counter(kind for _, kind in islice(nodes(roots), limit)))
+    found = Scan()
+    for node, kind in islice(nodes(roots), limit):
+        found.add(node, kind)
+    return found
 
 
 def nodes(roots: Iterable[Any], inputs: Sequence[Any] = ()) -> Iterator[tuple[Any, Kind]]:

@@ -278,9 +278,9 @@ class Ledger:
         scales = (scale_of(s) for s, known in self._scalers.items() if known.number in factors)
         return next(scales, factors.get(HAND, 1.0))
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter that is followed, or the gradient of one."""
-        return self.is_parameter(tensor) or any(g.value is tensor for g in self.gradients)
+    def is_gradient(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the gradient of a parameter that is followed."""
+        return any(gradient.value is tensor for gradient in self.gradients)
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is followed."""
@@ -442,6 +442,9 @@ class Ledger:
         here.unknown = factor is None
         if looking:
             here.chain, here.scan = graph.chain(roots), scan or graph.scan(roots)
+            # Also what no optimizer holds: its gradients may be copied, or used by hand.
+            while here.scan.leaves:
+                self.follow(here.scan.leaves.pop())
             chain = here.chain
             here.inferred |= not self.closely
             here.unclean |= not chain.clean

@@ -427,7 +427,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the observers hook the nodes of a graph; to chosen inputs, note in ``ran`` those that run."""
         found = graph.Scan()
         for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
-            found.nodes[kind] += 1
+            found.add(node, kind)
             for hook in self._observers.hooks_for(node, kind):
                 if (handle := hook(node)) is not None:
                     ends.callback(handle.remove)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ from tilefit.precision.tensors import (
     name_of,
     parameters_of,
     spread,
+    spread_view,
     targets,
+    tensors_in,
 )
 
 #: Steps a parameter is followed for, and those after which it is measured; before ENOUGH that is a note.
@@ -52,6 +54,13 @@ PARAMETERS = 64
 #: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
 #: does.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
+#: Operations, element by element, by which tensors are updated; others that updates are made with, and those
+#: that only move values.
+_UPDATES = frozenset("add sub rsub lerp addcmul addcdiv".split())
+_PRODUCTS = frozenset("mul div neg".split())
+_MOVES = frozenset("copy clone _to_copy".split())
+#: Where the values of a tensor are.
+_Place = tuple[Any, ...]
 
 
 class Weights(Tracker):
@@ -77,9 +86,8 @@ class Weights(Tracker):
         half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
         if not half or any(isinstance(parameter, CudaTensor) for parameter in half):
             return None
-        name = type(optimizer).__name__
-        base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
-        if base is None or base.__name__ not in _ELEMENTWISE or not all(map(is_plain, half)):
+        name, base = type(optimizer).__name__, _twin_of(optimizer)
+        if base is None or not all(map(is_plain, half)):
             what = f"half-precision weights under {name}, whose intended step is not known"
             self._recorder.cannot_check(what, "AMP013")
             return None
@@ -101,7 +109,7 @@ class Weights(Tracker):
         follower = self._following.get(optimizer)
         if follower is None:
             return
-        follower.steps += 1
+        follower.stepped()
         if follower.steps in _MEASURED:
             follower.measure(user_line())
         if follower.steps >= STEPS:
@@ -120,6 +128,12 @@ class Weights(Tracker):
     def _judge(self, measured: list[_Moved]) -> None:
         for moved in measured:
             moved.judge(self._recorder, UpdateBelowUlp)
+
+
+def _twin_of(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of PyTorch's that an optimizer steps as, where a sample steps as the whole does."""
+    base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
+    return base if base is not None and base.__name__ in _ELEMENTWISE else None
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +163,9 @@ class _Follower:
         self.moved: list[_Moved] = []
         self.steps = 0
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
+        #: Where each was before the step that runs; and how far each has moved in steps, as others may move it
+        #: too.
+        self._before: list[Tensor] = []
         #: The group of the optimizer's that each of the twin's stands for.
         self._origins: list[int] = []
         groups = []
@@ -167,6 +184,7 @@ class _Follower:
         self._twin = base(groups, lr=1e-3)  # type: ignore[call-arg]
         # The step below its hooks, which are global: the twin's steps are nobody's business.
         self._step = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
+        self._actual = [torch.zeros_like(start) for _, start, _, _ in self._samples]
         for parameters, _, twin, _ in self._samples:
             states = [optimizer.state.get(p, {}) for p in parameters]
             for key, value in states[0].items() if all(states) else ():
@@ -178,25 +196,33 @@ class _Follower:
 
     def step(self, optimizer: Optimizer) -> None:
         """Make the twin's step."""
+        self._before = [_sampled(parameters) for parameters, _, _, _ in self._samples]
         for parameters, _, twin, _ in self._samples:
             twin.grad = _sampled([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         for group, number in zip(self._twin.param_groups, self._origins, strict=True):
             group["lr"] = optimizer.param_groups[number]["lr"]
         self._step(self._twin)
 
+    def stepped(self) -> None:
+        """The optimizer has made its own step."""
+        self.steps += 1
+        for moved, row, before in zip(self._actual, self._samples, self._before, strict=False):
+            moved += _sampled(row[0]) - before
+        self._before = []
+
     def measure(self, source: str) -> None:
         """See how far the parameters of each group and element type have moved after a step on a line."""
         self.moved.clear()
-        for parameters, start, twin, dtype in self._samples:
+        for (_, start, twin, dtype), actual in zip(self._samples, self._actual, strict=True):
             intended = twin.detach() - start
-            products = (torch.stack([_sampled(parameters) - start, intended]) * intended).sum(1)
+            products = (torch.stack([actual, intended]) * intended).sum(1)
             of = name_of(dtype), self.steps, start.numel(), products
             self.moved.append(_Moved(source, self._name, *of))
 
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
     """Up to about :data:`VALUES` elements of each tensor, in fp32, one after the other."""
-    return torch.cat([spread(tensor) for tensor in tensors]).float()
+    return torch.cat([spread_view(tensor) for tensor in tensors]).float()
 
 
 def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
@@ -228,180 +254,238 @@ def _rounded(value: float, dtype: torch.dtype) -> tuple[float, float]:
     return value, torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
+class _Made(NamedTuple):
+    """What an operation makes of half-precision tensors.
+
+    Attributes:
+        values: Its sampled elements, as fp32 arithmetic makes them.
+        bases: What it is made of: where that lies, and its elements. Nothing else may come to lie there.
+        added: It is a sum: products alone may keep a tensor where it is.
+    """
+
+    values: Tensor
+    bases: dict[_Place, tuple[Tensor, StorageWeakRef]]
+    added: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Sum(_Moved):
-    """What is known of one tensor that is updated again and again: where it lies now, and how it moved."""
+    """What is known of one tensor that is updated again and again, or of the weights that a line updates.
 
-    storages: dict[tuple[Any, ...], StorageWeakRef] = field(default_factory=dict)
+    Attributes:
+        storages: Where it lies.
+        weights: It is weights.
+        looks: Steps in which it moved, of which ``first`` and ``last`` are the first and the last.
+        added: It was not only multiplied.
+        compensated: How far it moved is read, so that what was rounded away is not lost.
+    """
+
+    storages: dict[_Place, StorageWeakRef] = field(default_factory=dict)
+    weights: bool = False
     looks: int = 0
-    fresh: bool = False
+    first: int = 0
+    last: int = -1
+    added: bool = False
+    compensated: bool = False
 
-    def add(self, source: str, dtype: torch.dtype, moved: Tensor, intended: Tensor) -> None:
-        """It has moved."""
-        products = torch.stack([(moved * intended).sum(), (intended * intended).sum()])
+    def add(self, step: int, source: str, old: Tensor, new: Tensor, made: _Made) -> None:
+        """Something was to be made of old values, and these are the new ones."""
+        intended = made.values - old
+        products = torch.stack([((spread(new).float() - old) * intended).sum(), intended.square().sum()])
         self.products = products if self.products is None else self.products + products
-        self.source, self.dtype = source, name_of(dtype)
-        self.steps += 1
-        self.fresh = True
-        self.number = moved.numel()
+        self.source, self.dtype = source, name_of(new.dtype)
+        self.first = step if self.last < 0 else self.first
+        self.looks += step != self.last
+        self.last = step
+        self.steps = step - self.first + 1 if self.weights else self.steps + 1
+        self.number += old.numel()
+        self.added |= made.added
 
 
 class Accumulators(Tracker, Observer):
-    """Follows half-precision tensors, not parameters or gradients, that are updated step after step: in
-    place, or by a new tensor made of the old one. They are known by their storage: any alias may be used."""
+    """Follows half-precision tensors that PyTorch's arithmetic, which rounds to nearest, updates step after
+    step, in place or by a new tensor made of the old one: averages, sums, and where no optimizer of PyTorch's
+    is at work, its state and weights. They are known by where they lie: any alias may be used. Each update is
+    repeated in fp32 on samples."""
 
     phases = (FORWARD, OPEN)
 
     def set_up(self) -> None:
-        self._sums: dict[tuple[Any, ...], _Sum] = {}
-        self._old: list[tuple[Tensor, Tensor, Tensor]] = []
-        #: Products of this step, in fp32, and what was multiplied.
-        self._products: Notes[tuple[Tensor, Tensor]] = Notes()
+        self._sums: dict[_Place, _Sum] = {}
+        #: Those of weights, by line, optimizer and element type.
+        self._weights: dict[tuple[Any, ...], _Sum] = {}
+        #: What the running operation writes to, what was there, and what should be.
+        self._written: list[tuple[Tensor, Tensor, _Made]] = []
+        self._made: Notes[_Made] = Notes()
         #: Tensors made out of old ones in this step, which have moved if they are kept: what says so.
-        self._made_now: dict[tuple[Any, ...], tuple[StorageWeakRef, Callable[[], None]]] = {}
+        self._made_now: dict[_Place, tuple[StorageWeakRef, Callable[[], None]]] = {}
 
     def wants(self, func: Any, name: str) -> bool:
-        return base_name(name) in ("add", "mul", "lerp", "sub", "copy", "clone")
+        return base_name(name) in _UPDATES | _PRODUCTS | _MOVES
 
     def before(self, call: Call) -> None:
-        self._old = []
-        if not call.name.endswith("_"):
+        self._written = []
+        written = targets(call.func, call.args, call.kwargs)
+        # What a graph has made is an activation of this step.
+        followed = [t for t in written if t.dtype in HALF and has_values(t) and t.is_leaf]
+        if not followed or len(followed) < len(written) or self._is_anothers():
             return
-        name, here = base_name(call.name), self._ledger.here
-        if here.in_use:
-            if name == "mul" and here.stepping:
-                self._shrinks(call, here.stepping[0])
-        elif name != "copy":
-            for index, target in enumerate(targets(call.func, call.args, call.kwargs)):
-                # What a graph has made is an activation of this step.
-                mine = target.dtype in HALF and has_values(target) and target.is_leaf
-                if mine and not self._ledger.knows(target):
-                    old = spread(target).float()
-                    new = self._intended(call, index, target, old)
-                    if new is not None:
-                        self._old.append((target, old, new))
+        here, name = self._ledger.here, base_name(call.name)
+        if here.stepping and name == "mul":
+            self._shrinks(call, here.stepping[0], written)
+        for target, made in zip(written, self._wide(call, written), strict=False):
+            mine = name != "copy" or _place(target) in made.bases
+            if mine and not self._ledger.is_gradient(target):
+                self._written.append((target, spread(target).float(), made))
 
     def after(self, call: Call) -> None:
+        step, name = self._recorder.step, base_name(call.name)
+        for target, old, made in self._written:
+            self._known(call, target).add(step, call.source, old, target, made)
+        operands, outs = call.tensors(), tensors_in([call.out])
+        if not any(t.dtype in HALF or id(t) in self._made for t in operands) or self._is_anothers():
+            return
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
+            return
+        if name == "sub" and len(operands) == 2:
+            self._looks_back(*operands)
+        if name in ("copy", "clone") and (place := _place(operands[-1])) in self._sums:
+            self._keep(self._sums[place], call.out)
+            self._moves(place)
+        in_place = call.name.endswith("_")
+        if not all(map(has_values, outs)) or (in_place and not any(map(self._made.of, outs))):
+            return
+        mades = [made for _, _, made in self._written] if in_place else self._wide(call, outs)
+        for out, made in zip(outs, mades, strict=False):
+            self._made.note(out, made)
+            if name in _UPDATES and out.dtype in HALF:
+                self._succeeds(call, out, made)
+
+    def _is_anothers(self) -> bool:
+        """An optimizer of PyTorch's, a scaler or the like writes."""
+        here = self._ledger.here
+        return here.in_use > 0 and not (here.stepping and _twin_of(here.stepping[0]) is None)
+
+    def _wide(self, call: Call, like: list[Tensor]) -> list[_Made]:
+        """What an operation makes of the sampled elements in fp32, for each of its results; nothing where
+        operands do not fit them element by element."""
+        bases: list[dict[_Place, tuple[Tensor, StorageWeakRef]]] = [{} for _ in like]
         name = base_name(call.name)
-        for target, old, new in self._old:
-            total = self._sums.get(_place(target)) or _Sum()
-            self._keep(total, target)
-            total.add(call.source, target.dtype, spread(target).float() - old, new - old)
-        if self._old or self._ledger.here.in_use:
-            return
-        outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-        moved = name in ("copy", "clone")
-        values = [call.args[name == "copy"]] if moved else outs
-        if not any(isinstance(value, Tensor) and value.dtype in HALF for value in values):
-            return
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors()):
-            return
-        if moved:
-            place = _place(values[0]) if is_plain(values[0]) else ()
-            known = self._sums.get(place)
-            if known is not None:
-                self._keep(known, call.out)
-                self._moves(place)
-        elif not call.name.endswith("_"):
-            for index, out in enumerate(outs):
-                if isinstance(out, Tensor) and out.dtype in HALF and has_values(out):
-                    self._made(call, name, index, out)
+        added = [name in _UPDATES]
 
-    def _made(self, call: Call, name: str, index: int, out: Tensor) -> None:
-        """A new tensor may be a product, or the old tensor's successor."""
-        first, *others = (_item(argument, index) for argument in call.args)
-        if not isinstance(first, Tensor) or first.shape != out.shape or first.dtype not in HALF:
-            return
-        second = others[0] if others and isinstance(others[0], Tensor) else first
-        if name == "mul":
-            if not isinstance(others[0], Tensor) or others[0].numel() == 1:
-                self._products.note(out, (spread(first).float() * others[0], first))
-            return
-        new = self._intended(call, index, out, self._wide(first))
-        if new is None:
-            return
-        bases = [(self._products.of(tensor) or (None, tensor))[1] for tensor in (first, second)]
-        found = [(known, base) for base in bases if (known := self._sums.get(_place(base))) is not None]
-        for known, base in found[:1]:
-            old, storage = spread(base).float(), StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
-            moved = partial(known.add, call.source, out.dtype, spread(out).float() - old, new - old)
-            self._made_now[_place(out)] = storage, moved
-        # Where nothing has moved yet this may be the first of them.
-        self._keep(found[0][0] if found else _Sum(), out)
+        # It must not call itself, and hold what it saw until the garbage is collected.
+        def wide(value: Any, index: int = 0) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if value.shape != like[index].shape:
+                if value.numel() != 1:
+                    raise ValueError("it does not fit")
+                added[0] = False
+                return value.detach().float()
+            made, values = self._made.of(value), spread(value).float()
+            if made is None:
+                bases[index].setdefault(_place(value), (values.clone(), _reference(value)))
+                return values
+            bases[index] |= made.bases
+            added.append(made.added)
+            return made.values.clone()
 
-    def _moves(self, place: tuple[Any, ...]) -> None:
+        try:
+            args = [
+                [wide(one, n) for n, one in enumerate(arg)] if isinstance(arg, list | tuple) else wide(arg)
+                for arg in call.args[name == "copy" :]
+            ]
+            kwargs = {key: wide(value) for key, value in call.kwargs.items()}
+        except (ValueError, IndexError):
+            return []
+        if name in _MOVES:
+            results = args[0]
+        else:
+            results = call.func(*args, **kwargs)
+            results = args[0] if results is None else results  # lists that were written to
+        results = results if isinstance(results, list | tuple) else [results]
+        return [_Made(values, those, any(added)) for values, those in zip(results, bases, strict=True)]
+
+    def _known(self, call: Call, target: Tensor) -> _Sum:
+        """What is known of what an operation writes to."""
+        place, stepping = _place(target), self._ledger.here.stepping
+        parameters = (p for p in self._ledger.parameters if p.dtype is target.dtype and is_plain(p))
+        if not any(_place(parameter) == place for parameter in parameters):
+            return self._keep(self._sums.get(place) or _Sum(), target)
+        name = type(stepping[0]).__name__ if stepping else ""
+        known = self._weights.setdefault((call.source, name, target.dtype), _Sum(module=name, weights=True))
+        return self._keep(known, target)
+
+    def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> None:
+        """What was made of a sum, less the sum, tells what was rounded away."""
+        made, place = self._made.of(minuend), _place(subtrahend)
+        if made is not None and place in made.bases and place in self._sums:
+            self._sums[place].compensated = True
+
+    def _succeeds(self, call: Call, out: Tensor, made: _Made) -> None:
+        """A new tensor may be an old one's successor, and this the first of them."""
+        base = next((place for place in made.bases if place in self._sums), None)
+        known = _Sum() if base is None else self._sums[base]
+        if base is not None:
+            step, values = self._recorder.step, out.detach().clone()
+            moves = partial(known.add, step, call.source, made.bases[base][0], values, made)
+            self._made_now[_place(out)] = _reference(out), moves
+        self._keep(known, out)
+
+    def _moves(self, place: _Place) -> None:
         """What lies there is kept, if it still does."""
-        storage, moved = self._made_now.pop(place, (None, None))
-        if storage is not None and moved is not None and not storage.expired():  # type: ignore[no-untyped-call]
-            moved()
+        storage, moves = self._made_now.pop(place, (None, None))
+        if storage is not None and moves is not None and not storage.expired():  # type: ignore[no-untyped-call]
+            moves()
 
-    def _wide(self, tensor: Tensor) -> Tensor:
-        product = self._products.of(tensor)
-        return spread(tensor).float() if product is None else product[0]
-
-    def _keep(self, known: _Sum, tensor: Tensor) -> None:
+    def _keep(self, known: _Sum, tensor: Tensor) -> _Sum:
         place = _place(tensor)
         if place not in known.storages:
-            known.storages[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            known.storages[place] = _reference(tensor)
         self._sums[place] = known
+        return known
 
-    def _intended(self, call: Call, index: int, target: Tensor, old: Tensor) -> Tensor | None:
-        """What the sampled elements become in fp32; None where the operands do not fit them element by
-        element."""
-        operands: list[Any] = []
-        for value in (_item(argument, index) for argument in call.args[1:]):
-            if isinstance(value, Tensor):
-                fits = value.shape == target.shape
-                if not fits and value.numel() != 1:
-                    return None
-                operands.append(self._wide(value) if fits else value.detach().float())
-            else:
-                operands.append(value)
-        name, alpha = base_name(call.name), call.kwargs.get("alpha", 1)
-        change: Tensor = operands[0] * (alpha if name == "add" else -alpha)
-        if name == "mul":
-            change = old * (operands[0] - 1)
-        elif name == "lerp":
-            change = (operands[1] if len(operands) > 1 else call.kwargs["weight"]) * (operands[0] - old)
-        return old + change
-
-    def _shrinks(self, call: Call, optimizer: Optimizer) -> None:
+    def _shrinks(self, call: Call, optimizer: Optimizer, written: list[Tensor]) -> None:
         """A weight decay of the user's own optimizer, by a factor that the weights' type rounds to 1."""
         factor = call.args[1]
         if not isinstance(factor, float) or type(optimizer).__module__.startswith("torch.optim."):
             return
-        weights = targets(call.func, call.args, call.kwargs)
         own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
-        half = next((w.dtype for w in weights if w.dtype in HALF and w.data_ptr() in own), None)
+        half = next((w.dtype for w in written if w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
             place, constants = (call.source, type(optimizer).__name__), {"decay": _rounded(factor, half)}
             self._recorder.emit(OptimizerStateInHalf(*place, dtype=name_of(half), constants=constants))
 
     def end(self) -> None:
-        self._products.clear()
+        self._made.clear()
         for place in list(self._made_now):
             self._moves(place)
-        for optimizer in self._ledger.optimizers:
-            for state in list(optimizer.state.values()):
-                for value in state.values():
-                    if isinstance(value, Tensor) and value.dtype in HALF and is_plain(value):
-                        self._sums.pop(_place(value), None)
-        for known in {id(known): known for known in self._sums.values()}.values():
+        for known in set(self._sums.values()):
             for place, storage in list(known.storages.items()):
                 if storage.expired():  # type: ignore[no-untyped-call]
                     del known.storages[place]
                     self._sums.pop(place, None)
-            known.looks += known.fresh
-            known.fresh = False
-            if known.storages and known.looks >= 2:
-                known.judge(self._recorder, HalfAccumulator)
+            if known.storages and known.looks >= 2 and not known.weights:
+                self._judge(known)
+        # Weights are judged late, and are worth some looks until then.
+        self._recorder.look_soon |= bool(self._weights) and self._recorder.step + 2 in _MEASURED
+
+    def _judge(self, known: _Sum) -> None:
+        if known.added and not known.compensated:
+            known.judge(self._recorder, UpdateBelowUlp if known.weights else HalfAccumulator)
+
+    def finish(self) -> None:
+        """Judge what became of weights. Waits for the device."""
+        for known in self._weights.values():
+            self._judge(known)
 
 
-def _item(argument: Any, index: int) -> Any:
-    """What of an argument is one tensor's, where an operation is on several."""
-    return argument[index] if isinstance(argument, list | tuple) else argument
+def _reference(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's values are, whichever alias it is."""
+def _place(tensor: Tensor) -> _Place:
+    """Where a tensor's values are, whichever alias it is; nowhere without a storage."""
+    if not is_plain(tensor):
+        return ()
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()

@@ -36,8 +36,14 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp,
     "log": torch.log,
     "rsqrt": torch.rsqrt,
+    "sqrt": torch.sqrt,
     "reciprocal": torch.reciprocal,
 }
+#: What is made of sums by these is still repeated in fp32; and what makes much of how they were rounded.
+_CHAIN = frozenset("pow square mul sub rsub add neg abs clamp clamp_min div sqrt".split())
+_ROOTS = frozenset("sqrt rsqrt reciprocal".split())
+#: An error of a chain below this, in units of the last place, is that of its operands.
+_CHAIN_ERROR_ULP = 64.0
 #: Operations through which a mask stays one, and a table a table.
 _PASSING = frozenset(
     "view _unsafe_view expand unsqueeze slice select clone permute transpose t add_ sub_ copy_".split()
@@ -49,7 +55,7 @@ _REDUCTIONS = frozenset(
     "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
 )
 #: What positions and steps go into; what else is made of whole numbers survives the rounding of some.
-_ANGLES = frozenset("mm addmm bmm baddbmm mkldnn_linear linear sin cos sin_ cos_ outer ger".split())
+_ANGLES = frozenset("mm addmm bmm baddbmm mkldnn_linear linear sin cos sin_ cos_ outer ger distance".split())
 _TABLES = frozenset("index index_select embedding gather take".split())
 _SCALED = frozenset("mul div mul_ div_ cat stack _to_copy".split())
 
@@ -58,12 +64,13 @@ class _Mask(NamedTuple):
     """A sum that may be a mask.
 
     Attributes:
-        overflowed: Whether finite terms gave -inf, on the device.
-        source, dtype: Of the sum.
+        first: Which of the sums it is made of gave -inf of finite terms first, on the device; -1 for none.
+        sources: The lines of these.
+        dtype: Of the last.
     """
 
-    overflowed: Tensor
-    source: str
+    first: Tensor
+    sources: tuple[str, ...]
     dtype: torch.dtype
 
 
@@ -76,48 +83,43 @@ class Shadows(Tracker, Observer):
         #: Measurements on the device, and what each shows.
         self._pending: list[tuple[Tensor, Callable[[list[float]], PrecisionRule | None]]] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._underflowed: Notes[Tensor] = Notes()
+        #: The first rows of sums, and of what is made of sums, in fp32 from the start; and the line of a
+        #: difference, which loses digits.
+        self._wide: Notes[tuple[Tensor, str]] = Notes()
         self._masks: Notes[_Mask] = Notes()
         #: What is made of values that were cast to half precision, and what each of these has gone into.
         self._tables: Notes[list[set[str]]] = Notes()
 
     def wants(self, func: Any, name: str) -> bool:
-        tables = (_POINTWISE, _REDUCTIONS, _NORMS, _HANDLERS, _ANGLES, _TABLES, _SCALED)
+        tables = (_REPEATED, _HANDLERS, _ANGLES, _TABLES, _SCALED, _CHAIN, ("arange", "_foreach_norm"))
         return any(name in names for names in tables)
 
     def after(self, call: Call) -> None:
+        name, first, out = call.name, call.args[0] if call.args else None, call.out
         if self._tables:
             self._use(call)
-        if call.name in _PASSING and not self._masks:
-            return  # no mask that could be passed on
-        if call.name == "arange":
-            self._cast(call, call.out)
-            return
-        if call.name == "_foreach_norm":
+        if name == "arange":
+            self._cast(call, out)
+        elif name == "_foreach_norm":
             self._norms(call)
+        if not isinstance(first, Tensor) or not isinstance(out, Tensor):
             return
-        first, out, handler = call.args[0] if call.args else None, call.out, _HANDLERS.get(call.name)
-        masks = call.name == "_softmax"
-        if not isinstance(first, Tensor) or not (handler or masks or first.dtype in HALF):
-            return
-        if not is_plain(first) or not first.numel():
-            return
-        if handler:
-            handler(self, call, first)
-        if masks:
-            self._through_mask(call, first)  # which autocast has made an fp32 one
-        if first.dtype not in HALF or not isinstance(out, Tensor) or out.dtype not in HALF:
-            return
-        if call.name in _POINTWISE:
-            self._pointwise(call, first, out)
-        elif call.name in _REDUCTIONS:
-            self._reduction(call, first, out)
+        if self._wide and name in _CHAIN:
+            self._chain(call, out)
+        # What passes masks on matters where there are some; what autocast has made an fp32 softmax, always.
+        handler = _HANDLERS.get(name) if self._masks or name not in _PASSING else None
+        half = name in _REPEATED and first.dtype in HALF and out.dtype in HALF
+        if (handler or half) and is_plain(first) and first.numel():
+            if handler:
+                handler(self, call, first)
+            if half:
+                _REPEATED[name](self, call, first, out)
 
     def end(self) -> None:
         by_device = defaultdict(list)
         for numbers, shows in self._pending:
             by_device[numbers.device].append((numbers, shows))
-        for kept in (self._pending, self._calls, self._underflowed, self._masks, self._tables):
+        for kept in (self._pending, self._calls, self._wide, self._masks, self._tables):
             kept.clear()
         for same in by_device.values():
             read = torch.cat([numbers for numbers, _ in same]).tolist()
@@ -152,13 +154,45 @@ class Shadows(Tracker, Observer):
             return
         if not self._counts(call):
             return
+        known = self._wide.of(x) if call.name in _ROOTS or call.name == "log" else None
+        if known is not None:
+            exact, got = _POINTWISE[call.name](known[0]), _head(out, known[0]).float()
+            what = f"{call.name} of rounded values"
+            self._compare(call, exact, got, out.dtype, what, chain=True, source=known[1])
+            return
         if x.stride() != out.stride():
             x, out = x.contiguous(), out.contiguous()
         sample, got = sampled(x, SAMPLE), sampled(out, SAMPLE)
         wide = _POINTWISE[call.name](sample.float(), *call.args[1:])
         self._compare(call, wide, got.float(), out.dtype)
-        if call.name == "log":
-            self._after_underflow(call, x, out)
+
+    def _sigmoid(self, call: Call, x: Tensor, out: Tensor) -> None:
+        self._wide.note(out, (torch.sigmoid(_head(x).float()), ""))
+
+    def _product(self, call: Call, x: Tensor, out: Tensor) -> None:
+        """A product of two tensors, a square say, may overflow."""
+        other = call.args[1]
+        same = isinstance(other, Tensor) and other.shape == x.shape == out.shape and other.dtype in HALF
+        if same and x.stride() == other.stride() == out.stride() and self._counts(call):
+            factors = [sampled(factor, SAMPLE).float() for factor in (x, other)]
+            self._compare(call, factors[0] * factors[1], sampled(out, SAMPLE).float(), out.dtype, chain=True)
+
+    def _chain(self, call: Call, out: Tensor) -> None:
+        """Go on in fp32 with what was made of sums."""
+        known = [made for t in call.tensors() if (made := self._wide.of(t)) is not None]
+        if not known or out.dtype not in HALF:
+            return
+        like, source = known[0]
+        args: list[Any] = list(call.args)
+        for index, arg in enumerate(args):
+            if not isinstance(arg, Tensor):
+                continue
+            made = self._wide.of(arg)
+            if made is None and arg.numel() > 1 and (arg.ndim != out.ndim or len(arg) != len(out)):
+                return
+            args[index] = made[0] if made else (arg if arg.numel() == 1 else _head(arg, like)).float()
+        source = call.source if call.name in ("sub", "rsub") else source
+        self._wide.note(out, (call.func(*args, **call.kwargs), source))
 
     def _reduction(self, call: Call, x: Tensor, out: Tensor) -> None:
         if not self._counts(call):
@@ -169,9 +203,8 @@ class Shadows(Tracker, Observer):
         kwargs = {k: v for k, v in call.kwargs.items() if k != "dtype"}
         wide = call.func(part.float(), *call.args[1:], **kwargs)
         self._compare(call, wide, kept.float(), out.dtype)
-        if call.name == "_softmax":
-            # Small probabilities may become zero, which matters where a logarithm follows.
-            self._underflowed.note(out, ((kept == 0) & (wide > 0)).any())
+        if isinstance(wide, Tensor):
+            self._wide.note(out, (wide, ""))
 
     def _norms(self, call: Call) -> None:
         """The norms of many tensors, as clipping takes them of gradients."""
@@ -183,35 +216,36 @@ class Shadows(Tracker, Observer):
             got = torch.stack([out for _, out in pairs])
             self._compare(call, torch.stack(wide), got.float(), got.dtype)
 
-    def _compare(self, call: Call, wide: Tensor, got: Tensor, dtype: torch.dtype) -> None:
+    def _compare(
+        self,
+        call: Call,
+        wide: Tensor,
+        got: Tensor,
+        dtype: torch.dtype,
+        operation: str = "",
+        *,
+        chain: bool = False,
+        source: str = "",
+    ) -> None:
         good = torch.isfinite(wide)
         overflowed = (good & ~torch.isfinite(got)).float().mean()
         vanished = ((got == 0) & (wide != 0) & good).float().mean()
         spacing = wide.abs().clamp_min(_SMALLEST[dtype]) * _EPS[dtype]
         error = torch.where(good & torch.isfinite(got), (wide - got).abs() / spacing, 0.0).max()
         largest = torch.where(good, wide.abs(), 0.0).max()
-        if call.name not in _POINTWISE:
+        if chain or call.name not in _POINTWISE:
             # A value below the smallest normal number is allowed to vanish in a sum or a softmax.
             vanished = torch.zeros_like(vanished)
-        self._checked(call, call.name, dtype, overflowed, vanished, error, largest)
-
-    def _checked(self, call: Call, operation: str, dtype: torch.dtype, *numbers: Tensor) -> None:
-        place, what = (call.source, call.module), (operation, name_of(dtype))
-        rule = NormOverflow if operation in _NORMS else ReductionInHalf
+        if chain:
+            error = error * (error > (_CHAIN_ERROR_ULP if call.name in _ROOTS else float("inf")))
+        place, what = (source or call.source, call.module), (operation or call.name, name_of(dtype))
+        rule = NormOverflow if call.name in _NORMS else ReductionInHalf
 
         def shows(read: list[float]) -> PrecisionRule:
             figures: dict[str, Any] = dict(zip(_FIGURES, (*what, *read), strict=True))
             return rule(*place, **figures)
 
-        self._pending.append((torch.stack(numbers), shows))
-
-    def _after_underflow(self, call: Call, x: Tensor, out: Tensor) -> None:
-        """A logarithm of probabilities some of which became zero in half precision."""
-        lost = self._underflowed.of(x)
-        if lost is not None:
-            zero = torch.zeros((), device=x.device)
-            infinite = torch.isneginf(out).float().mean() * lost
-            self._checked(call, "log(softmax)", out.dtype, infinite, zero, zero, zero)
+        self._pending.append((torch.stack([overflowed, vanished, error, largest]), shows))
 
     # ---- masks -----------------------------------------------------------------------------
 
@@ -223,11 +257,14 @@ class Shadows(Tracker, Observer):
         terms = [t for t in call.tensors() if has_values(t) and t.device == out.device]
         finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
         flag = finite & torch.isneginf(out.amin())
-        before, source = self._masks.first((first, *terms)), call.source
+        sources: tuple[str, ...] = (call.source,)
+        index = flag.long() - 1
+        before = self._masks.first((first, *terms))
         if before is not None:
             # What overflowed earlier stays overflowed; the earlier line is to blame.
-            flag, source = flag | before.overflowed, before.source
-        self._masks.note(out, _Mask(flag, source, out.dtype))
+            index = torch.where(before.first >= 0, before.first, torch.where(flag, len(before.sources), -1))
+            sources = before.sources + sources
+        self._masks.note(out, _Mask(index, sources, out.dtype))
 
     def _pass_on(self, call: Call, first: Tensor) -> None:
         """A view or a copy of a mask is one, and so is what a mask is updated to."""
@@ -240,12 +277,13 @@ class Shadows(Tracker, Observer):
         if known is None or not self._counts(call, "mask"):
             return
         rows = torch.isneginf(scores).all(call.args[1]).sum()
-        source, dtype = known.source, name_of(known.dtype)
+        sources, dtype = known.sources, name_of(known.dtype)
 
         def shows(read: list[float]) -> PrecisionRule | None:
-            return MaskOverflow(source, dtype=dtype, rows=int(read[1])) if read[0] else None
+            first, full = map(int, read)
+            return MaskOverflow(sources[first], dtype=dtype, rows=full) if first >= 0 else None
 
-        self._pending.append((torch.stack([known.overflowed.float(), rows.float()]), shows))
+        self._pending.append((torch.stack([known.first.float(), rows.float()]), shows))
 
     # ---- integers --------------------------------------------------------------------------
 
@@ -308,11 +346,13 @@ class Shadows(Tracker, Observer):
         if not call.kwargs and list not in map(type, args) and self._tables.keys().isdisjoint(map(id, args)):
             return  # the most frequent case by far
         made: list[set[str]] = []
-        for tensor in call.tensors():
+        tensors = call.tensors()
+        several = call.name == "sub" and len(tensors) == 2 and None not in map(self._tables.of, tensors)
+        for tensor in tensors:
             # Only what is divided is still one; the divisor's rounding is one of many.
             divisor = call.name in ("div", "div_") and tensor is not args[0]
             for into in self._tables.of(tensor) or ():
-                into.add(call.name)
+                into.add("distance" if several else call.name)
                 if not divisor and not any(into is one for one in made):
                     made.append(into)
         for out in tensors_in([call.out]) if made and call.name in _PASSING | _SCALED else ():
@@ -325,12 +365,26 @@ class Shadows(Tracker, Observer):
         return self._calls[key] <= CALLS
 
 
+#: What is done with operations on a tensor of any type; and what is done with those on half-precision ones.
 _HANDLERS: dict[str, Callable[[Shadows, Call, Tensor], None]] = {
     "_to_copy": Shadows._cast,
-    "arange": Shadows._cast,
+    "_softmax": Shadows._through_mask,
     **dict.fromkeys(("add", "sub"), Shadows._sum),
     **dict.fromkeys(_PASSING, Shadows._pass_on),
 }
+_REPEATED: dict[str, Callable[[Shadows, Call, Tensor, Tensor], None]] = {
+    **dict.fromkeys(_POINTWISE, Shadows._pointwise),
+    **dict.fromkeys(_REDUCTIONS, Shadows._reduction),
+    "sigmoid": Shadows._sigmoid,
+    "mul": Shadows._product,
+}
+
+
+def _head(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """The first rows: as many as another has, or few enough to repeat."""
+    if x.ndim == 0:
+        return x
+    return x[: max(1, len(x) * SAMPLE // x.numel()) if like is None or not like.ndim else len(like)]
 
 
 def _along(x: Tensor) -> tuple[Tensor, int]:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from tilefit.precision import graph
 from tilefit.precision.accumulation import Losses
 from tilefit.precision.dtypes import LostGradients, Products
 from tilefit.precision.exponents import Exponents
+from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
-from tilefit.precision.look import Look, Observers, Statistics
+from tilefit.precision.look import Look, Observer, Observers, Statistics
 from tilefit.precision.movement import Accumulators, Weights
 from tilefit.precision.non_finite import Origin, is_finite
 from tilefit.precision.patches import Patches
@@ -32,7 +33,7 @@ from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
 from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
 from tilefit.precision.shadow import Shadows
-from tilefit.precision.tensors import name_of, stands_for_another
+from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_another
 from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
 from tilefit.rules.finding import Alarm
@@ -52,6 +53,13 @@ VALUES = tuple(rule.code for rule in all_rules() if rule.values)
 #: What stands in the way of close looks, for the report.
 NUMERICS_OFF = "close looks are switched off"
 TOO_SHORT = "no step was looked at closely: the run was too short"
+
+_T = TypeVar("_T")
+#: Events reach them in this order: what one leaves for another comes first.
+_TRACKERS: tuple[type[Tracker], ...] = (
+    *(Scalers, Checkpoints, Regions, Schedules, Window, Losses, Exponents, Weights, Shadows, Ranks),
+    *(Accumulators, Products, LostGradients),
+)
 
 _active: Watch | None = None
 
@@ -106,29 +114,26 @@ class Watch:
         self._looks = 0
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
+        self._weights: list[list[float]] = []
         self._primary: weakref.ref[Optimizer] | None = None
         self._seek_origin = self._running = self._ended = self._compiled_seen = False
         self._frames_before = 0
         self._stepped: dict[str, None] = {}
         #: Called when the steps asked for have ended, and again where the loop goes on all the same.
         self.on_end: Callable[[], None] = lambda: None
-        # Events reach them in this order: what one leaves for another comes first.
         self._patches = Patches()
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
         self._ledger = ledger = Ledger(recorder)
-        scalers, checkpoints = Scalers(recorder, ledger), Checkpoints(recorder, ledger)
-        self._regions, schedules = Regions(recorder, ledger), Schedules(recorder, ledger)
-        self._window, losses = Window(recorder, ledger), Losses(recorder, ledger)
-        self._exponents, weights = Exponents(recorder, ledger), Weights(recorder, ledger)
-        self._shadows, self._ranks = Shadows(recorder, ledger), Ranks(recorder, ledger)
-        others = [kind(recorder, ledger) for kind in (Accumulators, Products, LostGradients)]
-        self._numerical = [self._window, self._shadows, *others, losses, self._exponents]
-        self._trackers: list[Tracker] = [scalers, self._regions, checkpoints, schedules, losses, weights]
+        self._trackers = {kind: kind(recorder, ledger) for kind in _TRACKERS}
+        self._numerical = [tracker for tracker in self._trackers.values() if isinstance(tracker, Observer)]
         self._statistics = Statistics()
         self._observers = Observers(self._statistics, self._numerical)
         recorder.on(Begins, self._on_backward)
         recorder.on(Ended, self._on_backward_ended)
         recorder.on(Stepped, self._on_stepped)
+
+    def _the(self, kind: type[_T]) -> _T:
+        return self._trackers[kind]  # type: ignore[index,return-value]
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -162,12 +167,12 @@ class Watch:
                 if parameter.requires_grad:
                     self._ledger.follow(parameter)
             if self._numerics:
-                self._shadows.met(model)
+                self._the(Shadows).met(model)
         for optimizer in self._optimizers:
             self._ledger.adopt(optimizer)
         if self._given_scaler is not None and not self._given_scaler.is_enabled():
             self._recorder.cannot_check("the gradient scaler: it is switched off")
-        tables = [self._ledger.patches(), *(tracker.patches() for tracker in self._trackers)]
+        tables = [self._ledger.patches(), *(tracker.patches() for tracker in self._trackers.values())]
         self._patches.apply(*chain(*tables))
         # Not is_available(), which fixes the visible devices before the script can choose them.
         if torch.version.cuda is not None:
@@ -186,7 +191,7 @@ class Watch:
         self._finish_look()
         if self._look is not None:
             self._recorder.cannot_check("the last step: a dispatch mode of your own was open at its end")
-        for tracker in self._trackers:
+        for tracker in self._trackers.values():
             tracker.finish()
         self._ledger.stop()
         self._patches.undo()
@@ -218,7 +223,7 @@ class Watch:
             title: What was watched; by default the model's class.
         """
         names = [type(model).__name__ for model in self._models]
-        trained = sorted(map(name_of, self._regions.trained))
+        trained = sorted(map(name_of, self._the(Regions).trained))
         setup = (
             f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
             "no loss scale" if self._recorder.scale is None else f"loss scale {self._recorder.scale:g}",
@@ -230,7 +235,7 @@ class Watch:
             setup=setup,
             steps=self.steps,
             findings=self.alarms,
-            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
+            tables=(*self._the(Exponents).tables(), *([operations] if operations.rows else [])),
             unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
             checks=tuple(self._checks()),
             version=__version__,
@@ -258,6 +263,8 @@ class Watch:
 
     def _on_backward_ended(self, ended: Ended) -> None:
         self._end_if_due()
+        if not self._ledger.optimizers and self._have_moved():
+            self._end_step(bool(self._ledger.scalers), self._ledger.gradients)
         if self._look is not None:
             self._look.passed()
 
@@ -284,6 +291,13 @@ class Watch:
             if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor))
         ]
 
+    def _have_moved(self) -> bool:
+        """Whether weights have moved since the last backward pass, without an optimizer."""
+        weights = [p for p in self._ledger.parameters[:WITNESSES] if has_values(p)]
+        before = self._weights
+        self._weights = [[w._version, *sampled(w.detach(), WIDTH).tolist()] for w in weights]
+        return len(before) == len(weights) and before != self._weights
+
     def _on_stepped(self, stepped: Stepped) -> None:
         if self._ended:
             self._end_if_due()
@@ -294,13 +308,12 @@ class Watch:
             self._primary = weakref.ref(stepped.optimizer)
         elif primary is not stepped.optimizer:
             return
-        self._ranks.compare(stepped, self._models, due=self._is_due())
-        self._end_step(stepped)
+        self._the(Ranks).compare(stepped, self._models, due=self._is_due())
+        self._end_step(stepped.scaler is not None, self._ledger.present(stepped.optimizer))
 
-    def _end_step(self, stepped: Stepped) -> None:
+    def _end_step(self, scaled: bool, used: Iterable[Gradient]) -> None:
         recorder = self._recorder
-        scaled = stepped.scaler is not None
-        self._judge_finiteness(stepped, scaled)
+        self._judge_finiteness(scaled, used)
         self._finish_look()
         recorder.step += 1
         if self._last is not None and recorder.step >= self._last:
@@ -314,7 +327,7 @@ class Watch:
         if recorder.looking and self._numerics:
             self._begin_look(scaled)
 
-    def _judge_finiteness(self, stepped: Stepped, scaled: bool) -> None:
+    def _judge_finiteness(self, scaled: bool, used: Iterable[Gradient]) -> None:
         # Under a scale an overflow is normal once; the scaler's history says when it is not.
         collapsed = any(known.bad_losses >= 2 for _, known in self._ledger.scalers)
         if not all(map(bool, self._losses_finite)):
@@ -322,7 +335,7 @@ class Watch:
             self._recorder.look_soon |= self._seek_origin
         self._losses_finite.clear()
         if self._origin is not None and not self._origin.armed:
-            values = [gradient.value for gradient in self._ledger.present(stepped.optimizer)]
+            values = [gradient.value for gradient in used]
             spoilt = not scaled and not all(is_finite(value) for value in values if value is not None)
             self._origin.armed = self._seek_origin or collapsed or spoilt
 
@@ -345,7 +358,7 @@ class Watch:
             weights, armed = self._ledger.parameters, self._seek_origin
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=armed)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        thorough, hook_of = self._origin is not None, self._window.hook_of
+        thorough, hook_of = self._origin is not None, self._the(Window).hook_of
         self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)
         self._seek_origin = False
         self._look.begin()

@@ -21,8 +21,14 @@ from tilefit.precision.gradients import Gradient
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
-from tilefit.precision.marks import HAND, Cause, Kind, State
-from tilefit.precision.rules.protocol import ClipOnScaled, PenaltyOnScaled, WrongDivision, wrong_division
+from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
+from tilefit.precision.rules.protocol import (
+    ClipOnScaled,
+    PenaltyOnScaled,
+    StepWithoutUnscale,
+    WrongDivision,
+    wrong_division,
+)
 from tilefit.precision.tensors import Notes, is_dense, is_plain, targets, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
@@ -65,6 +71,8 @@ class Window(Tracker, Observer):
 
     def set_up(self) -> None:
         self._derived: Notes[_Derived] = Notes()
+        #: Tensors that scaled gradients were added to, and what that is where they are copies of weights.
+        self._copies: Notes[StepWithoutUnscale] = Notes()
         #: Where these begin in memory, for those that are written to by another name.
         self._places: defaultdict[int, list[int]] = defaultdict(list)
         #: The gradients by where they begin in memory, and that in order.
@@ -83,7 +91,7 @@ class Window(Tracker, Observer):
             self._held = {}
 
     def end(self) -> None:
-        for kept in (self._derived, self._places, self._undone, self._read):
+        for kept in (self._derived, self._copies, self._places, self._undone, self._read):
             kept.clear()
 
     def on_ended(self, ended: Ended | None) -> None:
@@ -112,6 +120,10 @@ class Window(Tracker, Observer):
         if gradients:
             self._written(call, gradients)
             return
+        if self._copies and written and base_name(call.name) == "copy":
+            event = self._copies.first(call.tensors())
+            if event is not None and self._hold_weights(written):
+                self._recorder.emit(event)
         for tensor in written:
             for other in self._places.get(tensor.data_ptr(), ()) if is_dense(tensor) else ():
                 if other != id(tensor):
@@ -154,7 +166,8 @@ class Window(Tracker, Observer):
         args = call.args
         if written and self._find(written[0]) is None and "out" not in call.kwargs:
             if base_name(call.name) != "copy":
-                return  # added to something unknown: the sum is unknown
+                self._added(call, found, written)  # to something unknown: the sum is unknown
+                return
             args = args[1:]  # what was there is gone
         degree = result_degree(call.name, args, self._degree_of)
         derived = [one for one in found if isinstance(one, _Derived)]
@@ -180,6 +193,26 @@ class Window(Tracker, Observer):
             self._derived.note(out, _Derived(degree, marks, factor, operation, source))
             self._places[out.data_ptr()].append(id(out))
 
+    def _added(self, call: Call, found: list[State | _Derived], written: list[Tensor]) -> None:
+        """Scaled gradients are added to what is none: to weights, which is a step, or to copies of weights,
+        which is one once these are copied back."""
+        (one,), marks = found[:1], frozenset[Mark]().union(*(one.marks for one in found))
+        degree, factor = (one.degree, one.factor) if isinstance(one, _Derived) else (1.0, 1.0)
+        factor *= call.kwargs.get("alpha", 1.0)
+        if base_name(call.name) not in ("add", "sub") or degree != 1 or self._may_undo(factor, marks):
+            return
+        scale = self._ledger.scale_of(marks)
+        event = StepWithoutUnscale(call.source, "this code", scale=scale, lr=abs(factor), by_hand=True)
+        if self._hold_weights(written):
+            self._recorder.emit(event)
+        else:
+            for tensor in written:
+                self._copies.note(tensor, event)
+
+    def _hold_weights(self, tensors: list[Tensor]) -> bool:
+        places = {p.data_ptr() for p in self._ledger.parameters if is_dense(p)}
+        return any(tensor.data_ptr() in places for tensor in tensors if is_dense(tensor))
+
     # ---- writing to gradients --------------------------------------------------------------
 
     def _written(self, call: Call, gradients: list[Gradient]) -> None:
@@ -190,8 +223,14 @@ class Window(Tracker, Observer):
             return
         if name == "copy":
             args = args[1:]
-            if not any(self._find(source) is not None for source in tensors_in(args)):
+            found = self._find(args[0])
+            whole = call.args[0].numel() == gradients[0].size
+            if found is None:
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
+                return
+            if whole:
+                found = found if isinstance(found, _Derived) else _Derived(1.0, found.marks)
+                self._becomes(gradients[0], found)
                 return
         scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if not scaled:
@@ -298,11 +337,14 @@ class Window(Tracker, Observer):
             derived = self._derived.of(value) if value is not None else None
             if value is None or derived is None or gradient.value is value:
                 continue
-            cause = self._judge_derived(derived)
             del self._derived[id(value)]
             gradient.change()
-            gradient.state = State(Kind.SCALED, derived.marks).after(cause)[0]
-            self._ledger.written([gradient])
+            self._becomes(gradient, derived, ending=False)
+
+    def _becomes(self, gradient: Gradient, derived: _Derived, *, ending: bool = True) -> None:
+        """All of a gradient is made anew out of scaled ones."""
+        gradient.state = State(Kind.SCALED, derived.marks).after(self._judge_derived(derived))[0]
+        self._ledger.written([gradient], ending=ending)
 
     def _judge_derived(self, derived: _Derived) -> Cause:
         """Judge what becomes a gradient; what that is to one with its marks."""

@@ -117,7 +117,8 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
 class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SCALE):
     """The optimizer steps on gradients that still carry the loss scale.
 
-    What it sees: `optimizer.step()` itself is called while the gradients' scale has not been divided out.
+    What it sees: `optimizer.step()` itself is called while the gradients' scale has not been divided out, or
+    they are added by hand to weights, or to copies of weights that are copied back.
 
     Why nobody notices: Adam divides by the gradients' own size, so the scale cancels: losses agree to many
     digits. What does not cancel: eps (65536 times too small in effect), an L2 penalty through the gradient,
@@ -143,11 +144,13 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
 
     scale: float
     #: The optimizer's, of its first group; None where it has none.
-    lr: float | None
-    eps: float | None
-    weight_decay: float | None
+    lr: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
     #: It divides by the gradients' own size, as Adam does.
-    adaptive: bool
+    adaptive: bool = False
+    #: The user's own code adds them to the weights.
+    by_hand: bool = False
 
     def judge(self) -> Alarm:
         scale, s, effects = self.scale, figure(self.scale), []
@@ -159,7 +162,8 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
             acts = f"{figure(decay)} / {s} = {figure(decay / scale)} of what it is beside"
             effects.append(f"a weight decay through the gradient acts as {acts}")
         message = f"{self.module} steps on gradients that carry a loss scale of {s}"
-        return self.alarm(message, *effects, "the check for inf and NaN is left out")
+        fix = "Divide the gradients by the scale first, and check them for inf." if self.by_hand else ""
+        return self.alarm(message, *effects, "the check for inf and NaN is left out", fix=fix)
 
 
 class DoubleStep(PrecisionRule, code="AMP004", severity=ERROR):
