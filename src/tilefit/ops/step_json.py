@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, replace
-from typing import Any, cast
+from typing import Any
 
 from tilefit.errors import TilefitError
-from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
@@ -120,7 +119,7 @@ def _site(operations: list[Op], module: str, source: str, *call: Any) -> Site:
     if not call:
         return Site(module, source)
     number, op, reason = call
-    return Site(module, source, Fallback(number, cast("Attention", operations[op]), reason))
+    return Site(module, source, Fallback(number, operations[op], reason))
 
 
 def _memory_data(memory: Memory) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tilefit.ops.program import TO_GPU
 from tilefit.rules.base import Case, Context, Place, Proposal, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.outside.optimizer import FUSED
+from tilefit.rules.outside.optimizer import unfused_updates
 from tilefit.rules.program.events import free, listed, named, waits, with_events
 from tilefit.units import counted, seconds
 
@@ -84,7 +84,7 @@ class HostWaits(Rule):
         events = step.program.events if step.program else ()
         read = [event for event in events if waits(event) and event.name != ANOMALY]
         scaler = [event for event in read if event.name == FOUND_INF]
-        stays = scaler and (step.settings.optimizer not in FUSED or step.settings.fused_optimizer)
+        stays = scaler and not unfused_updates(step)
         gone = [event for event in read if not (stays and event.name == FOUND_INF)]
         if not gone:
             return
