@@ -240,8 +240,13 @@ class SiteTracker:
 
 def user_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of the user's or the model's code an error passed; or empty."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
+    frames = user_frames(error)
     return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the user's or the model's code that an error passed, the innermost last."""
+    return [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
 
 
 def short_path(filename: str) -> str:

@@ -388,3 +388,26 @@ def test_of_several_optimizers_only_what_can_be_fused_is_advised_to_be(tmp_path:
     assert 0 < len(of_adamw) < len(updates)
     assert found.message == f"adamw runs as {len(of_adamw)} multi-tensor operations, not as one"
     assert f"{64 * 10 + 10} parameters" in found.arithmetic[0]
+
+
+def test_the_batch_is_that_of_the_pass_that_is_trained_on(tmp_path: Path) -> None:
+    """An agent acts with gradients on, sample by sample, and learns from many."""
+    acting = """
+import torch
+from torch import nn
+net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2)).cuda()
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(5):
+    for _ in range(3):
+        net(torch.randn(1, 4, device="cuda")).argmax(1)
+    loss = net(torch.randn(96, 4, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    step = _run(tmp_path, acting)
+    assert step.batch == 96
+    assert step.inputs == ("input: float32[96,4]",)
+    assert step.program is not None
+    assert step.program.model.endswith(":9")
+    assert step.program.step == "a batch of 96, Adam"

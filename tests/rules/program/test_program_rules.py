@@ -323,12 +323,13 @@ class TestZeroedGradients:
 
 class TestParameterLoop:
     def loop(self, step: Step, *names: str, shape: tuple[int, ...] = (512, 512), times: int = 16) -> Step:
-        def op(name: str) -> StepOp:
-            refs = tuple(TensorRef(9000 + index, shape, "fp32") for index in range(2))
+        def op(name: str, parameter: int) -> StepOp:
+            refs = tuple(TensorRef(9000 + 2 * parameter + index, shape, "fp32") for index in range(2))
             op = Streaming("pointwise", 512 * 512, 8 << 18, 4 << 18)
             return StepOp(op, OPTIMIZER, Site("", "ema.py:3"), name, refs, refs[:1])
 
-        return made(step, *(op(name) for _ in range(times) for name in names), at=len(step.ops))
+        ops = (op(name, parameter) for parameter in range(times) for name in names)
+        return made(step, *ops, at=len(step.ops))
 
     def test_a_loop_is_one_operation_for_all(self, h200: Gpu) -> None:
         step = self.loop(train(rows=64), "aten.mul", "aten.add")
@@ -350,6 +351,18 @@ class TestParameterLoop:
             for entry in step.ops
         )
         assert not findings(replace(step, ops=zeroed), h200, "FOR001")
+
+    def test_an_iteration_is_no_loop_over_parameters(self, h200: Gpu) -> None:
+        """Of 16 parameters, each multiplied 3 times over, 16 can be at once; of one, 48 times over, none."""
+        step = self.loop(self.loop(self.loop(train(rows=64), "aten.mul"), "aten.mul"), "aten.mul")
+        (found,) = findings(step, h200, "FOR001")
+        assert found.message.startswith("a loop over 16 tensors")
+        assert found.arithmetic[0].startswith("48 launches")
+        assert found.arithmetic[0].endswith("at once 3 kernels")
+        alone = train(rows=64)
+        for _ in range(48):
+            alone = self.loop(alone, "aten.mul", times=1)
+        assert not findings(alone, h200, "FOR001")
 
     def test_few_operations_others_shapes_and_modules_are_no_loop(self, h200: Gpu) -> None:
         assert not findings(self.loop(train(rows=64), "aten.mul", times=7), h200, "FOR001")
