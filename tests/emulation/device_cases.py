@@ -285,6 +285,13 @@ def _():
     return seen[0]
 
 
+@case("shared")
+def _():
+    net = nn.Linear(2, 2).to("cuda")
+    net.share_memory()
+    return [net.weight.device.type, net.weight.is_shared()]
+
+
 @case("deepcopy")
 def _():
     net = nn.Linear(3, 3).cuda()

@@ -79,6 +79,7 @@ def _answers() -> dict[str, Any]:
         "autograd function": "cuda:0",
         "hooks": ["cuda:0", "cuda:0"],
         "thread": "cuda:0",
+        "shared": ["cuda", True],
         "deepcopy": ["cuda:0", True],
         "generator": [3],
         # What large parameters would have taken is thrown away, so that shuffling is that of a real run.

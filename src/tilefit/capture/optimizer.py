@@ -53,6 +53,34 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> list[list[tuple[torch.T
     return [[(p, grad) for p, grad in group if grad is not None] for group in groups]
 
 
+def _fused_form(optimizer: torch.optim.Optimizer) -> Streaming:
+    """One pass: read parameter, gradient and state, write parameter and state."""
+    groups = _with_gradients(optimizer)
+    pairs = list(chain(*groups))
+    parameters = sum(touched_bytes(p) for p, _ in pairs)
+    gradients = sum(touched_bytes(g) for _, g in pairs)
+    state = state_bytes(optimizer)
+    return Streaming(
+        role="optimizer",
+        elements=sum(p.numel() for p, _ in pairs),
+        read_bytes=parameters + gradients + state,
+        write_bytes=parameters + state,
+        flop_per_element=12,
+        kernels=sum(multi_tensor_launches(p.numel() for p, _ in group) for group in groups),
+    )
+
+
+def _unfused(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an optimizer of PyTorch's that has a fused form and was not asked for it; else empty."""
+    groups = optimizer.param_groups
+    could = (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and all("fused" in group and not (group["fused"] or group.get("differentiable")) for group in groups)
+        and not any(gradient.is_sparse for _, gradient in chain(*_with_gradients(optimizer)))
+    )
+    return type(optimizer).__name__.lower() if could else ""
+
+
 class OptimizerSteps:
     """Runs optimizers with the multi-tensor kernels CUDA would use, and remembers their state's size.
 
@@ -91,6 +119,8 @@ class OptimizerSteps:
         if not any(known is optimizer for known in self.known):
             self.known.append(optimizer)
             self._make_state(optimizer, args)
+        if not self.recorder.muted and (name := _unfused(optimizer)):
+            enter(self.recorder.sites.falling_back(_fused_form(optimizer), name))
         if self.fused:
             enter(self.recorder.silent())
             if hasattr(optimizer, "found_inf"):
@@ -117,29 +147,11 @@ class OptimizerSteps:
         self._stepping.close()
         if self.fused:
             with self.recorder.phase(OPTIMIZER):
-                self._record_fused(optimizer)
+                self.recorder.record(_fused_form(optimizer), f"fused_{self.name}", (), ())
 
     def abandon(self) -> None:
         """End a step that raised."""
         self._stepping.close()
-
-    def _record_fused(self, optimizer: torch.optim.Optimizer) -> None:
-        """One pass: read parameter, gradient and state, write parameter and state."""
-        groups = _with_gradients(optimizer)
-        pairs = list(chain(*groups))
-        parameters = sum(touched_bytes(p) for p, _ in pairs)
-        gradients = sum(touched_bytes(g) for _, g in pairs)
-        state = state_bytes(optimizer)
-        elements = sum(p.numel() for p, _ in pairs)
-        op = Streaming(
-            role="optimizer",
-            elements=elements,
-            read_bytes=parameters + gradients + state,
-            write_bytes=parameters + state,
-            flop_per_element=12,
-            kernels=sum(multi_tensor_launches(p.numel() for p, _ in group) for group in groups),
-        )
-        self.recorder.record(op, f"fused_{self.name}", (), ())
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what ``GradScaler`` does to the gradients before a step: divide and look for infinities."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from tilefit.capture.packages import imports_relatively, package_of
-from tilefit.capture.sites import user_line
+from tilefit.capture.sites import user_frames, user_line
 from tilefit.errors import TargetError, TilefitError
 
 #: So often a script is asked to end that catches everything, before the process is ended for it.
@@ -97,9 +97,8 @@ def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetErro
         if isinstance(error.code, int) and error.code:
             return TargetError(f"the script left with exit code {error.code}", where=script)
         return TargetError(f"the script left, saying: {error.code}", where=script) if error.code else None
-    return TargetError(
-        f"{type(error).__name__}: {str(error).strip()}", where=user_line(error) or script, hint=hint
-    )
+    said = str(error).strip() or next((f.line for f in user_frames(error)[-1:]), "")
+    return TargetError(f"{type(error).__name__}: {said}", where=user_line(error) or script, hint=hint)
 
 
 def run_as_main(script: Path) -> None:

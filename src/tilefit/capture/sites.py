@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from tilefit.ops import Attention, Fallback, Site
+from tilefit.ops import Fallback, Op, Site
 from tilefit.ops.step import maker
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -186,14 +186,16 @@ class SiteTracker:
             self._stack.clear()
 
     @contextmanager
-    def falling_back(self, fused: Attention, reason: str) -> Iterator[None]:
-        """Within the block runs one call as several operations; see :class:`~tilefit.ops.Fallback`."""
+    def falling_back(self, fused: Op | None, reason: str = "") -> Iterator[None]:
+        """Within the block runs one call as several operations; see :class:`~tilefit.ops.Fallback`. With None
+        what runs is not of the call that is running."""
+        kept = self._fallback
         self._fallbacks += 1
-        self._fallback = Fallback(self._fallbacks, fused, reason)
+        self._fallback = None if fused is None else Fallback(self._fallbacks, fused, reason)
         try:
             yield
         finally:
-            self._fallback = None
+            self._fallback = kept
 
     def forward_site(self) -> Site:
         """The site of a forward operation that is being dispatched; remembered for its backward."""
@@ -238,8 +240,13 @@ class SiteTracker:
 
 def user_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of the user's or the model's code an error passed; or empty."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
+    frames = user_frames(error)
     return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the user's or the model's code that an error passed, the innermost last."""
+    return [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
 
 
 def short_path(filename: str) -> str:

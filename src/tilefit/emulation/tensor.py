@@ -161,6 +161,14 @@ class CudaTensor(torch.Tensor):
             CudaTensor._free += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
         return int(storage.address + self.on_meta.storage_offset() * self.on_meta.element_size())
 
+    def share_memory_(self) -> CudaTensor:
+        """As of any tensor on CUDA, which processes share anyway: itself."""
+        return self
+
+    def is_shared(self) -> bool:
+        """As of any tensor on CUDA."""
+        return True
+
     def known(self) -> torch.Tensor | None:
         """Its values, on the CPU; None where they are not known, or assumed."""
         value = self.value

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 
 #: Values of :attr:`Fallback.reason`.
@@ -17,14 +16,14 @@ class Fallback:
 
     Attributes:
         number: Which call of the step.
-        fused: What the one kernel would be, forward.
+        fused: What the one kernel would be, of attention forward.
         reason: What keeps the library from using it: :data:`DIMENSIONS` where its operands have more or fewer
             than 4, else the operand whose last dimension is not contiguous: ``query``, ``key``, ``value`` or
-            :data:`MASK`.
+            :data:`MASK`. For an optimizer that was not asked to be fused its name, in lower case.
     """
 
     number: int
-    fused: Attention
+    fused: Op
     reason: str
 
 
@@ -85,6 +84,12 @@ class StepOp:
     def parameter(self) -> str:
         """The first parameter among the inputs: the weight of a linear or convolution; else empty."""
         return next((ref.parameter for ref in self.inputs if ref.parameter), "")
+
+    def shared(self, *shares: float) -> StepOp:
+        """A rank's part of an optimizer's operation; ``shares`` as of :meth:`Op.shared`."""
+        call = self.site.fallback
+        call = call and replace(call, fused=call.fused.shared(*shares))
+        return replace(self, op=self.op.shared(*shares), site=replace(self.site, fallback=call))
 
 
 @dataclass(frozen=True, slots=True)

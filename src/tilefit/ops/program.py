@@ -81,6 +81,7 @@ class Loader:
         pinned: ``pin_memory``.
         batch_s: Seconds in which one process makes a batch; 0 where it was not timed.
         timed: How many batches were.
+        drawn: Batches that a step drew; 0 where that was not counted.
     """
 
     source: str
@@ -89,6 +90,7 @@ class Loader:
     pinned: bool
     batch_s: float = 0.0
     timed: int = 0
+    drawn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

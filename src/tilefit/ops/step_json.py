@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, fields, is_dataclass, replace
 from functools import cache
 from itertools import repeat
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from tilefit.errors import TilefitError
-from tilefit.ops.attention import Attention
 from tilefit.ops.base import Op
 from tilefit.ops.entries import Fallback, Site, StepOp, TensorRef
 from tilefit.ops.memory import Memory
@@ -108,7 +107,7 @@ def _site(operations: list[Op], module: str, source: str, *call: Any) -> Site:
     if not call:
         return Site(module, source)
     number, op, reason = call
-    return Site(module, source, Fallback(number, cast("Attention", operations[op]), reason))
+    return Site(module, source, Fallback(number, operations[op], reason))
 
 
 def _memory_data(memory: Memory) -> dict[str, Any]:

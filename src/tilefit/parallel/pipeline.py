@@ -57,7 +57,7 @@ def stages(step: Step, count: int, micro_batches: int) -> tuple[Step, ...]:
         ops: list[StepOp] = []
         for index, entry in enumerate(step.ops):
             if entry.phase == OPTIMIZER:
-                ops.append(replace(entry, op=entry.op.shared(share, share)))
+                ops.append(entry.shared(share, share))
             elif stage_of[index] == stage:
                 ops.append(entry)
                 if index in crossings:

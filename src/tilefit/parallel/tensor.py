@@ -186,10 +186,7 @@ def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
     return (
         replace(
             step,
-            ops=tuple(
-                replace(entry, op=entry.op.shared(owned)) if entry.phase == OPTIMIZER else entry
-                for entry in ops
-            ),
+            ops=tuple(entry.shared(owned) if entry.phase == OPTIMIZER else entry for entry in ops),
             parameters=parameters,
             memory=step.memory.part(owned, float(after / before) if before else 1.0),
             shards=tuple(parts.shards),

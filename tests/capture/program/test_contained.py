@@ -73,6 +73,23 @@ def test_one_that_trains_in_a_process_of_its_own(
     [
         ("step()\nsys.exit(0)\n", "ended after 1 of the 3 optimizer steps", "program.py"),
         ("answer = input('go on? ')\n", "reads from standard input", "answer = input('go on? ')"),
+        ("assert 1 > 2\n", "AssertionError: assert 1 > 2", "assert 1 > 2"),
+        (
+            "import pandas\npandas.read_csv('no/prices.csv')\n",
+            "no/prices.csv is not there",
+            "pandas.read_csv('no/prices.csv')",
+        ),
+        (
+            "try:\n    import socket; socket.create_connection(('data.example', 80))\nexcept OSError as e:\n"
+            "    raise RuntimeError('no data') from e\n",
+            "RuntimeError: no data",
+            "    raise RuntimeError('no data') from e",
+        ),
+        (
+            "import http.client\nhttp.client.HTTPConnection('data.example').request('GET', '/')\n",
+            ": what the program fetches from data.example is not there",
+            "http.client.HTTPConnection('data.example').request('GET', '/')",
+        ),
     ],
 )
 def test_one_without_its_steps_is_told_why(tmp_path: Path, code: str, what: str, where: str) -> None:

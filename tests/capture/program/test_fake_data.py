@@ -240,7 +240,7 @@ def test_nothing_is_downloaded(sources: Sources) -> None:
     urllib.request.urlretrieve("https://host.invalid/images.tgz", "images.tgz")
     with tarfile.open("images.tgz") as archive:
         assert not archive.getnames()
-    with pytest.raises(OSError, match=r"also not https://host\.invalid/weights\.bin"):
+    with pytest.raises(OSError, match=r"also not from https://host\.invalid/weights\.bin"):
         urllib.request.urlopen("https://host.invalid/weights.bin")
 
 

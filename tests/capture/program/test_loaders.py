@@ -33,16 +33,17 @@ def test_the_loaders_that_feed_the_step_are_named_and_timed() -> None:
         next(batches)
         loaders.stepped()
         next(batches)
+        next(batches)
         (found,) = loaders.of_step()
     assert Path(found.source.partition(":")[0]).name == "test_loaders.py"
-    assert (found.batch, found.workers, found.pinned, found.timed) == (8, 0, False, 4)
+    assert (found.batch, found.workers, found.pinned, found.timed, found.drawn) == (8, 0, False, 4, 2)
     assert 0.016 < found.batch_s < 0.2
 
 
 def test_what_workers_would_do_is_said() -> None:
     with Loaders().watching() as loaders:
         loader = DataLoader(_Slow(), batch_size=4, num_workers=2, pin_memory=False)
-        loaders._fed[id(loader)] = loader  # no process is started for it
+        loaders._fed[id(loader)] = loader, 1  # no process is started for it
         (found,) = loaders.of_step()
     assert (found.batch, found.workers) == (4, 2)
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tilefit import rules
 from tilefit.capture.child import capture_in_child, capture_program_in_child, capture_target
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.errors import TilefitError
-from tilefit.ops import Attention, Step
+from tilefit.ops import OPTIMIZER, Attention, Step
 from tilefit.ops.program import TO_GPU, WAIT
 from tilefit.options import ProgramOptions, TargetOptions
 
@@ -348,3 +349,65 @@ def test_a_step_is_compiled_where_most_of_its_forward_pass_is(
     step = _run(tmp_path, program)
     assert step.settings.compiled == is_compiled
     assert any("torch.compile covers" in note for note in step.notes) == is_told
+
+
+_TWO_UPDATES = """
+import torch
+from torch import nn
+
+class Orthogonal(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad @ parameter.grad.T @ parameter.grad, alpha=0.1)
+
+table = nn.EmbeddingBag(1000, 64, sparse=True).cuda()
+body, head = nn.Linear(64, 64).cuda(), nn.Linear(64, 10).cuda()
+optimizers = [Orthogonal([body.weight]), torch.optim.SGD([*table.parameters(), body.bias])]
+optimizers.append(torch.optim.AdamW(head.parameters()))
+for _ in range(5):
+    rows = torch.randint(1000, (32, 4), device="cuda")
+    loss = head(body(table(rows))).logsumexp(1).mean()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+def test_of_several_optimizers_only_what_can_be_fused_is_advised_to_be(tmp_path: Path) -> None:
+    """Neither an optimizer of the user's own nor PyTorch's with sparse gradients has a fused form."""
+    step = _run(tmp_path, _TWO_UPDATES)
+    (found,) = rules.run(step, resolve("h200")[0], select=["NTC003"], min_gain=0)
+    updates = [entry for entry in step.ops if entry.phase == OPTIMIZER]
+    of_adamw = [entry for entry in updates if entry.site.fallback]
+    assert 0 < len(of_adamw) < len(updates)
+    assert found.message == f"adamw runs as {len(of_adamw)} multi-tensor operations, not as one"
+    assert f"{64 * 10 + 10} parameters" in found.arithmetic[0]
+
+
+def test_the_batch_is_that_of_the_pass_that_is_trained_on(tmp_path: Path) -> None:
+    """An agent acts with gradients on, sample by sample, and learns from many."""
+    acting = """
+import torch
+from torch import nn
+net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2)).cuda()
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(5):
+    for _ in range(3):
+        net(torch.randn(1, 4, device="cuda")).argmax(1)
+    loss = net(torch.randn(96, 4, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    step = _run(tmp_path, acting)
+    assert step.batch == 96
+    assert step.inputs == ("input: float32[96,4]",)
+    assert step.program is not None
+    assert step.program.model.endswith(":9")
+    assert step.program.step == "a batch of 96, Adam"

@@ -46,7 +46,7 @@ class Loaders:
         self._made_up = made_up
         self._found = [] if found is None else found
         self._lines: weakref.WeakKeyDictionary[DataLoader[Any], str] = weakref.WeakKeyDictionary()
-        self._fed: dict[int, DataLoader[Any]] = {}
+        self._fed: dict[int, tuple[DataLoader[Any], int]] = {}
         self._sizes: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
         self._slow: weakref.WeakKeyDictionary[DataLoader[Any], _Slow] = weakref.WeakKeyDictionary()
 
@@ -66,7 +66,7 @@ class Loaders:
 
         def drawn(iterator: Any) -> Any:
             loader = iterator._tilefit_loader
-            self._fed[id(loader)] = loader
+            self._fed[id(loader)] = loader, self._fed.get(id(loader), (loader, 0))[1] + 1
             iterator._tilefit_given += 1
             if slow := self._slow.get(loader):
                 if iterator._tilefit_given > len(loader):
@@ -99,9 +99,9 @@ class Loaders:
 
     def of_step(self) -> tuple[Loader, ...]:
         """The loaders that batches were drawn from since :meth:`stepped`, in order, timed in this process."""
-        return tuple(self._described(loader) for loader in self._fed.values())
+        return tuple(self._described(*fed) for fed in self._fed.values())
 
-    def _described(self, loader: DataLoader[Any]) -> Loader:
+    def _described(self, loader: DataLoader[Any], drawn: int) -> Loader:
         seconds, timed = self._timed(loader)
         return Loader(
             source=self._lines.get(loader, ""),
@@ -112,6 +112,7 @@ class Loaders:
             pinned=bool(loader.pin_memory),
             batch_s=seconds,
             timed=timed,
+            drawn=drawn,
         )
 
     def _timed(self, loader: DataLoader[Any]) -> tuple[float, int]:

@@ -47,7 +47,7 @@ class _Steps(OptimizerSteps):
         def within(*more: Any) -> Any:
             kept, self.recorder.muted = self.recorder.muted, muted
             try:
-                with self.recorder.phase(""), torch.enable_grad():
+                with self.recorder.phase(""), self.recorder.sites.falling_back(None), torch.enable_grad():
                     return closure(*more)
             finally:
                 self.recorder.muted = kept

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.distributed import per_machine, rank, ranks, version
@@ -21,6 +24,25 @@ from tilefit.ops import Settings, Step
 from tilefit.ops.program import Program
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A forward pass.
+
+    Attributes:
+        module: Of which model.
+        place: Backward passes before it, and the micro-batch of a pipeline's stage.
+        version: Of the model's parameters.
+        line: Of the program's, that called it.
+        inputs: By name.
+    """
+
+    module: int
+    place: tuple[int, int | None]
+    version: int
+    line: str
+    inputs: Any
+
+
 class Window:
     """What is recorded from :meth:`begin` on.
 
@@ -30,10 +52,11 @@ class Window:
 
     def __init__(self, modes: ProgramModes) -> None:
         self._modes = modes
-        self._inputs: Any = None
+        self._call: _Call | None = None
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
-        self._called_at = ""
+        #: Whether a gradient reached what that call returned.
+        self._is_trained = False
         #: Of the forward passes that a backward pass followed, how many there were of each model with its
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search.
@@ -51,13 +74,15 @@ class Window:
         sites = self._modes.sites
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module.training and sites.is_outermost(module) and torch.is_grad_enabled():
-                place = self._habits.backwards, self._chunk
-                self._passes.setdefault(id(module), {}).setdefault(place, version(module))
-                if self._inputs is None:
-                    self._called_at = sites.source_line()
-                    self._inputs = _named(module, args, kwargs)
-            return call(module, *args, **kwargs)
+            if not (module.training and sites.is_outermost(module) and torch.is_grad_enabled()):
+                return call(module, *args, **kwargs)
+            inputs = None if self._is_trained else _named(module, args, kwargs)
+            place = self._habits.backwards, self._chunk
+            made = _Call(id(module), place, version(module), sites.source_line(), inputs)
+            out = call(module, *args, **kwargs)
+            _when_trained(out, partial(self._trained, made))
+            self._call = self._call or made
+            return out
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
@@ -77,6 +102,13 @@ class Window:
 
         stage.forward_one_chunk = forward_one_chunk
 
+    def _trained(self, call: _Call) -> None:
+        """A gradient reaches what a call returned: its samples are trained on, unlike those of an agent that
+        only acts."""
+        self._passes.setdefault(call.module, {}).setdefault(call.place, call.version)
+        if not self._is_trained:
+            self._call, self._is_trained = call, True
+
     def step(self, name: str, command: str, stepped: list[torch.optim.Optimizer], steps: int) -> Step:
         """The step, which ends here.
 
@@ -92,7 +124,8 @@ class Window:
         modes = self._modes
         modes.recorder.muted = True
         check_step(modes, stepped)
-        batch = batch_of(self._inputs, modes.recorder.ops)
+        inputs = self._call.inputs if self._call else None
+        batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
         settings = Settings(
@@ -106,7 +139,7 @@ class Window:
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             cuda_graph=modes.meetings.graphs,
         )
-        step = modes.step(settings, name, self._inputs, modes.unseen_notes)
+        step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
         program = Program(
             command=command,
@@ -115,7 +148,7 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            model=self._called_at,
+            model=self._call.line if self._call else "",
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             ranks=ranks(),
@@ -123,6 +156,17 @@ class Window:
             per_machine=per_machine(),
         )
         return replace(step, program=program, batch=batch * passes)
+
+
+def _when_trained(out: Any, told: Callable[[], None]) -> None:
+    """Have it told when a backward pass reaches what a model returned; at once where that is never known."""
+    made: list[Any] = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    if not made or torch._C._functorch.peek_interpreter_stack() is not None:
+        told()
+        return
+    for leaf in made:
+        if leaf.requires_grad:
+            leaf.register_hook(lambda gradient: told())
 
 
 def _on_first_weights(versions: dict[int, int]) -> int:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
+from collections import defaultdict
+from dataclasses import replace
 
-from tilefit.ops import OPTIMIZER, Step, StepOp, Streaming
-from tilefit.ops.streaming import multi_tensor_launches
+from tilefit.ops import OPTIMIZER, Fallback, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import count, size
 
 #: Optimizers with a fused kernel on CUDA (torch.optim, the ``fused`` argument).
 FUSED = ("adam", "adamw", "sgd", "adagrad")
-_SCALER = "non_finite_check_and_unscale"
-_NORMS = ("aten._foreach_norm", "aten.linalg_vector_norm")
-_MULTIPLIES = ("aten._foreach_mul_", "aten.mul_")
 
 
 class UnfusedOptimizer(Rule):
@@ -44,55 +40,37 @@ class UnfusedOptimizer(Rule):
     right = wrong.under("--amp bf16 --fused-optimizer")
 
     def check(self, context: Context) -> Proposals:
-        step = context.step
-        settings = step.settings
-        if settings.fused_optimizer or settings.optimizer not in FUSED:
-            return
-        unfused = list(_updates(step))
-        trained = [p for p in step.parameters.values() if p.trainable]
-        if not unfused or not trained:
-            return
-        elements = sum(prod(p.shape) for p in trained)
-        values, state = step.memory.gradient_bytes, step.memory.optimizer_bytes
-        launches = multi_tensor_launches(prod(p.shape) for p in trained)
-        fused = Streaming(
-            "optimizer", elements, 2 * values + state, values + state, "fp32", 12.0, kernels=launches
-        )
-        entries = [step.ops[index] for index in unfused]
-        moved = sum(entry.op.moved_bytes for entry in entries)
-        name = f"fused_{settings.optimizer}"
-        replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys(unfused, ())
-        replaced[unfused[0]] = (StepOp(fused, OPTIMIZER, entries[0].site, name),)
-        yield Proposal(
-            place=Place(source=entries[0].site.source),
-            message=f"{settings.optimizer} runs as {len(entries):,} multi-tensor operations, not as one",
-            fix="Pass fused=True to the optimizer.",
-            safety=SAFE,
-            change=Change(replaced),
-            arithmetic=(
-                f"{count(elements)} parameters: {size(moved)} moved, fused {size(fused.moved_bytes)}",
-            ),
-        )
+        for name, calls in unfused_updates(context.step).items():
+            replaced: dict[int, tuple[StepOp, ...]] = {}
+            for fused, indices in calls:
+                site = replace(context.step.ops[indices[0]].site, fallback=None)
+                replaced |= dict.fromkeys(indices, ())
+                replaced[indices[0]] = (StepOp(fused, OPTIMIZER, site, f"fused_{name}"),)
+            entries = [context.step.ops[index] for index in replaced]
+            moved = sum(entry.op.moved_bytes for entry in entries)
+            less = sum(fused.moved_bytes for fused, _ in calls)
+            kernels = "one" if len(calls) == 1 else f"{len(calls)}, one a step of its own"
+            yield Proposal(
+                place=Place(source=entries[0].site.source),
+                message=f"{name} runs as {len(entries):,} multi-tensor operations, not as {kernels}",
+                fix="Pass fused=True to the optimizer.",
+                safety=SAFE,
+                change=Change(replaced),
+                arithmetic=(
+                    f"{count(max(fused.elements for fused, _ in calls))} parameters: {size(moved)} moved, "
+                    f"fused {size(less)}",
+                ),
+            )
 
 
-def _updates(step: Step) -> Iterator[int]:
-    """The operations of the optimizers themselves: a scaler's and those that clip gradients stay.
-
-    ``clip_grad_norm_`` takes norms and the norm of these, clamps what the bound makes of it, and multiplies
-    as often as it took norms of gradients.
-    """
-    norms = multiplications = 0
+def unfused_updates(step: Step) -> dict[str, list[tuple[Streaming, list[int]]]]:
+    """By the optimizer's name, its steps: what each would be fused, and its operations."""
+    calls: dict[Fallback, list[int]] = defaultdict(list)
     for index, entry in enumerate(step.ops):
-        if entry.phase != OPTIMIZER or _SCALER in entry.name:
-            continue
-        if entry.name in _NORMS:
-            norms += 1
-        elif entry.name == "aten.clamp" and norms:
-            norms, multiplications = 0, norms - 1
-        elif multiplications and entry.name in _MULTIPLIES:
-            multiplications -= 1
-        elif norms and (entry.name == "aten.stack" or getattr(entry.op, "elements", 0) == 1):
-            continue
-        else:
-            norms = 0
-            yield index
+        if entry.phase == OPTIMIZER and (call := entry.site.fallback) is not None:
+            calls[call].append(index)
+    found: dict[str, list[tuple[Streaming, list[int]]]] = defaultdict(list)
+    for call, indices in calls.items():
+        if call.reason in FUSED and isinstance(call.fused, Streaming):
+            found[call.reason].append((call.fused, indices))
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import cast
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Fallback, StepOp
 from tilefit.ops.entries import DIMENSIONS, MASK
@@ -63,12 +64,13 @@ class UnfusedAttention(Rule):
         step = context.step
         calls: dict[Fallback, list[int]] = defaultdict(list)
         for index, entry in enumerate(step.ops):
-            if entry.site.fallback is not None:
-                calls[entry.site.fallback].append(index)
+            call = entry.site.fallback
+            if call is not None and isinstance(call.fused, Attention):
+                calls[call].append(index)
         by_reason: dict[tuple[Attention, str, str], list[list[int]]] = defaultdict(list)
         for call, indices in calls.items():
             owner = step.modules.get(step.ops[indices[0]].site.module, "")
-            by_reason[call.fused, call.reason, owner].append(indices)
+            by_reason[cast("Attention", call.fused), call.reason, owner].append(indices)
         for (fused, reason, _), groups in by_reason.items():
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for indices in groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilefit.ops.program import EARLIER, TO_GPU
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.outside.optimizer import FUSED
+from tilefit.rules.outside.optimizer import unfused_updates
 from tilefit.rules.program.events import free, listed, named, waits, with_events
 from tilefit.units import counted, seconds
 
@@ -82,7 +82,7 @@ class HostWaits(Rule):
         events = step.program.events if step.program else ()
         read = [event for event in events if waits(event) and event.name not in (ANOMALY, EARLIER)]
         scaler = [event for event in read if event.name == FOUND_INF]
-        stays = scaler and (step.settings.optimizer not in FUSED or step.settings.fused_optimizer)
+        stays = scaler and not unfused_updates(step)
         gone = [event for event in read if not (stays and event.name == FOUND_INF)]
         if not gone:
             return

@@ -14,6 +14,8 @@ from tilefit.units import count, counted, seconds
 #: worker that is just fast enough is late half of the time.
 _LEAST = 0.05
 _HEADROOM = 1.2
+#: Workers beside one GPU that can be advised: a choice, twice the cores that clouds give with one.
+_MOST_WORKERS = 64
 
 
 class SlowLoader(Rule):
@@ -83,7 +85,7 @@ class SlowLoader(Rule):
 
     def _slow(self, context: Context, loader: Loader) -> Proposals:
         step, estimate = context.step, context.estimate
-        batches = max(step.batch / loader.batch, 1.0)
+        batches = loader.drawn or max(step.batch / loader.batch, 1.0)
         load_s = batches * loader.batch_s
         if loader.workers:
             time_s = max(estimate.time_s, load_s / loader.workers)
@@ -93,14 +95,16 @@ class SlowLoader(Rule):
             time_s = estimate_step(step, context.gpu, estimate.ops, python_s=python_s).time_s
         if time_s < (1 + _LEAST) * estimate.time_s:
             return
-        samples = batches * loader.batch
+        samples = step.batch or batches * loader.batch
         workers = ceil(_HEADROOM * load_s / estimate.time_s)
         has = counted(loader.workers, "worker") if loader.workers else "no workers"
         yield Proposal(
             place=Place(source=loader.source),
             message=f"the step takes {_rate(samples / estimate.time_s)}, the loader gives "
             f"{_rate(samples / load_s * max(loader.workers, 1))} with {has} on a machine like this one",
-            fix=f"Load with num_workers={workers}; or make a sample cheaper, or on the GPU.",
+            fix=f"Load with num_workers={workers}; or make a sample cheaper, or on the GPU."
+            if workers <= _MOST_WORKERS
+            else f"Make a sample cheaper, or on the GPU: {count(workers)} workers would be needed.",
             safety=ADVICE,
             change=None,
             severity=WARNING,

@@ -106,14 +106,33 @@ def _loops(step: Step) -> dict[str, list[list[int]]]:
         if _may_be_looped(entry):
             alike[entry.site.source, entry.phase, entry.name].append(index)
     loops: dict[str, list[list[int]]] = defaultdict(list)
-    for (source, _, _), indices in alike.items():
-        fitting = sum(
-            any(ref.shape in shapes for ref in (*entry.inputs, *entry.outputs))
-            for entry in (step.ops[index] for index in indices)
-        )
-        if source and len(indices) >= _MANY and fitting >= _OF_PARAMETERS * len(indices):
-            loops[source].append(indices)
+    for (source, _, _), group in alike.items():
+        for indices in _independent(step, group) if source else ():
+            fitting = sum(
+                any(ref.shape in shapes for ref in (*entry.inputs, *entry.outputs))
+                for entry in (step.ops[index] for index in indices)
+            )
+            if len(indices) >= _MANY and fitting >= _OF_PARAMETERS * len(indices):
+                loops[source].append(indices)
     return loops
+
+
+def _independent(step: Step, group: list[int]) -> list[list[int]]:
+    """Operations in groups of which none needs what another made: what is iterated for each parameter, as by
+    Muon, can be done for all parameters at once, not for all iterations."""
+    if len(group) < _MANY:
+        return []
+    members = set(group)
+    made: dict[int, int] = {}
+    rounds: dict[int, list[int]] = defaultdict(list)
+    for index in range(group[0], group[-1] + 1):
+        entry = step.ops[index]
+        after = max((made.get(ref.id, 0) for ref in entry.inputs), default=0)
+        if index in members:
+            rounds[after].append(index)
+            after += 1
+        made |= {ref.id: after for ref in entry.outputs}
+    return list(rounds.values())
 
 
 def _may_be_looped(entry: StepOp) -> bool:

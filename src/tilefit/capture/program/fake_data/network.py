@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from tilefit.capture.program.fake_data import made
-from tilefit.capture.program.fake_data.sources import PUT_IT_THERE, Sources
+from tilefit.capture.program.fake_data.sources import NO_DOWNLOAD, PUT_IT_THERE, Sources
 from tilefit.capture.program.late import Change
 
 _LOCAL = ("127.", "localhost", "::1", "0.0.0.0")  # process groups of one
@@ -22,11 +22,11 @@ def changes(sources: Sources) -> dict[str, Change]:
         host = address[0] if isinstance(address, tuple) else ""
         if self.family == socket.AF_UNIX or (isinstance(host, str) and host.startswith(_LOCAL)):
             return connect(self, address)
-        raise ConnectionRefusedError(f"tilefit downloads nothing, also not from {host}")
+        raise ConnectionRefusedError(f"{NO_DOWNLOAD} {host}")
 
     def resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
         if host and not str(host).startswith(_LOCAL) and str(host) != socket.gethostname():
-            raise socket.gaierror(socket.EAI_NONAME, f"tilefit downloads nothing, also not from {host}")
+            raise socket.gaierror(socket.EAI_NONAME, f"{NO_DOWNLOAD} {host}")
         return look_up(host, *args, **kwargs)
 
     look_up = socket.getaddrinfo
@@ -67,7 +67,7 @@ class Response(io.BytesIO):
         self._made = made.content(url)
         if self._made is None:
             sources.note(url, PUT_IT_THERE)
-            raise ConnectionRefusedError(f"tilefit downloads nothing, also not {url}")
+            raise ConnectionRefusedError(f"{NO_DOWNLOAD} {url}")
         sources.state(url, self._made[1])
         self.url, self.content = url, self._made[0]
         self.headers = {"Content-Length": str(len(self.content)), "content-length": str(len(self.content))}

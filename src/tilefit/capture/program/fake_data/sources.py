@@ -17,10 +17,12 @@ from typing import Any
 from unittest.mock import patch
 
 from tilefit.capture.overlay import is_installed
-from tilefit.capture.sites import short_path
+from tilefit.capture.sites import short_path, user_frames, user_line
 from tilefit.errors import TargetError, TilefitError
 
 _FAKE_IT = "Put it there, or let random data of its shape take its place: --fake-data."
+#: How a connection is refused, before the name of the host.
+NO_DOWNLOAD = "tilefit downloads nothing, also not from"
 #: What to do where a source is missing and nobody knows what would be in it.
 PUT_IT_THERE = "Put it there: what would be in it is unknown, so that --fake-data cannot make it up."
 
@@ -88,10 +90,15 @@ class Sources:
             isinstance(error, Exception) and is_missing(error)
         )
         left = [each for each in self._missing if not self.fake or each.remedy != _FAKE_IT]
-        if not follows or not left:
+        if not follows:
             return None
-        last = left[-1]
-        return TargetError(f"{last.name} is not there", where=last.line, hint=last.remedy)
+        if left:
+            last = left[-1]
+            return TargetError(f"{last.name} is not there", where=last.line, hint=last.remedy)
+        name = _asked_for(error)
+        return (
+            TargetError(f"{name} is not there", where=_own_line(error), hint=PUT_IT_THERE) if name else None
+        )
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Let an attribute have another value until the end."""
@@ -136,6 +143,24 @@ class Sources:
             return stand_in(*args, **kwargs)
 
         self.replace(owner, name, type(static)(asked) if is_method else asked)
+
+
+def _asked_for(error: BaseException) -> str:
+    """The file that was not found, or what was to be fetched, according to an error or to those before it."""
+    before: BaseException | None = error
+    while before is not None:
+        if isinstance(before, FileNotFoundError) and before.filename is not None:
+            return os.fsdecode(before.filename) if not isinstance(before.filename, int) else ""
+        if fetched := re.search(rf"{NO_DOWNLOAD} ([\w.-]+)", str(before)):
+            return f"what the program fetches from {fetched[1]}"
+        before = before.__cause__ or before.__context__
+    return ""
+
+
+def _own_line(error: BaseException) -> str:
+    """``file:line`` of the user's own code that an error passed last."""
+    own = [frame for frame in user_frames(error) if not is_installed(frame.filename)]
+    return f"{short_path(own[-1].filename)}:{own[-1].lineno}" if own else user_line(error)
 
 
 def is_missing(error: Exception) -> bool:
