@@ -35,7 +35,7 @@ from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import Calibration
 from tilefit.cost.constants import Constants, constants
 from tilefit.gpus import Gpu
-from tilefit.measure.calibration import ChangeSet, Design, calibrate
+from tilefit.measure.calibration import Candidate, Design, calibrate
 from tilefit.ops import Op
 
 RESULT = Path(__file__).parent / "results" / "calibrate_offline.json"
@@ -58,7 +58,7 @@ class Recorded:
     times_s: dict[Op, float]
     now_s: float = 0.0
 
-    def __call__(self, candidate: ChangeSet) -> float:
+    def __call__(self, candidate: Candidate) -> float:
         self.now_s += 1.0
         return self.times_s[candidate.op]
 
@@ -74,10 +74,10 @@ def play(
     Random(seed).shuffle(order)
     seen: list[Op] = []
 
-    def drawn() -> Iterator[ChangeSet]:
+    def drawn() -> Iterator[Candidate]:
         for op in order:
             seen.append(op)
-            yield ChangeSet(op, lambda _: lambda: None)
+            yield Candidate(op, lambda _: lambda: None)
 
     bench = Recorded(pool)
     own = calibrate(

@@ -19,7 +19,7 @@ from tilefit.cost.model import estimate
 from tilefit.cost.priced import as_shipped, priced
 from tilefit.errors import TilefitError
 from tilefit.measure import calibration
-from tilefit.measure.calibration import CEILINGS, ChangeSet, Design, Progress, calibrate, candidates, held_out
+from tilefit.measure.calibration import CEILINGS, Candidate, Design, Progress, calibrate, candidates, held_out
 from tilefit.ops import Gemm, Op, Streaming
 
 GPU = gpus.get("h200")
@@ -35,7 +35,7 @@ class Bench:
         self.ops: list[Op] = []
         self.refuse = refuse
 
-    def __call__(self, candidate: ChangeSet) -> float:
+    def __call__(self, candidate: Candidate) -> float:
         self.now_s += 1.0
         if self.refuse(candidate.op):
             raise TilefitError("out of memory")
@@ -197,7 +197,7 @@ def test_too_little_is_an_error() -> None:
 
 
 def test_candidates_that_run_out_end_it() -> None:
-    few: Iterator[ChangeSet] = islice(candidates()["gemm"], 150)
+    few: Iterator[Candidate] = islice(candidates()["gemm"], 150)
     bench = Bench()
     calibrate(GPU, bench, Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock))
     assert 100 < bench.now_s <= 150
@@ -227,7 +227,7 @@ def test_half_of_a_round_is_what_networks_disagree_about() -> None:
     network = rows.train(5, "cpu")
     chosen = rows.most_disputed(pool, 10, network)
 
-    def dispute(some: list[ChangeSet]) -> list[float]:
+    def dispute(some: list[Candidate]) -> list[float]:
         _, inputs = rows.describe([each.op for each in some])
         return [float(d) for d in network.members(inputs)[..., 0].std(axis=0)]
 
@@ -238,7 +238,7 @@ def test_half_of_a_round_is_what_networks_disagree_about() -> None:
 def test_interrupted_it_fits_to_what_has_been_measured() -> None:
     bench = Bench()
 
-    def interrupted(candidate: ChangeSet) -> float:
+    def interrupted(candidate: Candidate) -> float:
         if isinstance(candidate.op, Streaming):
             raise KeyboardInterrupt
         return bench(candidate)
@@ -250,7 +250,7 @@ def test_interrupted_it_fits_to_what_has_been_measured() -> None:
 
 
 def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:
-    def interrupted(candidate: ChangeSet) -> float:
+    def interrupted(candidate: Candidate) -> float:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

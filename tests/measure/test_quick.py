@@ -18,7 +18,7 @@ from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.measure.calibration import ChangeSet, candidates
+from tilefit.measure.calibration import Candidate, candidates
 from tilefit.measure.quick import quick
 from tilefit.ops import Attention, Gemm, Op, Streaming
 
@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.now_s = priced(gpu), 0.0
 
-    def __call__(self, candidate: ChangeSet) -> float:
+    def __call__(self, candidate: Candidate) -> float:
         self.now_s += 0.5
         return estimate_all([candidate.op], self.gpu)[0].time_s
 
@@ -77,7 +77,7 @@ def test_one_that_ships_and_one_of_another_architecture(name: str, tmp_path: Pat
 
 
 def test_too_few_measurements_are_an_error() -> None:
-    def refuse(candidate: ChangeSet) -> float:
+    def refuse(candidate: Candidate) -> float:
         raise TilefitError("out of memory")
 
     drawn = {"gemm": iter([next(candidates()["gemm"])])}
@@ -87,10 +87,10 @@ def test_too_few_measurements_are_an_error() -> None:
 
 def test_the_error_is_of_operations_that_were_not_fitted_to() -> None:
     """Also where no candidate is left in the end."""
-    measured: list[ChangeSet] = []
+    measured: list[Candidate] = []
     bench = Bench(H100)
 
-    def odd_at_every_other(candidate: ChangeSet) -> float:
+    def odd_at_every_other(candidate: Candidate) -> float:
         measured.append(candidate)
         return bench(candidate) * (1.0 if len(measured) % 2 else 1.5)
 

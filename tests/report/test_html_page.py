@@ -13,8 +13,9 @@ from inline_snapshot import snapshot
 from report.conftest import GPU, STEP, estimate
 from tilefit.cost import StepEstimate
 from tilefit.ops import FORWARD, Gemm, Site, StepOp
-from tilefit.report import Comparison, Report, Watched, build, render
+from tilefit.report import Comparison, Report, Watched, build, render, text
 from tilefit.report.build import batch_curve
+from tilefit.report.html_figures import roofline
 from tilefit.report.html_modules import tree
 from tilefit.report.report import BatchPoint, HostWait, MeasuredOp, MeasuredStep
 from tilefit.rules.finding import RulePage
@@ -302,6 +303,15 @@ def test_operations_on_the_roof_lie_on_it_and_slow_ones_below(full: Report) -> N
     other = next(attrs for attrs in points.values() if attrs is not fast)
     assert float(other["cy"] or 0) > float(fast["cy"] or 0)
     assert fast["cx"] == other["cx"]
+
+
+def test_roofs_of_one_height_stand_in_one_order(full: Report) -> None:
+    names = ["bf16", "fp16", "fp32", "fp8", "int8", "tf32"]
+    ops = tuple(replace(full.ops[0], kind="gemm", dtype=name) for name in names)
+    device = replace(full.device, peaks_flop_per_s=dict.fromkeys(names, 1e15), peak_dtype="bf16")
+    groups = text.grouped(ops)
+    drawn = roofline(replace(full, ops=ops, device=device), groups, [1e12] * len(groups))
+    assert [roof.label.partition(":")[0] for roof in drawn.roofs] == names
 
 
 def test_nothing_is_loaded_and_only_the_page_s_own_script_may_run(full: Report) -> None:

@@ -119,18 +119,16 @@ def captures_in_child(
     require_readable(target)
     known = {} if fresh else {each: step for each, o in enumerate(options) if (step := recall(target, o))}
     missing = [each for index, each in enumerate(options) if index not in known]
-    with closing(_captures(target, missing, timeout_s) if missing else _nothing()) as captured:
+    with closing(_captures(target, missing, timeout_s)) as captured:
         for index in range(len(options)):
             yield known.get(index) or next(captured)
-
-
-def _nothing() -> Generator[Step | TilefitError]:
-    yield from ()
 
 
 def _captures(
     target: str, options: Sequence[TargetOptions], timeout_s: float
 ) -> Generator[Step | TilefitError]:
+    if not options:
+        return
     request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
     with working(request) as worker:
         for index, each in enumerate(options):

@@ -137,7 +137,7 @@ def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) 
     device = report.device
     limits = peaks(device)
     dtypes = {peak_dtype(group.op, device) for group in groups} | {device.peak_dtype}
-    used = sorted((name for name in dtypes if name in limits), key=lambda name: -limits[name])
+    used = sorted((name for name in dtypes if name in limits), key=lambda name: (-limits[name], name))
     placed = [
         (index, group, group.op.flop / group.op.moved_bytes, rate)
         for index, (group, rate) in enumerate(zip(groups, rates, strict=True))

@@ -51,7 +51,7 @@ class Feed:
     ) -> Generator[Step | TilefitError]:
         """For each of the options, in order, the step or what the capture raised."""
         others = [each for each in options if _key(each) not in self._child_of]
-        with closing(self._capture(target, others, timeout_s) if others else _nothing()) as unplanned:
+        with closing(self._capture(target, others, timeout_s)) as unplanned:
             for each in options:
                 child = self._child_of.pop(_key(each), None)
                 yield child.take(_key(each)) if child else next(unplanned)
@@ -94,11 +94,7 @@ class _Child:
 
     def _started(self) -> Generator[Step | TilefitError]:
         options = [each for _, each in self._ahead]
-        return self._capture(self._target, options, self._timeout_s) if options else _nothing()
-
-
-def _nothing() -> Generator[Step | TilefitError]:
-    yield from ()
+        return self._capture(self._target, options, self._timeout_s)
 
 
 def _key(options: TargetOptions) -> str:
