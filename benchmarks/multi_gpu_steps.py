@@ -602,6 +602,9 @@ def nanotron_report(ran: list[Compared]) -> dict[str, Any]:
                 for machines, each in sorted(by_machines.items())
             },
         },
+        "nanotron, not seen to stall by measurements alone": errors(
+            each for index, each in enumerate(ran) if index not in seen
+        ),
         "nanotron, do not stall": errors(steady),
         "nanotron, all, pipelines with their stalls": errors(ran, stalled=True),
     }
