@@ -15,9 +15,10 @@ from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.parallel.blocks import Block, Blocks, Framework, Model
+from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.launchers import settings
 from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
-from tilefit.parallel.training import FSDP_HOST_S, Precision, Training, TrainingSplit
+from tilefit.parallel.training import FSDP_HOST_S, Training
 
 H100 = priced("h100-sxm")
 CLUSTER = Fabric(H100, 8, NETWORKS["infiniband"])

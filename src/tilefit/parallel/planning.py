@@ -11,7 +11,8 @@ from tilefit.cost.links import Fabric
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.parallel.blocks import Blocks, Framework, Model
-from tilefit.parallel.training import CHECKPOINTS, Precision, RankMemory, StepTime, Training, TrainingSplit
+from tilefit.parallel.choices import CHECKPOINTS, Precision, TrainingSplit
+from tilefit.parallel.training import RankMemory, StepTime, Training
 from tilefit.rules.batch.memory import USABLE_SHARE
 
 #: Splits that are kept, best first.

@@ -15,9 +15,9 @@ from tilefit import console, units
 from tilefit.cost.links import Fabric
 from tilefit.formats import renders
 from tilefit.gpus import Gpu
+from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.launchers import settings
 from tilefit.parallel.planning import LEAST_SCALING, Priced
-from tilefit.parallel.training import TrainingSplit
 
 #: Splits of the table, unless all are asked for.
 _ROWS = 8
