@@ -123,6 +123,14 @@ def test_the_host_launches_again_what_is_computed_again() -> None:
         assert full - none == pytest.approx(8e-3, rel=0.2)
 
 
+def test_a_slow_host_shows_where_the_host_limits(models: dict[int, Model]) -> None:
+    planner = Planner(models[2], Fabric(H100, 8), Job(1024, precision_of(models[2].step)))
+    few, many = TrainingSplit(data=8, zero=3), TrainingSplit(data=8, zero=3, samples=4096)
+    few_s, many_s = (planner.on_slow_host(split) / planner.training(split).step_s() for split in (few, many))
+    assert 1.3 < few_s < 1.5
+    assert 1.0 <= many_s < few_s
+
+
 def test_gradients_summed_up_once_take_fewer_messages_and_with_fsdp_more_memory() -> None:
     slow = Fabric(H100, 8, Network("slow", 1, 10e9))
     for zero in (0, 3):

@@ -278,7 +278,7 @@ class Training:
 
     @property
     def _host_scale(self) -> float:
-        return priced(self.fabric.gpu).launch_scale
+        return priced(self.fabric.gpu).launch_scale * self.framework.host
 
     def _staged(self, stage: int, parts: int) -> Iterator[Task]:
         """A stage of 1F1B; the gradients are summed up behind the last backward pass of each block."""
