@@ -243,7 +243,7 @@ class Training:
 
     def _sharded(self, parts: int) -> Iterator[Task]:
         """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
-        blocks, times = self.stages[0], [self._times(block) for block in self.stages[0]]
+        blocks = [self._times(block) for block in self.stages[0]]
         gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
         scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
         last = len(blocks) - 1
@@ -259,7 +259,7 @@ class Training:
                 if kind == "B" and i < last:
                     yield Task(("R", part, i + 1), (0, "link"), sums * scatter[i + 1], ((kind, part, i + 1),))
                 scatters = kind == "B" and sums
-                time_s = self._sharded_s(times[i], kind == "B", not kept, scatters)
+                time_s = self._sharded_s(blocks[i], kind == "B", not kept, scatters)
                 hidden_s = scatters * scatter[min(i + 1, last)] + (not kept) * gather[i]
                 name = (kind, part, i)
                 yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
@@ -303,30 +303,23 @@ class Training:
             if not split.sums(part, parts):
                 yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
             else:
-                for task in self._last(stage, chunk, name, times[chunk], after):
-                    scattered += [task.name] if task.resource == (stage, "link") else []
-                    yield task
+                scattered += [("R", *name, i) for i in range(len(times[chunk]))]
+                yield from self._last(stage, name, times[chunk], after)
             if place:
                 yield Task(("sent", *name), (stage, "send", "B"), send_s, (name,))
         yield from self._update(stage, tuple(scattered) or (("B", parts - 1, stage),))
 
     def _last(
-        self,
-        stage: int,
-        chunk: int,
-        name: tuple[str, int, int],
-        times: list[Block],
-        after: tuple[object, ...],
+        self, stage: int, name: tuple[str, int, int], blocks: list[Block], after: tuple[object, ...]
     ) -> Iterator[Task]:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
-        blocks = self.chunk(stage, chunk)
         function = REDUCE_SCATTER if self.split.zero and self.framework.scatters else ALL_REDUCE
         last, overlap = len(blocks) - 1, self.framework.overlap
         messages = [self._bucketed_s(function, block) for block in blocks]
         for i in range(last, -1, -1):
             own = name if i == 0 else (*name, i)
             hidden_s = messages[i + 1] if overlap and i < last else 0.0
-            time_s = self._beside(self._reduced_s(times[i]), hidden_s)
+            time_s = self._beside(self._reduced_s(blocks[i]), hidden_s)
             yield Task(own, (stage, "compute"), time_s, after if i == last else ())
         for i in range(last, -1, -1):
             waits = name if i == 0 or not overlap else (*name, i)
