@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.capture.child import capture_target
+from tilefit.cost.launch import COLLECTIVE_S
 from tilefit.cost.links import NETWORKS, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
@@ -129,6 +130,14 @@ def test_a_slow_host_shows_where_the_host_limits(models: dict[int, Model]) -> No
     few_s, many_s = (planner.on_slow_host(split) / planner.training(split).step_s() for split in (few, many))
     assert 1.3 < few_s < 1.5
     assert 1.0 <= many_s < few_s
+
+
+def test_with_the_sequence_split_each_sum_is_two_messages_for_the_host(models: dict[int, Model]) -> None:
+    split, whole = (
+        models[2].blocks(Fabric(H100, 8), 64, 2, Framework(sequence=sequence)) for sequence in (True, False)
+    )
+    more_s = split.layers[0].forward_host_s - whole.layers[0].forward_host_s
+    assert more_s == pytest.approx(2 * (COLLECTIVE_S + Framework().tensor_host_s) * H100.launch_scale)
 
 
 def test_gradients_summed_up_once_take_fewer_messages_and_with_fsdp_more_memory() -> None:

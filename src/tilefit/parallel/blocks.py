@@ -347,21 +347,21 @@ def _times(
     for entry, around in zip(entries, around_s(step), strict=True):
         more_s = framework.tensor_host_s if isinstance(entry.op, Gemm | Collective) else 0.0
         if isinstance(entry.op, Collective):
-            link_s = _link_s(entry.op, fabric, framework.sequence)
-            made.append((link_s, (COLLECTIVE_S + more_s) * scale))
+            messages = _messages_s(entry.op, fabric, framework.sequence)
+            made.append((sum(messages), len(messages) * (COLLECTIVE_S + more_s) * scale))
             continue
         host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s + more_s
         made.append((known[entry.op], scale * (host_s + around)))
     return made
 
 
-def _link_s(op: Collective, fabric: Fabric, sequence: bool) -> float:
-    """Communication of tensor-parallel ranks; with the sequence split, sums are scattered and gathered."""
+def _messages_s(op: Collective, fabric: Fabric, sequence: bool) -> list[float]:
+    """Messages of tensor-parallel ranks; with the sequence split, sums are scattered and gathered."""
     size = op.elements * size_bytes(op.dtype)
     group = fabric.group(op.ranks)
     large = sequence and op.function == ALL_REDUCE and size > 1 << 20
     functions = (REDUCE_SCATTER, ALL_GATHER) if large else (op.function,)
-    return sum(fabric.time_s(function, size, group) for function in functions)
+    return [fabric.time_s(function, size, group) for function in functions]
 
 
 def _saved(step: Step) -> dict[int, tuple[int, int]]:
