@@ -47,8 +47,9 @@ from tilefit.measure.launch import launch_scale
 from tilefit.measure.ranks import Ranks
 from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
+from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.planning import Job, Planner, Priced, precision_of
-from tilefit.parallel.training import CONTEXT_BYTES, Precision, TrainingSplit
+from tilefit.parallel.training import CONTEXT_BYTES
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
 PREDICTED = RESULTS.with_name("several_gpus_predicted.json")

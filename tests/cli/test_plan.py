@@ -59,6 +59,8 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
     for choice in data["choices"]:
         times = [split["time_s"] for split in choice["splits"]]
         assert times == sorted(times)
+        slow = choice["slow_host"]  # these layers are so small that the host limits them
+        assert 1.1 * times[0] < slow["time_s"] <= slow["times_as_slow"] * times[0] * 1.001
         for split in choice["splits"]:
             ranks = split["data"] * split["tensor"] * split["pipeline"] * split["context"]
             assert ranks == split["gpus"] == 16
@@ -71,6 +73,7 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
     best = first["splits"][0]
     assert best["cost"] == pytest.approx(1e9 / 64**2 * best["time_s"] / 3600 * 16 * 2.5)
     lines = tilefit(*command, "--explain", "--launch", "all").out.splitlines()
+    assert sum("On a host that takes 1.5 times as long" in line for line in lines) == 2
     for each in first["settings"].values():
         assert {*each.splitlines()} <= {*lines}  # they are copied: no line is broken
     text = " ".join(" ".join(lines).split())

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilefit.parallel.schedule import Task, run
-from tilefit.parallel.training import in_flight, order
+from tilefit.parallel.schedule import Task, in_flight, order, run
 
 
 def test_two_streams_overlap_and_wait() -> None:

@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 
 from tilefit.capture.child import capture_target
+from tilefit.cost.launch import COLLECTIVE_S
 from tilefit.cost.links import NETWORKS, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.parallel.blocks import Block, Blocks, Framework, Model
+from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.launchers import settings
 from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
-from tilefit.parallel.training import FSDP_HOST_S, Precision, Training, TrainingSplit
+from tilefit.parallel.training import FSDP_HOST_S, Training
 
 H100 = priced("h100-sxm")
 CLUSTER = Fabric(H100, 8, NETWORKS["infiniband"])
@@ -120,6 +122,22 @@ def test_the_host_launches_again_what_is_computed_again() -> None:
         splits = [TrainingSplit(data=8, zero=zero, checkpoint=each) for each in ("none", "full")]
         none, full = (replace(training(split), blocks=blocks).step_s() for split in splits)
         assert full - none == pytest.approx(8e-3, rel=0.2)
+
+
+def test_a_slow_host_shows_where_the_host_limits(models: dict[int, Model]) -> None:
+    planner = Planner(models[2], Fabric(H100, 8), Job(1024, precision_of(models[2].step)))
+    few, many = TrainingSplit(data=8, zero=3), TrainingSplit(data=8, zero=3, samples=4096)
+    few_s, many_s = (planner.on_slow_host(split) / planner.training(split).step_s() for split in (few, many))
+    assert 1.3 < few_s < 1.5
+    assert 1.0 <= many_s < few_s
+
+
+def test_with_the_sequence_split_each_sum_is_two_messages_for_the_host(models: dict[int, Model]) -> None:
+    split, whole = (
+        models[2].blocks(Fabric(H100, 8), 64, 2, Framework(sequence=sequence)) for sequence in (True, False)
+    )
+    more_s = split.layers[0].forward_host_s - whole.layers[0].forward_host_s
+    assert more_s == pytest.approx(2 * (COLLECTIVE_S + Framework().tensor_host_s) * H100.launch_scale)
 
 
 def test_gradients_summed_up_once_take_fewer_messages_and_with_fsdp_more_memory() -> None:

@@ -78,6 +78,7 @@ class Framework:
         sequence: What tensor-parallel ranks would all do is split by the sequence (Korthikanti and others,
             "Reducing Activation Recomputation in Large Transformer Models", 2022).
         slowdown: Times of kernels over those of a benchmark.
+        host: Times of the host over those of the one that the GPU's calibration knows.
         layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
         bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
             the default is that of DistributedDataParallel.
@@ -98,6 +99,7 @@ class Framework:
 
     sequence: bool = True
     slowdown: float = SLOWDOWN
+    host: float = 1.0
     layer_host_s: float = 0.0
     bucket_bytes: float = 25 * 2**20
     overlap: bool = True
@@ -339,26 +341,27 @@ def _times(
     """GPU and host time of every operation."""
     gpu = priced(fabric.gpu)
     unique = list(dict.fromkeys(entry.op for entry in entries if not isinstance(entry.op, Collective)))
+    scale = gpu.launch_scale * framework.host
     known = dict(zip(unique, (each.time_s for each in estimate_all(unique, gpu)), strict=True))
     made = []
     for entry, around in zip(entries, around_s(step), strict=True):
         more_s = framework.tensor_host_s if isinstance(entry.op, Gemm | Collective) else 0.0
         if isinstance(entry.op, Collective):
-            link_s = _link_s(entry.op, fabric, framework.sequence)
-            made.append((link_s, (COLLECTIVE_S + more_s) * gpu.launch_scale))
+            messages = _messages_s(entry.op, fabric, framework.sequence)
+            made.append((sum(messages), len(messages) * (COLLECTIVE_S + more_s) * scale))
             continue
         host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s + more_s
-        made.append((known[entry.op], gpu.launch_scale * (host_s + around)))
+        made.append((known[entry.op], scale * (host_s + around)))
     return made
 
 
-def _link_s(op: Collective, fabric: Fabric, sequence: bool) -> float:
-    """Communication of tensor-parallel ranks; with the sequence split, sums are scattered and gathered."""
+def _messages_s(op: Collective, fabric: Fabric, sequence: bool) -> list[float]:
+    """Messages of tensor-parallel ranks; with the sequence split, sums are scattered and gathered."""
     size = op.elements * size_bytes(op.dtype)
     group = fabric.group(op.ranks)
     large = sequence and op.function == ALL_REDUCE and size > 1 << 20
     functions = (REDUCE_SCATTER, ALL_GATHER) if large else (op.function,)
-    return sum(fabric.time_s(function, size, group) for function in functions)
+    return [fabric.time_s(function, size, group) for function in functions]
 
 
 def _saved(step: Step) -> dict[int, tuple[int, int]]:

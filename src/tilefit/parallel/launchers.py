@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from tilefit.parallel.training import TrainingSplit
+from tilefit.parallel.choices import TrainingSplit
 
 #: How many layers each part of a pipeline has, in the order in which they run.
 Layers = Sequence[int]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from tilefit.cost.links import Fabric
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.parallel.blocks import Blocks, Framework, Model
-from tilefit.parallel.training import CHECKPOINTS, Precision, RankMemory, StepTime, Training, TrainingSplit
+from tilefit.parallel.choices import CHECKPOINTS, Precision, TrainingSplit
+from tilefit.parallel.training import RankMemory, StepTime, Training
 from tilefit.rules.batch.memory import USABLE_SHARE
 
 #: Splits that are kept, best first.
@@ -22,6 +23,9 @@ LEAST_TOKENS = 4096
 MOST_SAMPLES = 64
 #: Micro-batches that follow each other, at most: more take hours for a step, and are never the fastest.
 MOST_PARTS = 4096
+#: A slow host's launches over the usual one's. Two of the same kind took 0.74 and 1.25 to 2.2 times the
+#: standard host's time, the second within minutes (``benchmarks/several_gpus.py``).
+SLOW_HOST = 1.5
 #: Doubling the GPUs should gain at least this share.
 LEAST_SCALING = 0.2
 _TOKENS = re.compile(r"\w+: int64\[(\d+),(\d+)\]")
@@ -88,6 +92,11 @@ class Planner:
         training = self.training(split)
         memory = training.memory()
         return Priced(split, training.time(), memory, training.parts, memory.total <= self.usable_bytes)
+
+    def on_slow_host(self, split: TrainingSplit) -> float:
+        """The step's time where the host takes :data:`SLOW_HOST` times as long."""
+        slow = replace(self.job, framework=replace(self.job.framework, host=SLOW_HOST))
+        return Planner(self.model, self.fabric, slow).training(split).step_s()
 
     @property
     def usable_bytes(self) -> float:

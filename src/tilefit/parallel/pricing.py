@@ -13,8 +13,9 @@ from tilefit.cost.streams import exchange_s, fabric_of
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step
 from tilefit.parallel.blocks import Block, Blocks, Framework
+from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.split import SplitStep
-from tilefit.parallel.training import Precision, Training, TrainingSplit
+from tilefit.parallel.training import Training
 from tilefit.units import seconds, share
 
 

@@ -19,12 +19,10 @@ from tilefit.cost.links import Fabric, Group
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
-from tilefit.options import Split
 from tilefit.parallel.blocks import Block, Blocks, Framework
-from tilefit.parallel.schedule import Task, run
+from tilefit.parallel.choices import Precision, TrainingSplit
+from tilefit.parallel.schedule import Task, cut, in_flight, order, run
 
-#: Choices of what the backward pass computes again: nothing; what lies between products and attention; all.
-CHECKPOINTS = ("none", "selective", "full")
 #: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
 CONTEXT_BYTES = 1.5 * 2**30
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
@@ -39,82 +37,6 @@ FSDP_HOST_S = 0.85e-3
 DDP_HOST_S = 45e-6
 #: What a stage does that has no layer.
 _NOTHING = Block()
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSplit(Split):
-    """How many GPUs share a training step.
-
-    Attributes:
-        context: Ranks that share each sample's sequence.
-        zero: What the replicas share among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
-            parameters too (FSDP).
-        samples: Of a micro-batch.
-        chunks: Parts of the layers that each stage has (interleaved 1F1B); 1: one (1F1B).
-        checkpoint: One of :data:`CHECKPOINTS`.
-        gpipe: A pipeline runs all forward passes first (GPipe).
-        sums_each: Gradients are summed up behind every micro-batch, not behind the last alone (``no_sync``);
-            None: with FSDP, which then holds a share of them only.
-    """
-
-    context: int = 1
-    zero: int = 0
-    samples: int = 1
-    chunks: int = 1
-    checkpoint: str = "none"
-    gpipe: bool = False
-    sums_each: bool | None = None
-
-    @property
-    def gpus(self) -> int:
-        """GPUs altogether."""
-        return self.tensor * self.pipeline * self.data * self.context
-
-    @property
-    def batch(self) -> int:
-        """Samples of a step."""
-        return self.data * self.parts * self.samples
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that hold the same parameters."""
-        return self.data * self.context
-
-    def sums(self, part: int, parts: int) -> bool:
-        """Whether gradients are summed up behind a micro-batch."""
-        each = self.zero > 1 if self.sums_each is None else self.sums_each
-        return self.replicas > 1 and (each or part == parts - 1)
-
-    def __str__(self) -> str:
-        sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context")]
-        said = [f"{name} {size}" for name, size in sizes if size > 1] or ["one GPU"]
-        said += [("", "ZeRO-1", "ZeRO-2", "FSDP")[self.zero]] if self.zero else []
-        said.append(f"{self.parts} x {self.samples}")
-        said += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        said += ["GPipe"] if self.gpipe else []
-        said += [f"{self.checkpoint} recompute"] if self.checkpoint != "none" else []
-        return ", ".join(said)
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Bytes of a parameter.
-
-    Attributes:
-        weight: In the model.
-        work: As products read it.
-        gradient: As it is kept and summed up.
-        optimizer: State of the optimizer, with the fp32 copy where the weight is shorter.
-        copies: Further copies of a gradient: in the weight's type, in buckets.
-        master: Of the optimizer's state, the fp32 copy, which FSDP shards, and casts what it gathers.
-    """
-
-    weight: int = 2
-    work: int = 2
-    gradient: int = 4
-    optimizer: int = 12
-    copies: int = 0
-    master: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +143,16 @@ class Training:
         ends = self.blocks.before, self.blocks.after
         before_s, after_s = (block.forward_s + block.backward_s for block in ends)
         low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
-        best = _cut(costs, before_s, after_s, parts, high_s)
+        best = cut(costs, before_s, after_s, parts, high_s)
         if best is None or len(costs) < parts:
             raise UsageError(
                 f"{len(costs)} layers do not fill {parts} pipeline stages", hint="Take fewer stages."
             )
         for _ in range(30):
             middle_s = (low_s + high_s) / 2
-            found = _cut(costs, before_s, after_s, parts, middle_s)
+            found = cut(costs, before_s, after_s, parts, middle_s)
             low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
-        return _cut(costs, before_s, after_s, parts, high_s, fair=True) or best
+        return cut(costs, before_s, after_s, parts, high_s, fair=True) or best
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -321,7 +243,7 @@ class Training:
 
     def _sharded(self, parts: int) -> Iterator[Task]:
         """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
-        blocks, times = self.stages[0], [self._times(block) for block in self.stages[0]]
+        blocks = [self._times(block) for block in self.stages[0]]
         gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
         scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
         last = len(blocks) - 1
@@ -337,7 +259,7 @@ class Training:
                 if kind == "B" and i < last:
                     yield Task(("R", part, i + 1), (0, "link"), sums * scatter[i + 1], ((kind, part, i + 1),))
                 scatters = kind == "B" and sums
-                time_s = self._sharded_s(times[i], kind == "B", not kept, scatters)
+                time_s = self._sharded_s(blocks[i], kind == "B", not kept, scatters)
                 hidden_s = scatters * scatter[min(i + 1, last)] + (not kept) * gather[i]
                 name = (kind, part, i)
                 yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
@@ -356,7 +278,7 @@ class Training:
 
     @property
     def _host_scale(self) -> float:
-        return priced(self.fabric.gpu).launch_scale
+        return priced(self.fabric.gpu).launch_scale * self.framework.host
 
     def _staged(self, stage: int, parts: int) -> Iterator[Task]:
         """A stage of 1F1B; the gradients are summed up behind the last backward pass of each block."""
@@ -381,30 +303,23 @@ class Training:
             if not split.sums(part, parts):
                 yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
             else:
-                for task in self._last(stage, chunk, name, times[chunk], after):
-                    scattered += [task.name] if task.resource == (stage, "link") else []
-                    yield task
+                scattered += [("R", *name, i) for i in range(len(times[chunk]))]
+                yield from self._last(stage, name, times[chunk], after)
             if place:
                 yield Task(("sent", *name), (stage, "send", "B"), send_s, (name,))
         yield from self._update(stage, tuple(scattered) or (("B", parts - 1, stage),))
 
     def _last(
-        self,
-        stage: int,
-        chunk: int,
-        name: tuple[str, int, int],
-        times: list[Block],
-        after: tuple[object, ...],
+        self, stage: int, name: tuple[str, int, int], blocks: list[Block], after: tuple[object, ...]
     ) -> Iterator[Task]:
         """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
-        blocks = self.chunk(stage, chunk)
         function = REDUCE_SCATTER if self.split.zero and self.framework.scatters else ALL_REDUCE
         last, overlap = len(blocks) - 1, self.framework.overlap
         messages = [self._bucketed_s(function, block) for block in blocks]
         for i in range(last, -1, -1):
             own = name if i == 0 else (*name, i)
             hidden_s = messages[i + 1] if overlap and i < last else 0.0
-            time_s = self._beside(self._reduced_s(times[i]), hidden_s)
+            time_s = self._beside(self._reduced_s(blocks[i]), hidden_s)
             yield Task(own, (stage, "compute"), time_s, after if i == last else ())
         for i in range(last, -1, -1):
             waits = name if i == 0 or not overlap else (*name, i)
@@ -549,64 +464,6 @@ class Training:
         products_bytes = (1 - self.framework.again) * block.products_bytes
         kept = {"selective": products_bytes + block.input_bytes, "full": block.input_bytes}
         return kept.get(self.split.checkpoint, block.saved_bytes)
-
-
-def _cut(
-    costs: list[float], before_s: float, after_s: float, parts: int, most_s: float, *, fair: bool = False
-) -> tuple[int, ...] | None:
-    """Bounds of parts that take ``most_s`` at most, each with a layer, filled from the last on; None where
-    there are none. ``fair``: none takes more than a share of what is left, rounded up."""
-    bounds, left_s = [len(costs)], before_s + sum(costs) + after_s
-    for left in range(parts - 1, -1, -1):  # parts that come before this one
-        begin = bounds[-1]
-        used_s = (after_s if left == parts - 1 else 0.0) + (0.0 if left else before_s)
-        share_s = left_s / (left + 1) if fair and left else most_s
-        while begin > left and (
-            begin == bounds[-1] or (used_s < share_s and used_s + costs[begin - 1] <= most_s)
-        ):
-            begin -= 1
-            used_s += costs[begin]
-        left_s -= used_s
-        if used_s > most_s:
-            return None
-        bounds.append(begin)
-    return None if bounds[-1] else tuple(reversed(bounds))
-
-
-def order(
-    stage: int, stages: int, chunks: int, parts: int, most_ahead: int | None = None
-) -> Iterator[tuple[str, int, int]]:
-    """What a stage computes one after the other: forward or backward (``F``, ``B``), micro-batch, chunk.
-
-    1F1B: as many forward passes as there are stages behind, then one of each in turn. With several chunks
-    (``parts`` a multiple of ``stages``) the micro-batches go through them in groups of ``stages``. GPipe: as
-    many as ``most_ahead``, all of them, go ahead.
-    """
-    total = parts * chunks
-    ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    ahead = min(total, ahead if most_ahead is None else most_ahead)
-
-    def place(number: int, *, backward: bool) -> tuple[str, int, int]:
-        if chunks == 1:
-            return ("B" if backward else "F"), number, 0
-        group, rest = divmod(number, stages * chunks)
-        chunk = rest // stages
-        part = group * stages + rest % stages
-        return ("B", part, chunks - 1 - chunk) if backward else ("F", part, chunk)
-
-    for number in range(ahead):
-        yield place(number, backward=False)
-    for number in range(total):
-        if number + ahead < total:
-            yield place(number + ahead, backward=False)
-        yield place(number, backward=True)
-
-
-def in_flight(stage: int, stages: int, chunks: int, parts: int) -> float:
-    """Micro-batches of which a stage holds activations at once; of several chunks, a part of one each."""
-    if chunks == 1:
-        return min(stages - stage, parts)
-    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, parts * chunks) / chunks
 
 
 def _left(whole_s: float, part_s: float) -> float:

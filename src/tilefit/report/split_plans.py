@@ -15,12 +15,14 @@ from tilefit import console, units
 from tilefit.cost.links import Fabric
 from tilefit.formats import renders
 from tilefit.gpus import Gpu
+from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.launchers import settings
-from tilefit.parallel.planning import LEAST_SCALING, Priced
-from tilefit.parallel.training import TrainingSplit
+from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, Priced
 
 #: Splits of the table, unless all are asked for.
 _ROWS = 8
+#: The best on a slow host over the best, from which on it is said.
+_SLOWER = 1.02
 #: What a step consists of, in the words of the explanation.
 _PARTS = {
     "compute_s": "computation",
@@ -43,6 +45,7 @@ class Choice:
         price: Of a GPU for an hour; None where unknown.
         peak_flop_per_s: Of the GPU, for the utilization.
         refused: Why there is no split; empty where there are.
+        slow_host_s: What the best takes on a slow host.
     """
 
     fabric: Fabric
@@ -51,6 +54,7 @@ class Choice:
     price: float | None
     peak_flop_per_s: float
     refused: str = ""
+    slow_host_s: float = 0.0
 
     @property
     def gpu(self) -> Gpu:
@@ -135,6 +139,7 @@ def as_json(plan: SplitPlan) -> str:
                 "network": choice.fabric.network.name if choice.fabric.network else None,
                 "price_per_gpu_hour": choice.price,
                 "refused": choice.refused,
+                "slow_host": {"times_as_slow": SLOW_HOST, "time_s": choice.slow_host_s},
                 "splits": [_row(plan, choice, priced) for priced in choice.ranked],
                 "frontier": [_row(plan, choice, priced) for _, priced in choice.frontier],
                 "settings": {name: text for name, (_, text) in _settings(plan, choice).items()},
@@ -195,6 +200,10 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
     yield _table(plan, choice, [("", each) for each in rows])
     yield Text()
     yield Text(_made_of(choice.ranked[0]))
+    best_s = choice.ranked[0].time.time_s
+    if choice.slow_host_s > _SLOWER * best_s:
+        slower = units.share(choice.slow_host_s / best_s - 1)
+        yield Text(f"On a host that takes {SLOW_HOST:g} times as long to launch it takes {slower} longer.")
     if plan.explain:
         yield from map(Text, explained(choice.ranked))
     yield Text()

@@ -196,7 +196,8 @@ class PlanSession:
         if not ranked:
             return Choice(planner.fabric, (), (), price, peak, "No split fits into the memory.")
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
-        return Choice(planner.fabric, tuple(ranked), frontier, price, peak)
+        slow_s = planner.on_slow_host(ranked[0].split)
+        return Choice(planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s)
 
 
 def _best(common: tuple[Sequence[Planner], int], item: tuple[int, int]) -> list[Priced] | UsageError:
