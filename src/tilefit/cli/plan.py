@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -91,7 +90,7 @@ def plan(
     require_readable(target)
     net = network(rented.network)
     prices = report_output.prices(rented.price)
-    arguments = _sizes(set_ or ())
+    options = replace(options, arguments=_sizes(set_ or ()))
 
     from tilefit.cli.bench import open_store
     from tilefit.cost.priced import resolve
@@ -100,11 +99,7 @@ def plan(
     cluster = Cluster(rented.gpus, rented.nodes, net, prices)
     cluster.check()
     devices = resolve(gpu or ["h100-sxm"], calibration)
-    for name in prices:
-        if name and name not in {device.name for device in devices}:
-            raise UsageError(
-                f"a price of {name}, which is not compared", where="--price", hint=f"Add --gpu {name}."
-            )
+    _check_prices(prices, {device.name for device in devices})
     with (
         open_store(rented.store) as store,
         output.progress(f"Planning {target}") as tell,
@@ -112,7 +107,7 @@ def plan(
     ):
         session = PlanSession(
             target,
-            replace(options, arguments=arguments),
+            options,
             devices,
             cluster,
             global_batch,
@@ -126,9 +121,16 @@ def plan(
         )
         made = session.plan()
     if session.known:
-        numbers = counted(session.known, "number")
-        print(f"{numbers} of GPUs from the store; --fresh searches again.", file=sys.stderr)
+        output.note(f"{counted(session.known, 'number')} of GPUs from the store; --fresh searches again")
     where.write(replace(made, explain=view.explain, launch=view.launch or ""), show_all=view.show_all)
+
+
+def _check_prices(prices: Iterable[str], compared: Collection[str]) -> None:
+    for name in prices:
+        if name and name not in compared:
+            raise UsageError(
+                f"a price of {name}, which is not compared", where="--price", hint=f"Add --gpu {name}."
+            )
 
 
 def _sizes(texts: Iterable[str]) -> dict[str, int]:

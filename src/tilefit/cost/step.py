@@ -8,10 +8,10 @@ that waits for each, would be 5.6 % and 15 % off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import hypot
 
-from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate
+from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
 from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
@@ -75,7 +75,7 @@ def estimate_step(
                 bound_s[estimates[index].bound] -= times_s[index]
             host_s += scale * COLLECTIVE_S * len(step.program.exchanges)
             spread = fabric_of(step.program, device).link.spread
-            widths["collective", EXPOSED] = spread * sum(streams.exposed_s)
+            widths["collective", EXPOSED] = spread * (sum(streams.exposed_s) - sum(streams.late_s))
     time_s = max(gpu_s, host_s)
     bound_s[LAUNCH] = time_s - gpu_s
     if step.program is not None:
@@ -85,10 +85,8 @@ def estimate_step(
             bound_s[EXPOSED] = min(sum(streams.exposed_s), paced - time_s)
         bound_s[WAITS] = paced - time_s - bound_s.get(EXPOSED, 0.0)
         time_s = paced
-    # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
-    common_s = device.common_spread * gpu_s
     waited_s = time_s - gpu_s - bound_s.get(EXPOSED, 0.0)
-    width = hypot(*widths.values(), common_s, LAUNCH_SPREAD * waited_s)
+    width = _half_width(widths, device, gpu_s, waited_s, streams)
     return StepEstimate(
         ops=estimates,
         time_s=time_s,
@@ -100,6 +98,20 @@ def estimate_step(
         bound_time_s=bound_s,
         streams=streams,
     )
+
+
+def _half_width(
+    widths: Mapping[tuple[str, str], float],
+    device: PricedGpu,
+    gpu_s: float,
+    waited_s: float,
+    streams: Streams | None,
+) -> float:
+    """Of the interval. Operations on the same path err alike, those on different paths independently; and
+    all of a GPU alike. Other ranks that are waited for err as this one does."""
+    width = hypot(*widths.values(), device.common_spread * gpu_s, LAUNCH_SPREAD * waited_s)
+    late_s = sum(streams.late_s) if streams is not None else 0.0
+    return width * (1 + late_s / gpu_s) if late_s else width
 
 
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:

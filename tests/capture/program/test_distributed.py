@@ -414,6 +414,41 @@ def test_stages_of_a_pipeline_answer_each_other(how: str, passes: int, tmp_path:
     assert found.time_s >= max(found.streams.busy_s)
 
 
+_REPLICATED = """
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
+stage = mesh["pp"].get_local_rank()
+net = DistributedDataParallel(nn.Linear(512, 512).cuda(), process_group=mesh.get_group("dp"))
+part = PipelineStage(net, stage, 2, torch.device("cuda"), group=mesh.get_group("pp"))
+schedule = ScheduleGPipe(part, 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(64, 512, device="cuda")
+for step in range(4):
+    schedule.step(x) if stage == 0 else schedule.step(target=x, losses=[])
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_replicas_of_stages_sum_gradients_behind_the_last_micro_batch(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_REPLICATED)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 200)
+    assert [each.program.rank for each in step.ranks if each.program] == [0, 2]
+    assert step.program is not None
+    assert Counter(each.name for each in step.program.exchanges) == {"send": 4, "receive": 4, "all-reduce": 1}
+    sums = [(each.bytes, each.ranks) for each in step.program.exchanges if each.name == "all-reduce"]
+    assert sums == [(4 * (512 * 512 + 512), 2)]
+    found = estimate_step(step, "h100-sxm")
+    assert found.streams is not None
+    assert found.streams.unmet == 0
+
+
 def test_the_rank_that_is_looked_at_is_chosen(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(_STAGES)
