@@ -100,11 +100,8 @@ def plan(
     cluster.check()
     devices = resolve(gpu or ["h100-sxm"], calibration)
     _check_prices(prices, {device.name for device in devices})
-    with (
-        open_store(rented.store) as store,
-        output.progress(f"Planning {target}") as tell,
-        fleet_at(rented.ray) as fleet,
-    ):
+    progress = output.progress(f"Planning {target}")
+    with open_store(rented.store) as store, progress as tell, fleet_at(rented.ray) as fleet:
         session = PlanSession(
             target,
             options,
