@@ -41,7 +41,8 @@ def build():
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TILEFIT_STORE", str(tmp_path / "store.db"))
     (tmp_path / "net.py").write_text(MODEL)
     return "net.py:build"
 
@@ -116,3 +117,43 @@ def test_what_cannot_be_is_refused_with_a_hint(
     assert ran.code == 2
     assert message in " ".join(ran.err.split())
     assert "Traceback" not in ran.err
+
+
+def test_an_interrupted_plan_goes_on_from_the_store(
+    tilefit, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilefit.session import planning
+
+    best, searched = planning._best, []
+
+    def counted(common, item):
+        searched.append(item[1])
+        if len(searched) == 3:
+            raise KeyboardInterrupt
+        return best(common, item)
+
+    monkeypatch.setattr(planning, "_best", counted)
+    command = (
+        "plan",
+        model,
+        "--gpu",
+        "h100-sxm",
+        "--gpus",
+        "16",
+        "--global-batch",
+        "64",
+        "--store",
+        "kept.db",
+    )
+    assert tilefit(*command).code == 130
+    assert searched == [16, 8, 4]
+    resumed = tilefit(*command, "--output-format", "json")
+    assert resumed.code == 0
+    assert searched == [16, 8, 4, 4, 2, 1]
+    assert "2 numbers of GPUs from the store" in resumed.err
+    again = tilefit(*command, "--output-format", "json", "--fresh")
+    assert searched[6:] == [16, 8, 4, 2, 1]
+    assert json.loads(again.out)["choices"] == json.loads(resumed.out)["choices"]
+    # Another batch is another plan.
+    assert tilefit(*command[:-3], "32", *command[-2:]).code == 0
+    assert len(searched) == 16

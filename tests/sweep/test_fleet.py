@@ -170,6 +170,15 @@ def test_every_point_is_there_once_with_the_same_numbers_though_a_machine_dies(
         assert by_place(again) == alone
 
 
+def test_what_ray_says_of_its_machines_is_not_among_the_data(
+    cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Fleet(cluster.address):
+        print("(raylet) a machine is gone")
+    print("data")
+    assert capsys.readouterr() == ("data\n", "(raylet) a machine is gone\n")
+
+
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="which is not installed") as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -17,6 +18,7 @@ from tilefit.cli.fleet import RAY, fleet_at
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
 from tilefit.options import TargetOptions, option
+from tilefit.units import counted
 
 _CLUSTER = "The GPUs"
 
@@ -36,6 +38,7 @@ class Rented:
         (), "Of a GPU for an hour; NAME=PRICE where GPUs are compared; repeat.", metavar="PRICE"
     )
     ray: str | None = option(None, RAY, metavar="ADDRESS")
+    store: Path | None = option(None, "Store of results; default TILEFIT_STORE.", metavar="FILE")
     epoch: int = option(0, "Samples of an epoch, for its cost.", min=0, metavar="N", show_default=False)
 
 
@@ -79,29 +82,29 @@ def plan(
     """Plan a training on many GPUs: tilefit plan hf:llama --gpu h100-sxm --gpus 64 --network efa.
 
     Searches data, FSDP/ZeRO, tensor, pipeline and context parallelism, micro-batches and checkpointing at a
-    fixed global batch within the memory. Without --amp it is trained in bf16, with fp32 copies of weights.
+    fixed global batch within the memory; interrupted, the same command goes on where it stopped. Without
+    --amp it is trained in bf16, with fp32 copies of weights.
     """
     from tilefit.cost.links import network
 
     require_readable(target)
     net = network(rented.network)
     prices = report_output.prices(rented.price)
-    arguments = _sizes(set_ or ())
+    options = replace(options, arguments=_sizes(set_ or ()))
 
+    from tilefit.cli.bench import open_store
     from tilefit.cost.priced import resolve
     from tilefit.session.planning import Cluster, PlanSession
 
     cluster = Cluster(rented.gpus, rented.nodes, net, prices)
+    cluster.check()
     devices = resolve(gpu or ["h100-sxm"], calibration)
-    for name in prices:
-        if name and name not in {device.name for device in devices}:
-            raise UsageError(
-                f"a price of {name}, which is not compared", where="--price", hint=f"Add --gpu {name}."
-            )
-    with output.progress(f"Planning {target}") as tell, fleet_at(rented.ray) as fleet:
-        made = PlanSession(
+    _check_prices(prices, {device.name for device in devices})
+    progress = output.progress(f"Planning {target}")
+    with open_store(rented.store) as store, progress as tell, fleet_at(rented.ray) as fleet:
+        session = PlanSession(
             target,
-            replace(options, arguments=arguments),
+            options,
             devices,
             cluster,
             global_batch,
@@ -111,8 +114,20 @@ def plan(
             capture.fresh,
             tell,
             fleet,
-        ).plan()
+            store,
+        )
+        made = session.plan()
+    if session.known:
+        output.note(f"{counted(session.known, 'number')} of GPUs from the store; --fresh searches again")
     where.write(replace(made, explain=view.explain, launch=view.launch or ""), show_all=view.show_all)
+
+
+def _check_prices(prices: Iterable[str], compared: Collection[str]) -> None:
+    for name in prices:
+        if name and name not in compared:
+            raise UsageError(
+                f"a price of {name}, which is not compared", where="--price", hint=f"Add --gpu {name}."
+            )
 
 
 def _sizes(texts: Iterable[str]) -> dict[str, int]:

@@ -69,6 +69,7 @@ def estimate_step(
         if found.streams:
             exchanged_s = sum(found.streams.exposed_s)
             bound_s[EXPOSED] = min(exchanged_s, found.time_s - unpaced_s)
+            exchanged_s -= sum(found.streams.late_s)  # of other ranks, which err as this one does
             exchanged_s *= fabric_of(step.program, device).link.spread
         bound_s[WAITS] = found.time_s - unpaced_s - bound_s.get(EXPOSED, 0.0)
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.

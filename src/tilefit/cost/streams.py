@@ -144,6 +144,9 @@ class _End(NamedTuple):
         return None if end_s is None else max(self.time_s, end_s)
 
 
+_BEGIN = _End()
+
+
 class _Board:
     """Where ranks find each other: the n-th exchange of a group is the same for all that have as many."""
 
@@ -247,7 +250,7 @@ class _Clocks:
         ]
 
     def _now_s(self, stream: int) -> float | None:
-        return self.ends.get(stream, _End()).known_s()
+        return self.ends.get(stream, _BEGIN).known_s()
 
     def _take(self, action: int | Ordered | HostEvent) -> bool:
         """What the host asks for next; whether it could be gone through."""
@@ -258,7 +261,7 @@ class _Clocks:
         if action.kind == TO_STREAM:
             self.stream = action.stream
         elif action.kind == RECORD:
-            self.events[action.number] = self.ends.get(action.stream, _End())
+            self.events[action.number] = self.ends.get(action.stream, _BEGIN)
         elif action.kind == AWAIT:
             return self._await(action)
         else:
@@ -266,22 +269,24 @@ class _Clocks:
         return True
 
     def _work(self, index: int) -> bool:
-        now_s, time_s = self._now_s(self.stream), self.times_s[index]
+        stream, now = self.stream, self.ends.get(self.stream, _BEGIN)
+        now_s = now.time_s if now.meeting is None else now.known_s()
         if now_s is None:
             return False
         self.host_s += self.launches_s[index]
         start_s = max(self.host_s, now_s)
-        self.ends[self.stream] = _End(start_s + time_s, why=self.ends.get(self.stream, _End()).why)
+        end_s = start_s + self.times_s[index]
+        self.ends[stream] = _End(end_s, None, now.why)
         if self.blocking:
-            self.host_s = start_s + time_s
-        self.made.spans.append(Span(self.stream, start_s, start_s + time_s, index))
-        if self.stream:
+            self.host_s = end_s
+        self.made.spans.append(Span(stream, start_s, end_s, index))
+        if stream:
             self.made.aside.append(index)
         return True
 
     def _meet(self, event: HostEvent) -> bool:
         everything = event.kind == WAIT and event.name == "synchronize" and not event.event
-        waited = [*self.ends.values()] if everything else [self.ends.get(self.stream, _End())]
+        waited = [*self.ends.values()] if everything else [self.ends.get(self.stream, _BEGIN)]
         if event.event:
             waited = [self._event(event.event)]
         times = [each.known_s() for each in waited]
@@ -301,10 +306,10 @@ class _Clocks:
 
     def _event(self, number: int) -> _End:
         """What an event is behind; one of the step before has a number of that."""
-        return self.events.get(number) or self.earlier.get(number + self.period) or _End()
+        return self.events.get(number) or self.earlier.get(number + self.period) or _BEGIN
 
     def _await(self, action: Ordered) -> bool:
-        until, now = self._event(action.number), self.ends.get(action.stream, _End())
+        until, now = self._event(action.number), self.ends.get(action.stream, _BEGIN)
         until_s, now_s = until.known_s(), now.known_s()
         if until_s is None or now_s is None:
             if not action.stream or (until_s is None and now_s is None and until.meeting is not now.meeting):
@@ -330,7 +335,7 @@ class _Clocks:
     def _exchange(self, action: Ordered) -> bool:
         number, stream = action.number, action.stream
         group = self.program.exchanges[number].group
-        now = self.ends.get(stream, _End())
+        now = self.ends.get(stream, _BEGIN)
         since = now._replace(time_s=max(now.time_s, self.host_s + self.scale * COLLECTIVE_S))
         meeting = self.board.meeting(group, self.called[group])
         before = (each for each in (now.meeting, self.groups.get(group)) if each is not None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
+from contextlib import redirect_stdout
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +38,8 @@ class Fleet:
                 hint="Run: pip install ray.",
             ) from error
         self._ray: Any = ray
+        # Ray tells of machines that die where data belong.
+        self._aside = redirect_stdout(sys.stderr)
         self._ours = not ray.is_initialized()
         if not self._ours:
             return
@@ -49,6 +53,7 @@ class Fleet:
             ) from error
 
     def __enter__(self) -> Fleet:
+        self._aside.__enter__()
         return self
 
     def __exit__(
@@ -56,6 +61,7 @@ class Fleet:
     ) -> None:
         if self._ours:
             self._ray.shutdown()
+        self._aside.__exit__(kind, error, trace)
 
     @property
     def cores(self) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from tilefit.capture.cache import versions
 from tilefit.capture.child import capture_in_child
 from tilefit.cost.links import Fabric, Network
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
+from tilefit.measure.store import Store
 from tilefit.options import MOST_LINKED, TargetOptions
 from tilefit.parallel.blocks import Model
 from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
+from tilefit.parallel.training import TrainingSplit
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
 
@@ -20,6 +25,8 @@ from tilefit.session.fleet import Fleet
 FEW_LAYERS = 2
 #: Samples of the capture: a batch of one spares copies that every larger one needs.
 _SAMPLES = 2
+#: The parts of tilefit that the best splits are found by.
+_ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,9 @@ class PlanSession:
         fresh: Capture again, although the target is unchanged.
         tell: Is told what goes on.
         fleet: The cluster that searches; None for this machine.
+        store: Where the best splits over each number of GPUs are kept, so that a plan that was interrupted
+            goes on where it stopped; None for nowhere.
+        known: Of the numbers of GPUs of the last plan, how many were from there.
     """
 
     target: str
@@ -107,6 +117,8 @@ class PlanSession:
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
     fleet: Fleet | None = None
+    store: Store | None = None
+    known: int = field(default=0, init=False)
 
     def model(self) -> tuple[Model, tuple[str, ...]]:
         """The captured step, and what is to be said of it.
@@ -167,7 +179,10 @@ class PlanSession:
             for place, planner in enumerate(planners)
             for count in sorted({*planner.counts(most), most}, reverse=True)
         ]
-        found: dict[tuple[int, int], list[Priced] | UsageError] = {}
+        kept = _Kept(self.store, model, planners, most)
+        found: dict[tuple[int, int], list[Priced] | UsageError] = {} if self.fresh else kept.among(work)
+        self.known = len(found)
+        work = [item for item in work if item not in found]
         done = (
             self.fleet.map(_best, (planners, most), work)
             if self.fleet
@@ -178,6 +193,7 @@ class PlanSession:
                 gpu, count = work[place]
                 self.tell(f"{self.gpus[gpu].title}, {count} GPUs")
                 found[work[place]] = best
+                kept.put(work[place], best)
                 if isinstance(best, UsageError) and count == most and len(self.gpus) == 1:
                     raise best
         return tuple(
@@ -198,6 +214,44 @@ class PlanSession:
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
         slow_s = planner.on_slow_host(ranked[0].split)
         return Choice(planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s)
+
+
+class _Kept:
+    """The best splits over numbers of GPUs, in the store, from which they are priced anew."""
+
+    def __init__(self, store: Store | None, model: Model, planners: Sequence[Planner], most: int) -> None:
+        self._store, self._planners = store, planners
+        step = hashlib.sha256(model.step.to_json().encode()).hexdigest() if store is not None else ""
+        self._about = ["plan", versions(_ROOMS), step, model.layers, most]
+
+    def among(self, work: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[Priced] | UsageError]:
+        """What is known of it."""
+        found: dict[tuple[int, int], list[Priced] | UsageError] = {}
+        for item in work:
+            if self._store is not None and (text := self._store.point(self._key(item))) is not None:
+                priced = self._planners[item[0]].priced
+                found[item] = [priced(TrainingSplit(**each)) for each in json.loads(text)]
+        return found
+
+    def put(self, item: tuple[int, int], best: list[Priced] | UsageError) -> None:
+        """Keep what was found; why there is none is found as quickly again."""
+        if self._store is not None and not isinstance(best, UsageError):
+            self._store.keep_point(self._key(item), json.dumps([asdict(each.split) for each in best]))
+
+    def _key(self, item: tuple[int, int]) -> str:
+        planner = self._planners[item[0]]
+        gpu, fabric = planner.fabric.gpu, planner.fabric
+        calibration = getattr(gpu, "calibration", None)
+        joined = [fabric.per_machine, fabric.network and asdict(fabric.network)]
+        about = [
+            *self._about,
+            gpu.name,
+            calibration and calibration.about,
+            joined,
+            asdict(planner.job),
+            item[1],
+        ]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _best(common: tuple[Sequence[Planner], int], item: tuple[int, int]) -> list[Priced] | UsageError:

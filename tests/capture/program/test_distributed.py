@@ -11,6 +11,7 @@ import pytest
 from tilefit.capture.child import capture_program_in_child
 from tilefit.cost import estimate_step
 from tilefit.errors import TilefitError, UsageError
+from tilefit.ops import Attention
 from tilefit.ops.program import EARLIER, WAIT
 from tilefit.options import ProgramOptions
 
@@ -299,6 +300,41 @@ def test_lightning_on_several_gpus(tmp_path: Path) -> None:
     assert step.batch == 8
 
 
+_RING = """
+import sys
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+
+mesh = init_device_mesh("cuda", (4,))
+net = nn.Linear(256, 3 * 256, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.randn(2, 1024, 256, device="cuda", dtype=torch.bfloat16)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        q, k, v = (each.unflatten(-1, (4, 64)).transpose(1, 2) for each in net(x).chunk(3, dim=-1))
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).float().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_context_parallel_attention_goes_round_a_ring(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_RING)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 100)
+    kernels = [each.op for each in step.ops if isinstance(each.op, Attention)]
+    assert len(kernels) == 2 * 4  # its own keys and those of three others, forward and backward
+    whole = Attention(2, 4, 1024, 64, kv_len=1024, is_causal=True, dtype="bf16")
+    forward = sum(each.flop for each in kernels[:4])
+    assert forward == pytest.approx(whole.flop / 4, rel=0.01)
+    assert step.program is not None
+    moved = Counter(each.name for each in step.program.exchanges)
+    assert moved == {"all-gather": 2, "all-to-all": 4}  # keys and values; their gradients go round
+    gathered = next(each for each in step.program.exchanges if each.name == "all-gather")
+    assert gathered.bytes == 2 * 2 * 4 * 1024 * 64 * 2
+
+
 _UNUSED = """
 import torch
 from torch import distributed, nn
@@ -376,6 +412,41 @@ def test_stages_of_a_pipeline_answer_each_other(how: str, passes: int, tmp_path:
     assert found.streams.unmet == 0
     assert sum(found.streams.late_s) > 0
     assert found.time_s >= max(found.streams.busy_s)
+
+
+_REPLICATED = """
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
+stage = mesh["pp"].get_local_rank()
+net = DistributedDataParallel(nn.Linear(512, 512).cuda(), process_group=mesh.get_group("dp"))
+part = PipelineStage(net, stage, 2, torch.device("cuda"), group=mesh.get_group("pp"))
+schedule = ScheduleGPipe(part, 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(64, 512, device="cuda")
+for step in range(4):
+    schedule.step(x) if stage == 0 else schedule.step(target=x, losses=[])
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_replicas_of_stages_sum_gradients_behind_the_last_micro_batch(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_REPLICATED)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 200)
+    assert [each.program.rank for each in step.ranks if each.program] == [0, 2]
+    assert step.program is not None
+    assert Counter(each.name for each in step.program.exchanges) == {"send": 4, "receive": 4, "all-reduce": 1}
+    sums = [(each.bytes, each.ranks) for each in step.program.exchanges if each.name == "all-reduce"]
+    assert sums == [(4 * (512 * 512 + 512), 2)]
+    found = estimate_step(step, "h100-sxm")
+    assert found.streams is not None
+    assert found.streams.unmet == 0
 
 
 def test_the_rank_that_is_looked_at_is_chosen(tmp_path: Path) -> None:

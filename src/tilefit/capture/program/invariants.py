@@ -13,6 +13,7 @@ _ON_CPU = (
     'Move the model and its batches to the GPU: device = "cuda" if torch.cuda.is_available() else "cpu", '
     "model.to(device)."
 )
+_OFFLOADED = "Steps of an optimizer on the host are not priced: check it without offload_policy."
 
 
 def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> None:
@@ -48,9 +49,9 @@ def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> Non
                     continue
                 name = names.get(id(parameter), f"parameter {number} of {type(optimizer).__name__}")
                 if not isinstance(own_part(parameter), CudaTensor):
-                    raise CaptureError(
-                        f"{name} {tuple(parameter.shape)} is trained on the CPU", where=where, hint=_ON_CPU
-                    )
+                    hint = _OFFLOADED if hasattr(parameter, "placements") else _ON_CPU
+                    what = f"{name} {tuple(parameter.shape)} is trained on the CPU"
+                    raise CaptureError(what, where=where, hint=hint)
                 memory = modes.recorder.identify(own_part(parameter.grad))
                 if memory not in written and memory not in modes.alive_before:
                     raise CaptureError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilefit.capture.fused import REPLACEMENTS
+from tilefit.capture.program.ring import LENGTH, ring, ring_attention
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.trees import own_part
@@ -78,19 +79,31 @@ class ProgramCalls(SemanticMode):
         self.asking = name
         return func(*args, **kwargs)
 
+    def _is_ring(self, query: Any, args: Any, kwargs: Any) -> bool:
+        """Whether ``context_parallel`` makes a ring of it: tokens are spread, and nothing else asked for."""
+        spread = len(query.placements) == 1 and query.placements[0].is_shard(LENGTH)
+        mask, dropout = (*args[3:5], None, None)[:2]
+        plain = mask is None and not dropout and not {*kwargs} - {"is_causal", "scale"}
+        return spread and plain and ring() is not None
+
     def _on_own_heads(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Attention of tensors that are spread over processes by samples or heads: of this one's.
+        """Attention of tensors that are spread over processes by samples, heads or tokens: of this one's.
 
         Raises:
             CaptureError: they are spread otherwise.
         """
         query = args[0]
+        own = [each.to_local() if hasattr(each, "placements") else each for each in args]
+        if self._is_ring(query, args, kwargs):
+            with self:
+                causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
+                out = ring_attention(self.fused, query.device_mesh.get_group(), tuple(own[:3]), causal)
+            return type(query).from_local(out, query.device_mesh, query.placements, run_check=False)
         if any(each.is_partial() or getattr(each, "dim", 0) > 1 for each in query.placements):
             raise CaptureError(
                 f"attention over tensors placed as {query.placements} is not known of the emulated GPU",
                 hint="Run the program on a GPU: tilefit profile.",
             )
-        own = [each.to_local() if hasattr(each, "placements") else each for each in args]
         with self:
             out = func(*own, **kwargs)
         return type(query).from_local(out, query.device_mesh, query.placements, run_check=False)

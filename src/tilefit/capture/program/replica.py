@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -145,6 +146,11 @@ class Replica(nn.Module):
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Reduce each bucket by ``hook(state, bucket)``, which gives a future."""
         self._hook = state, hook
+
+    @property
+    def reducer(self) -> SimpleNamespace:
+        """What stages of a pipeline tell that the backward pass to come is the last."""
+        return SimpleNamespace(prepare_for_backward=lambda tensors: self._prepare())
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What PyTorch logs of a run; none here."""

@@ -84,7 +84,8 @@ class GatheredAgain(Rule):
             place=Place(exchanges[again[0]].site.module, exchanges[again[0]].site.source, len(again)),
             message=f"{counted(len(again), 'time')} a step parameters are gathered that were there in the "
             "forward pass",
-            fix="Keep them: fully_shard(…, reshard_after_forward=False).",
+            fix="Keep them: fully_shard(…, reshard_after_forward=False); of FullyShardedDataParallel "
+            "ShardingStrategy.SHARD_GRAD_OP.",
             safety=SAFE,
             change=Change(step=changed),
             arithmetic=(
