@@ -16,8 +16,8 @@ from tilefit.errors import UsageError
 from tilefit.measure.store import Store
 from tilefit.options import MOST_LINKED, TargetOptions
 from tilefit.parallel.blocks import Model
+from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
-from tilefit.parallel.training import TrainingSplit
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
 
