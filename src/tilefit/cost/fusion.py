@@ -126,7 +126,7 @@ def fuse(step: Step) -> Step:
     skipped = _skipped(step)
     if all(map(skipped, step.ops)):
         return replace(step, settings=replace(step.settings, compiled=False))
-    fusion = _Fusion(list(_lowered(step)))
+    fusion = _Fusion(list(_lowered(step)), skipped)
     ops = tuple(fusion.kernels())
     return replace(
         step,
@@ -189,7 +189,7 @@ class _Chain:
 class _Fusion:
     """The chains of a step."""
 
-    def __init__(self, ops: list[StepOp]) -> None:
+    def __init__(self, ops: list[StepOp], skipped: Callable[[StepOp], bool]) -> None:
         self.ops = ops
         self.chains: dict[int, _Chain] = {}
         self.refs: dict[_Value, TensorRef] = {}
@@ -205,7 +205,7 @@ class _Fusion:
             self.sources.append(tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs))
             values = {(writer, ref.id): ref for ref, writer in self.sources[-1]}
             read.update(values)
-            if not _is_generated(entry):
+            if skipped(entry) or not _is_generated(entry):
                 self.written.update(values)
             for value, ref in values.items():
                 self.refs.setdefault(value, ref)
@@ -214,7 +214,7 @@ class _Fusion:
                 self.refs[index, ref.id] = ref
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         for index, entry in enumerate(ops):
-            if _is_generated(entry):
+            if _is_generated(entry) and not skipped(entry):
                 self._add(index, entry)
                 continue
             for ref, writer in self.sources[index]:
