@@ -141,14 +141,8 @@ def _skipped(step: Step) -> Callable[[StepOp], bool]:
     """Tells the operations of modules that run recurrent layers, and of what these call."""
     layers = [entry.site.module for entry in step.ops if entry.op.kind == "recurrent"]
     owners = {layer.rpartition(".")[0] for layer in layers}
-
-    def is_skipped(entry: StepOp) -> bool:
-        module = entry.site.module
-        return entry.phase == OPTIMIZER or any(
-            not owner or module == owner or module.startswith(f"{owner}.") for owner in owners
-        )
-
-    return is_skipped
+    inside = tuple(owner and f"{owner}." for owner in owners)
+    return lambda entry: entry.phase == OPTIMIZER or f"{entry.site.module}.".startswith(inside)
 
 
 def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int], int]:
@@ -311,9 +305,8 @@ class _Fusion:
     def _saved(self, value: _Value) -> Collection[_Value]:
         """What is kept so that the backward pass can have a value."""
         writer = value[0]
-        if writer not in self.chains or value[1] < 0 or self.ops[writer].phase != FORWARD:
-            return (value,)
-        if self._streaming(writer).function.strip("_") not in _MADE_AGAIN:
+        made = writer in self.chains and value[1] >= 0 and self.ops[writer].phase == FORWARD
+        if not made or self._streaming(writer).function.strip("_") not in _MADE_AGAIN:
             return (value,)
         ref, source = self.sources[writer][0]
         roots = self._roots((source, ref.id), _bytes(ref))
