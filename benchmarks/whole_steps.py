@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tilefit.capture import capture
 from tilefit.capture.targets import Target, load
 from tilefit.cost import estimate_step
+from tilefit.cost.footprint import converted_bytes
 from tilefit.cost.fusion import fuse
 from tilefit.cost.launch import REFERENCE_STEP_S, launch
 from tilefit.cost.measured import MeasuredRun
@@ -267,7 +268,7 @@ def predicted(run: Run, gpu: PricedGpu, scale: float) -> dict[str, Any]:
         "predicted_ms": 1e3 * estimate.time_s,
         "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,
         "predicted_host_ms": 1e3 * estimate.host_time_s,
-        "predicted_gib": step.memory.peak_bytes / 2**30,
+        "predicted_gib": (step.memory.peak_bytes + converted_bytes(step, device)) / 2**30,
         "operations": len(step.ops),
         "launches": launches(step, device),
         "recompiled": step.settings.recompiled,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from physics import least_s
+from tilefit.capture import capture
 from tilefit.cost import MEMORY, estimate
+from tilefit.cost.footprint import converted_bytes
 from tilefit.cost.model import analytic
 from tilefit.gpus import get
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d
@@ -103,3 +106,17 @@ def test_gradients_take_about_as_long_as_the_forward_pass() -> None:
         for d in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT)
     ]
     assert max(times) < 1.5 * min(times)
+
+
+@pytest.mark.parametrize(
+    ("channels", "last", "copies"), [(37, False, True), (64, False, True), (64, True, False)]
+)
+def test_converted_images_take_memory_beside_the_step(channels: int, last: bool, copies: bool) -> None:
+    """Of input and output, with whole accesses of channels, while nothing but these is alive."""
+    with torch.device("meta"):
+        model = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        images = torch.empty(32, channels, 64, 64)
+    step = capture(model, images, train=False, amp="bf16", channels_last=last)
+    whole = -(-channels // 8) * 8
+    expected = 2 * 32 * whole * 64 * 64 * 2
+    assert converted_bytes(step, get("h100-sxm")) == pytest.approx(expected if copies else 0, rel=0.1)

@@ -532,3 +532,52 @@ def test_what_the_compiler_leaves_to_pytorch_stays_as_it_is() -> None:
     ]
     assert len(bags[0]) == 2
     assert bags[0] == bags[1]
+
+
+def test_a_module_that_runs_a_recurrent_layer_is_not_compiled() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.norm = nn.LSTM(64, 64, batch_first=True), nn.LayerNorm(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.lstm(x)[0].sigmoid()).tanh()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = Words()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.words(x).relu().mul(2).exp()
+
+    with torch.device("meta"):
+        step, around = (capture(model, torch.empty(8, 16, 64)) for model in (Words(), Around()))
+    as_it_is = fuse(step)
+    assert (as_it_is.ops, as_it_is.memory) == (step.ops, step.memory)
+    assert not as_it_is.settings.compiled
+    compiled = fuse(around)
+    assert compiled.settings.compiled
+    names = [entry.name for entry in compiled.ops]
+    assert "aten.sigmoid" in names  # of Words, alone
+    assert any("relu" in name and "exp" in name for name in names)
+
+
+def test_joined_tensors_are_kept_and_a_softmax_is_computed_again() -> None:
+    class Model(nn.Module):
+        def __init__(self, joins: bool) -> None:
+            super().__init__()
+            self.joins, self.weight = joins, nn.Parameter(torch.empty(1024, 1024))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.weight
+            y = torch.cat([y, y], -1) if self.joins else y.softmax(-1)
+            return y.sin() @ y.mT
+
+    with torch.device("meta"):
+        joined, softmax = (
+            fuse(capture(Model(joins), torch.empty(4096, 1024), amp="bf16")) for joins in (True, False)
+        )
+    product_bytes = 4096 * 1024 * 2
+    assert joined.memory.saved_bytes > 3 * product_bytes
+    assert softmax.memory.peak_bytes > 0

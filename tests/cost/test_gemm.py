@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from physics import least_s
 from tilefit import gpus
+from tilefit.capture import capture
 from tilefit.cost import DATASHEET, ESTIMATED, LATENCY, MATH, MEMORY, estimate
 from tilefit.cost.constants import clock_headroom
 from tilefit.cost.kernels import select
@@ -203,3 +205,27 @@ def test_a_tiny_product_is_bound_by_latency() -> None:
 )
 def test_alignment_in_bytes(elements: int, dtype: str, expected: int) -> None:
     assert alignment_bytes(elements, dtype) == expected
+
+
+def test_a_matrix_that_all_products_share_is_read_once() -> None:
+    apart = Gemm(7, 1536, 512, "fp16", batch=4096)
+    shared = replace(apart, same_b=True)
+    assert apart.read_bytes - shared.read_bytes == 4095 * 1536 * 512 * 2
+    assert estimate(shared, "rtx-3090").time_s < 0.5 * estimate(apart, "rtx-3090").time_s
+
+
+@pytest.mark.parametrize(("train", "same"), [(False, True), (True, False)])
+def test_a_linear_layer_multiplies_transposed_inputs_one_by_one_without_gradients(
+    train: bool, same: bool
+) -> None:
+    with torch.device("meta"):
+        inputs = torch.empty(64, 32, 49).transpose(1, 2)
+        step = capture(torch.nn.Linear(32, 16), inputs, train=train, amp="fp16")
+    product = next(entry.op for entry in step.ops if isinstance(entry.op, Gemm))
+    assert (product.same_b, product.batch) == ((True, 64) if same else (False, 1))
+
+
+def test_a_pcie_card_sustains_less_than_a_module() -> None:
+    large = Gemm(8192, 8192, 8192, "fp16")
+    module_s, card_s = (estimate(large, f"a100-{kind}-40gb").time_s for kind in ("sxm", "pcie"))
+    assert card_s == pytest.approx(module_s / 0.9, rel=0.03)

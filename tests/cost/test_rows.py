@@ -91,3 +91,35 @@ def test_a_larger_batch_picks_more_rows_of_the_same_table() -> None:
     assert (grown.picked, grown.table) == (1024, 5000)
     stays = growth._replace(read_bytes=(1000, 0))
     assert op("index_put", 169, 2401, 4).on_batch(stays).picked == 2401
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "picked", "bag", "width", "h100_us"),
+    [
+        ("aten._embedding_bag", 100_000, 262_144, 1, 64, 200),
+        ("aten._embedding_bag", 1_000, 262_144, 32, 16, 16),
+        ("aten._embedding_bag_backward", 100_000, 262_144, 32, 64, 259),
+        ("aten._embedding_bag_backward", 1_000, 8_192, 4, 16, 89),
+    ],
+)
+def test_bags_of_rows(name: str, table: int, picked: int, bag: int, width: int, h100_us: float) -> None:
+    class Bags(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.empty(table, width))
+
+        def forward(self, at: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.embedding_bag(at, self.table, starts)
+
+    with torch.device("meta"):
+        model = Bags()
+        numbers = torch.empty(picked, dtype=torch.int64), torch.empty(picked // bag, dtype=torch.int64)
+    step = capture(model, numbers)
+    (found,) = (entry.op for entry in step.ops if entry.name.startswith(name) and name[-1] == entry.name[-1])
+    assert estimate(found, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.4)
+
+
+def test_additions_to_the_same_row_wait_for_each_other() -> None:
+    few, many = op("scatter_add", 4, 262_144, 256, "fp16"), op("scatter_add", 1_000, 262_144, 256, "fp16")
+    assert estimate(few, "h100-sxm").time_s == pytest.approx(2070e-6, rel=0.4)
+    assert estimate(few, "h100-sxm").time_s > 5 * estimate(many, "h100-sxm").time_s

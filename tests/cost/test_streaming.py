@@ -3,10 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from physics import least_s
+from tilefit.capture import capture
 from tilefit.cost import LATENCY, MEMORY, estimate
 from tilefit.cost.model import analytic
 from tilefit.gpus import get
@@ -110,3 +112,35 @@ def test_tensors_that_an_optimizer_has_just_written_are_in_the_cache(
     op = Streaming("optimizer", elements, moved * 2 // 3, moved // 3, function=function)
     op = replace(op, kernels=9 if moved > 1e9 else 1)
     assert estimate(op, "h100-sxm").time_s == pytest.approx(us * 1e-6, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "sliced", "h100_us"),
+    [(65_536, 768, False, 141), (65_536, 768, True, 232), (8_192, 768, True, 33)],
+)
+def test_slices_are_joined_element_by_element(rows: int, width: int, sliced: bool, h100_us: float) -> None:
+    """Two tensors of bf16, along their rows."""
+
+    class Join(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, y], -1)
+
+    with torch.device("meta"):
+        whole = torch.empty(rows, width * (1 + sliced), dtype=torch.bfloat16)
+    (entry,) = capture(Join(), (whole[:, :width], whole[:, :width]), train=False).ops
+    assert estimate(entry.op, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.35)
+
+
+def test_ctc_takes_its_steps_one_after_another() -> None:
+    loss = Streaming("loss", 92_800, 371_520, 268_816, function="_ctc_loss", inner=800)
+    shorter = replace(loss, inner=200)
+    times = [estimate(op, "h100-sxm").time_s for op in (loss, shorter)]
+    assert times == pytest.approx([421e-6, 106e-6], rel=0.35)
+
+
+def test_cudnn_applies_given_statistics_in_16_bits_as_fast_as_multiprocessors_move_elements() -> None:
+    elements = 16 * 1024 * 56 * 56
+    op = Streaming(
+        "normalization", elements, 2 * elements, 2 * elements, "fp16", kernels=2, function="batch_norm_elemt"
+    )
+    assert estimate(op, "h100-sxm").time_s == pytest.approx(134e-6, rel=0.25)

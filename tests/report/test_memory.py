@@ -33,7 +33,10 @@ def test_owners_modules_and_what_comes_on_top(known: Report) -> None:
     assert memory(known) == [
         ("Memory", "parameters 1.00 GiB, activations 3.00 GiB"),
         ("Activations", "<script> 2.00 GiB, the model 1.00 GiB"),
-        ("Beside them", "allocator 512 MiB, cuBLAS 64.0 MiB, CUDA context, about 512 MiB: 5.06 GiB in all"),
+        (
+            "Beside them",
+            "allocator 512 MiB, libraries 64.0 MiB, CUDA context, about 512 MiB: 5.06 GiB in all",
+        ),
     ]
 
 

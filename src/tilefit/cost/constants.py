@@ -87,12 +87,13 @@ _GEFORCE_HEADROOM = 1.25
 
 #: What a PCIe card of a GPU that SXM modules have too delivers at the same clock, with less power: NVIDIA's
 #: A100 datasheet ("delivered performance for top apps"). Lambda's A100 PCIe took 1.08 times as long as SXM.
+#: Products on CUDA cores, which take less power, lose nothing (NeuSight's A100 PCIe).
 _PCIE_CLOCK = 0.9
 _ALSO_SXM = ((8, 0), (9, 0))
 
 
 def clock_share(gpu: Gpu) -> float:
-    """Share of the boost clock that a card's power sustains, over that of the fastest card of its kind."""
+    """Share of the clock that a card's power sustains in training, over that of the fastest of its kind."""
     return _PCIE_CLOCK if "PCIe" in gpu.title and gpu.compute_capability in _ALSO_SXM else 1.0
 
 
@@ -119,12 +120,7 @@ def constants(gpu: Gpu) -> Constants:
         )
         if _is_geforce(gpu):
             found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
-    share = clock_share(gpu)
-    return replace(
-        found,
-        math_efficiency=found.math_efficiency * share,
-        simt_efficiency=found.simt_efficiency * share,
-    )
+    return replace(found, math_efficiency=found.math_efficiency * clock_share(gpu))
 
 
 # --- links ------------------------------------------------------------------------------------------

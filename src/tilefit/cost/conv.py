@@ -210,10 +210,10 @@ def _on_cuda_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     kernel = select(op.implicit_gemm, gpu)
     if kernel.family != SIMT:
         kernel = on_cuda_cores(gpu, f"channels {op.group_channels} are not multiples of 16 bytes: CUDA cores")
-    if _runs_winograd(op):
-        reason = f"{kernel.reason}, by Winograd's algorithm"
-        return _Path(op.implicit_gemm, kernel._replace(reason=reason), constants, winograd=True)
-    return _Path(op.implicit_gemm, kernel, constants)
+    once = op.groups == max(*op.stride, *op.dilation) == 1 and op.dtype == "fp32"
+    winograd = once and all(size in _WINOGRAD_KERNELS for size in op.kernel_size)
+    reason = kernel.reason + ", by Winograd's algorithm" * winograd
+    return _Path(op.implicit_gemm, kernel._replace(reason=reason), constants, winograd=winograd)
 
 
 def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
@@ -228,7 +228,8 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     ).implicit_gemm
     misaligned = any(c % access for c in channels)
     rate = 0.0
-    plain = is_plain_product(op, PLAIN_ACCESS_BYTES)
+    # ResNet-50's training on Lambda's GPUs takes as long as with gradients that are converted.
+    plain = is_plain_product(op) or (op.direction == FORWARD and is_plain_product(op, PLAIN_ACCESS_BYTES))
     if plain:
         reason = "1 x 1 in NCHW: a plain product for each image"
     elif not op.channels_last:
@@ -258,15 +259,6 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
         kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
         constants = replace(constants, prologue_bytes=0.0)
     return _Path(product, kernel, constants, conversion_s)
-
-
-def _runs_winograd(op: Conv) -> bool:
-    return (
-        op.groups == 1
-        and op.dtype == "fp32"
-        and all(size in _WINOGRAD_KERNELS for size in op.kernel_size)
-        and all(step == 1 for step in (*op.stride, *op.dilation))
-    )
 
 
 def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:

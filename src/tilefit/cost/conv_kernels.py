@@ -11,6 +11,7 @@ from math import prod
 
 from tilefit.cost.gemm import kernels as product_kernels
 from tilefit.cost.kernels import uses_tensor_cores
+from tilefit.cost.tiles import round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD
 from tilefit.ops.conv import Conv
@@ -67,6 +68,18 @@ def kernels(op: Conv, gpu: Gpu) -> int:
         return {FORWARD: 3, BACKWARD_DATA: 2, BACKWARD_WEIGHT: 1}[op.direction]
     converted = sum(prod(sizes) > 1 for sizes in (op.input_size, op.kernel_size, op.output_size))
     return 1 + converted + split
+
+
+def workspace_bytes(op: Conv, gpu: Gpu) -> int:
+    """Memory of the copies that a pass makes of its images: converted, padded to whole accesses of channels.
+
+    A forward pass of channels that make none took it on an H100, which was half of its peak.
+    """
+    if kernels(op, gpu) <= 2:
+        return 0
+    access = elements_per_access(op.dtype)
+    padded_in, padded_out = (round_up(channels, access) / channels for channels in op.group_channels)
+    return int(op.input_elements * padded_in + op.output_elements * padded_out) * size_bytes(op.dtype)
 
 
 def _is_padded(op: Conv, misaligned_input: bool) -> bool:

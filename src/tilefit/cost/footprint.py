@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilefit.cost.conv_kernels import workspace_bytes
 from tilefit.gpus import Gpu
-from tilefit.ops import Step
+from tilefit.ops import Conv, Step
 from tilefit.ops.allocator import replayed
 
 #: Workspace that PyTorch gives cuBLAS for each handle: ``getChosenWorkspaceSize`` of
@@ -22,8 +23,8 @@ class Footprint:
     Attributes:
         allocator_bytes: By which the caching allocator reserves more: rounding and fragmentation. It is
             replayed with PyTorch's default settings, from an empty GPU on; 0 where no timeline is known.
-        library_bytes: cuBLAS's workspaces; the thread of the backward pass has a handle of its own. What
-            cuDNN takes for a while is not among them.
+        library_bytes: cuBLAS's workspaces; the thread of the backward pass has a handle of its own; and what
+            cuDNN takes for a while beyond the peak.
         context_bytes: The CUDA context.
     """
 
@@ -40,6 +41,17 @@ def footprint(step: Step, gpu: Gpu) -> Footprint:
     multiplies = any(entry.op.kind == "gemm" for entry in step.ops)
     return Footprint(
         replayed(step.memory.timeline).reserved_bytes - step.memory.peak_bytes,
-        workspace * multiplies * (1 + step.settings.training),
+        workspace * multiplies * (1 + step.settings.training) + converted_bytes(step, gpu),
         CONTEXT_BYTES,
     )
+
+
+def converted_bytes(step: Step, gpu: Gpu) -> int:
+    """Bytes by which what convolutions take while they run, with what is alive then, exceeds the peak."""
+    held, most = 0, step.memory.peak_bytes
+    for _, index, size in step.memory.timeline.changes():
+        held += size
+        op = step.ops[index].op if size > 0 and index < len(step.ops) else None
+        if isinstance(op, Conv):
+            most = max(most, held + workspace_bytes(op, gpu))
+    return most - step.memory.peak_bytes

@@ -126,7 +126,7 @@ def fuse(step: Step) -> Step:
     skipped = _skipped(step)
     if all(map(skipped, step.ops)):
         return replace(step, settings=replace(step.settings, compiled=False))
-    fusion = _Fusion(list(_lowered(step)))
+    fusion = _Fusion(list(_lowered(step)), skipped)
     ops = tuple(fusion.kernels())
     return replace(
         step,
@@ -141,14 +141,8 @@ def _skipped(step: Step) -> Callable[[StepOp], bool]:
     """Tells the operations of modules that run recurrent layers, and of what these call."""
     layers = [entry.site.module for entry in step.ops if entry.op.kind == "recurrent"]
     owners = {layer.rpartition(".")[0] for layer in layers}
-
-    def is_skipped(entry: StepOp) -> bool:
-        module = entry.site.module
-        return entry.phase == OPTIMIZER or any(
-            not owner or module == owner or module.startswith(f"{owner}.") for owner in owners
-        )
-
-    return is_skipped
+    inside = tuple(owner and f"{owner}." for owner in owners)
+    return lambda entry: entry.phase == OPTIMIZER or f"{entry.site.module}.".startswith(inside)
 
 
 def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int], int]:
@@ -189,7 +183,7 @@ class _Chain:
 class _Fusion:
     """The chains of a step."""
 
-    def __init__(self, ops: list[StepOp]) -> None:
+    def __init__(self, ops: list[StepOp], skipped: Callable[[StepOp], bool]) -> None:
         self.ops = ops
         self.chains: dict[int, _Chain] = {}
         self.refs: dict[_Value, TensorRef] = {}
@@ -205,7 +199,7 @@ class _Fusion:
             self.sources.append(tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs))
             values = {(writer, ref.id): ref for ref, writer in self.sources[-1]}
             read.update(values)
-            if not _is_generated(entry):
+            if skipped(entry) or not _is_generated(entry):
                 self.written.update(values)
             for value, ref in values.items():
                 self.refs.setdefault(value, ref)
@@ -214,7 +208,7 @@ class _Fusion:
                 self.refs[index, ref.id] = ref
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         for index, entry in enumerate(ops):
-            if _is_generated(entry):
+            if _is_generated(entry) and not skipped(entry):
                 self._add(index, entry)
                 continue
             for ref, writer in self.sources[index]:
@@ -311,9 +305,8 @@ class _Fusion:
     def _saved(self, value: _Value) -> Collection[_Value]:
         """What is kept so that the backward pass can have a value."""
         writer = value[0]
-        if writer not in self.chains or value[1] < 0 or self.ops[writer].phase != FORWARD:
-            return (value,)
-        if self._streaming(writer).function.strip("_") not in _MADE_AGAIN:
+        made = writer in self.chains and value[1] >= 0 and self.ops[writer].phase == FORWARD
+        if not made or self._streaming(writer).function.strip("_") not in _MADE_AGAIN:
             return (value,)
         ref, source = self.sources[writer][0]
         roots = self._roots((source, ref.id), _bytes(ref))

@@ -110,7 +110,7 @@ def _bags(op: Streaming, gpu: PricedGpu) -> float:
     clocks = bags * (_BAG_CLOCKS + op.inner * _BAG_ELEMENT_CLOCKS)
     clocks += op.picked * (_BAG_ROW_CLOCKS + op.inner * _BAG_ROW_ELEMENT_CLOCKS)
     waits_s = op.picked / bags * _BAG_WAIT_CLOCKS / gpu.boost_clock_hz
-    return _KERNEL_S + waits_s + _clocks_s(clocks, gpu)
+    return _KERNEL_S + max(waits_s, _clocks_s(clocks, gpu))
 
 
 def _put(op: Streaming, gpu: PricedGpu) -> float:

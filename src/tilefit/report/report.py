@@ -73,7 +73,7 @@ class MemoryUse:
         peak_op: The operation that is about to be launched at the peak, counted from 0.
         timeline: The fullest moments of equal parts of the step, in order.
         allocator_bytes: On top of the peak, what the caching allocator's rounding and fragmentation take.
-        library_bytes: Workspaces of cuBLAS.
+        library_bytes: Workspaces of cuBLAS, and of cuDNN beyond the peak.
         context_bytes: The CUDA context.
     """
 

@@ -186,7 +186,7 @@ def memory(report: Report) -> list[tuple[str, str]]:
     if use.context_bytes:
         beside = {
             "allocator": use.allocator_bytes,
-            "cuBLAS": use.library_bytes,
+            "libraries": use.library_bytes,
             "CUDA context, about": use.context_bytes,
         }
         lines.append(("Beside them", f"{_sizes(beside)}: {units.capacity(use.taken_bytes)} in all"))
