@@ -11,7 +11,7 @@ import pytest
 
 import tilefit.measure.quick as quick_module
 from tilefit import gpus
-from tilefit.cost import estimate, estimate_step
+from tilefit.cost import estimate
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import Quick, read, write
 from tilefit.cost.model import estimate_all
@@ -20,7 +20,7 @@ from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure.calibration import ChangeSet, candidates
 from tilefit.measure.quick import quick
-from tilefit.ops import FORWARD, Attention, Gemm, Op, Site, Step, StepOp, Streaming
+from tilefit.ops import Attention, Gemm, Op, Streaming
 
 H100 = gpus.get("h100-pcie")
 SLOW = replace(

@@ -369,5 +369,6 @@ def test_a_finding_without_a_price_comes_first_as_a_warning_and_last_as_a_note(h
 def test_the_interval_of_a_gain_is_that_of_the_waits(h200: Gpu) -> None:
     step = train(events=(event("item", END),))
     (found,) = findings(step, h200, "SYN001")
-    assert found.gain_high_s - found.gain_s == pytest.approx((priced(h200).launch_spread - 1) * found.gain_s, rel=0.15)
+    share = priced(h200).launch_spread - 1
+    assert found.gain_high_s - found.gain_s == pytest.approx(share * found.gain_s, rel=0.15)
     assert priced(h200).launch_scale > 0
