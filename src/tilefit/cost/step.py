@@ -17,7 +17,7 @@ from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, laun
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streams import fabric_of, run
-from tilefit.cost.waits import call_s, paced_s
+from tilefit.cost.waits import call_s, own_work_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
@@ -100,7 +100,12 @@ class _Timer:
     """Host against GPU, with operations of these times."""
 
     def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
-        self.step, self.device, self.times_s, self.python_s = step, device, times_s, python_s
+        self.step, self.device, self.times_s, self.python_s = (
+            step,
+            device,
+            times_s,
+            python_s + own_work_s(step.program),
+        )
         self.launches_s = [*_launches_s(step, device)]
 
     def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Timed:

@@ -175,4 +175,5 @@ def _program(
         ranks=ranks,
         per_machine=per_machine,
         network=network,
+        host_work=tuple((name, elements) for name, elements in parts.get("host_work", ())),
     )

@@ -98,6 +98,7 @@ class Window:
             model=self._called_at,
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
+            host_work=tuple((+modes.meetings.host_work).items()),
             ranks=ranks(),
             per_machine=per_machine(),
         )
