@@ -25,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from tilefit.cost.launch import KNOWN_HOST, REFERENCE_STEP_S, UNKNOWN_HOST
+
 RESULTS = Path(__file__).parent / "results"
 ROWS, COUNTS = RESULTS / "host_parts_h100.jsonl", RESULTS / "host_parts_counts.json"
 #: Parts of a step, and what each may be a sum of.
@@ -165,7 +167,8 @@ def count() -> None:
                 found[f"{run.label}|{infer}"] = counted(run, infer)
             except Exception as error:  # noqa: BLE001 - one model's failure is told
                 print(f"{run.label}: {type(error).__name__}: {error}"[:160], flush=True)
-    COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+    lines = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in found.items()]
+    COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def parts_of(told: dict[str, Any], part: str) -> dict[str, float]:
@@ -224,10 +227,11 @@ def show(part: str, number: int, turns: dict[str, list[dict[str, Any]]], counts:
         print(f"{part}, {len(rows)} models, left out: {told(np.array(without))}; {stated} us")
 
 
-def whole(kind: str, turns: dict[str, list[dict[str, Any]]], counts: dict[str, Any]) -> None:
-    """Steps among others against the model as it is, with the scale that fits all of them best."""
-    from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
-
+def whole(
+    kind: str, turns: dict[str, list[dict[str, Any]]], counts: dict[str, Any], reference: float
+) -> None:
+    """Steps among others against the model as it is, with the scale that fits all of them best, and with the
+    median of what the reference steps said meanwhile."""
     pairs, repeats = [], []
     for key, each in turns.items():
         if key in counts and counts[key]["host_ms"] > counts[key]["gpu_ms"]:
@@ -241,7 +245,8 @@ def whole(kind: str, turns: dict[str, list[dict[str, Any]]], counts: dict[str, A
     print(
         f"{kind}, {len(pairs)} steps that the host limits: {scale:.2f} times what is stated; with that, "
         f"{told(scale / ratios - 1)}; in the interval {known:.0%}, of an unknown host {unknown:.0%}; "
-        f"turns of the same step differ by {np.median(repeats):.0%} in the median"
+        f"with the {reference:.2f} of the reference steps, {told(reference / ratios - 1)}; "
+        f"turns of the same step differ by {np.median(repeats or [0]):.0%} in the median"
     )
 
 
@@ -257,12 +262,20 @@ def main() -> None:
     counts = json.loads(COUNTS.read_text())
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
     print("reference steps:", *(f"{r['scale']:.2f} ({r['slow']:g})" for r in rows if r["row"] == "reference"))
-    turns: dict[bool, dict[str, list[dict[str, Any]]]] = {False: {}, True: {}}
-    for row in rows:
-        if row["row"] == "model" and row["slow"] == 1:
-            turns[row["infer"]].setdefault(f"{row['model']}|{row['infer']}", []).append(row)
-    for infer, kind in ((False, "training"), (True, "forward passes")):
-        whole(kind, turns[infer], counts)
+    for slow in sorted({row["slow"] for row in rows}, reverse=True):  # the plain host last
+        turns: dict[bool, dict[str, list[dict[str, Any]]]] = {False: {}, True: {}}
+        for row in rows:
+            if row["row"] == "model" and row["slow"] == slow:
+                turns[row["infer"]].setdefault(f"{row['model']}|{row['infer']}", []).append(row)
+        # The rows' scales are of a reference step of 9.6 ms, as it was when they were measured.
+        reference = [
+            row["scale"] * 9.6e-3 / REFERENCE_STEP_S
+            for row in rows
+            if row["row"] == "reference" and row["slow"] == slow
+        ]
+        for infer, kind in ((False, "training"), (True, "forward passes")):
+            name = f"{kind}, host slowed {slow:g} times" if slow > 1 else kind
+            whole(name, turns[infer], counts, float(np.median(reference)))
     for part, infer, number in (
         ("forward alone", True, 0),
         ("forward", False, 0),
