@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from tilefit.cost import launch
 from tilefit.cost.launch import KNOWN_HOST, REFERENCE_STEP_S, UNKNOWN_HOST
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,6 +57,21 @@ PARTS = {
     ),
     "optimizer": (("fixed", "parameters"), ("fixed", "operations", "parameters")),
 }
+#: The cost model's own constants of each part, in seconds.
+STATED = {
+    "forward alone": {"operations": launch.ALONE_S, "kernels": launch.KERNEL_S},
+    "forward": {
+        "fixed": launch.FIXED_S["forward"], "operations": launch.FORWARD_S, "changes": launch.MODULE_S,
+        "kernels": launch.KERNEL_S,
+    },
+    "backward": {
+        "fixed": launch.FIXED_S["backward"], "operations": launch.BACKWARD_S, "parameters": launch.GRADIENT_S,
+        "kernels": launch.KERNEL_S,
+    },
+    "optimizer": {
+        "fixed": launch.FIXED_S["optimizer"], "operations": launch.OPTIMIZER_S, "parameters": launch.UPDATE_S,
+    },
+}  # fmt: skip
 #: Relative errors beyond this count linearly, not squared: other processes disturbed some rows.
 DISTURBED = 0.1
 _Array = NDArray[np.float64]
@@ -218,6 +234,9 @@ def show(part: str, number: int, turns: dict[str, list[dict[str, Any]]], counts:
             least = [1e3 * min(parts[number] for parts in turn["wall_ms"]) for turn in each]
             rows.append((counts[key], float(np.exp(np.mean(np.log(least))))))
     taken_us = np.array([us for _, us in rows])
+    stated_s = [sum(s * parts_of(each, part)[name] for name, s in STATED[part].items()) for each, _ in rows]
+    ratios = 1e6 * np.array(stated_s) / taken_us
+    print(f"{part}, {len(rows)} models, as stated, one scale: {told(ratios / np.median(ratios) - 1)}")
     for names in PARTS[part]:
         table = np.array([[parts_of(each, part)[name] for name in names] for each, _ in rows], dtype=float)
         others = [np.arange(len(rows)) != index for index in range(len(rows))]
@@ -240,14 +259,48 @@ def whole(
             repeats += [abs(np.log(b / a)) for a, b in pairwise(taken)]
     ratios = np.array([real / stated for real, stated in pairs])
     scale = float(np.exp(np.median(np.log(ratios))))
-    known = np.mean(np.abs(np.log(ratios / scale)) <= np.log(KNOWN_HOST))
+    known = np.mean(np.abs(np.log(ratios / reference)) <= np.log(KNOWN_HOST))
     unknown = np.mean(np.abs(np.log(ratios)) <= np.log(UNKNOWN_HOST))
     print(
         f"{kind}, {len(pairs)} steps that the host limits: {scale:.2f} times what is stated; with that, "
-        f"{told(scale / ratios - 1)}; in the interval {known:.0%}, of an unknown host {unknown:.0%}; "
-        f"with the {reference:.2f} of the reference steps, {told(reference / ratios - 1)}; "
+        f"{told(scale / ratios - 1)}; "
+        f"with the {reference:.2f} of the reference steps, {told(reference / ratios - 1)}, "
+        f"in the interval {known:.0%}; in that of an unknown host {unknown:.0%}; "
         f"turns of the same step differ by {np.median(repeats or [0]):.0%} in the median"
     )
+
+
+def programs(rows: list[dict[str, Any]]) -> None:
+    """Whole programs, captured here, on a host as fast as the reference step said after each."""
+    from program_ops import program
+
+    from tilefit.capture.child import capture_program_in_child
+    from tilefit.cost import estimate_step
+    from tilefit.cost.measured import MeasuredRun
+    from tilefit.cost.priced import priced
+    from tilefit.ops import Step
+    from tilefit.options import ProgramOptions
+
+    errors, inside = [], []
+    for row in rows:
+        path, arguments, fake = program(row["program"])
+        options = ProgramOptions(str(path), arguments, skip=2, fake_data=fake)
+        step = capture_program_in_child(options, "h100-sxm", timeout_s=600)
+        scale = row["scale"] * 9.6e-3 / REFERENCE_STEP_S
+        gpu = replace(priced("h100-sxm"), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
+        estimate, real_ms = estimate_step(step, gpu), min(row["wall_ms"])
+        assert step.program is not None
+        own = replace(step, program=replace(step.program, host_work=()))
+        errors.append(1e3 * estimate.time_s / real_ms - 1)
+        inside.append(1e3 * estimate.low_s <= real_ms <= 1e3 * estimate.high_s)
+        print(
+            f"{row['program']}: {real_ms:.1f} ms, predicted {1e3 * estimate.time_s:.1f} ({errors[-1]:+.0%}; "
+            f"{1e3 * estimate.low_s:.1f} to {1e3 * estimate.high_s:.1f}), without its own work on the host "
+            f"{1e3 * estimate_step(own, gpu).time_s:.1f}, on an unknown host "
+            f"{1e3 * estimate_step(step, priced('h100-sxm')).time_s:.1f}",
+            flush=True,
+        )
+    print(f"{len(errors)} programs: {told(np.array(errors))}, in the interval {np.mean(inside):.0%}")
 
 
 def main() -> None:
@@ -256,11 +309,15 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--count", action="store_true")
+    parser.add_argument("--programs", action="store_true", help="predict the programs instead")
     options = parser.parse_args()
     if options.count:
         count()
     counts = json.loads(COUNTS.read_text())
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    if options.programs:
+        programs([row for row in rows if row["row"] == "program" and "failure" not in row])
+        return
     print("reference steps:", *(f"{r['scale']:.2f} ({r['slow']:g})" for r in rows if r["row"] == "reference"))
     for slow in sorted({row["slow"] for row in rows}, reverse=True):  # the plain host last
         turns: dict[bool, dict[str, list[dict[str, Any]]]] = {False: {}, True: {}}
