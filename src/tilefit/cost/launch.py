@@ -30,6 +30,9 @@ REFERENCE_STEP_S = 10.5e-3
 #: What a host takes may be so many times as much as predicted, or as little, in 80 % of cases: one that was
 #: measured, and one that was not. Set to the steps of ``benchmarks/results`` that the host limits.
 KNOWN_HOST, UNKNOWN_HOST = 1.3, 1.6
+#: A whole program's by so much more: what it does beside its operations is seen in part. Set to ten programs
+#: on one host (``benchmarks/fit_host_parts.py --programs``).
+PROGRAM_HOST = 1.15
 #: One operation of the forward pass or of the backward pass, with the views that go with it; and of a forward
 #: pass alone: 22.3 us where the reference step takes 9.6 ms.
 FORWARD_S = 22e-6
