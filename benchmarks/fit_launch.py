@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
+from whole_steps import host_scale
 
 from tilefit.cost.launch import KERNEL_S, OPTIMIZER_S, RECOMPILED_S
 
@@ -133,7 +134,8 @@ def main() -> None:
         show(part, names, len(rows), fitted(rows, part, number, names))
     inference = json.loads(options.inference.read_text())
     rows = eager(inference)
-    show("forward alone", ALONE, len(rows), fitted(rows, "forward", 0, ALONE, inference["host_scale"]))
+    scale = host_scale([row for row in inference["rows"] if "reference_turns_ms" in row])
+    show("forward alone", ALONE, len(rows), fitted(rows, "forward", 0, ALONE, scale))
     layers_ms = []
     for row in json.loads(options.compiled.read_text())["rows"]:
         if layers := row["recompiled"]:

@@ -238,6 +238,25 @@ def chained(x: torch.Tensor, each: list[_Layer]) -> torch.Tensor:
     return x
 
 
+def own_work(elements: int = 3_000_000) -> None:
+    """Nanoseconds that one element takes one core, in operations on tensors of the host's."""
+    torch.set_num_threads(1)
+    x = torch.randn(elements)
+    calls: dict[str, Callable[[], object]] = {
+        "randn": lambda: torch.randn(elements),
+        "normal_": x.normal_,
+        "rand": lambda: torch.rand(elements),
+        "randint": lambda: torch.randint(100, (elements,)),
+        "randperm": lambda: torch.randperm(elements),
+        "bernoulli_": lambda: x.bernoulli_(0.5),
+        "add": lambda: x + x,
+        "clone": x.clone,
+    }
+    for name, call in calls.items():
+        least_us = min(spent_us(call)[1] for _ in range(6))
+        print(f"{name:12} {1e3 * least_us / elements:6.2f} ns an element")
+
+
 def python() -> int:
     """Calls, attributes and dictionaries, and nothing of PyTorch."""
 
@@ -438,7 +457,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
@@ -446,7 +465,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="of these names, or parts")
     parser.add_argument("--seconds", type=float, default=225.0)
     parser.add_argument("--slow", type=float, default=3.0, help="times as slow a host, at the end")
+    parser.add_argument("--own", action="store_true", help="the host's own operations alone")
     options = parser.parse_args()
+    if options.own:
+        own_work()
+        return
     began = time.monotonic()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}", flush=True)
     host = Host(options.out, options.device)

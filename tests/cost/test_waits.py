@@ -183,3 +183,17 @@ def test_a_compiled_step_waits_at_the_same_parts() -> None:
     parts = [entry.phase.partition("-")[0] for entry in after.ops]
     ends = [index for index in range(1, len(parts)) if parts[index] != parts[index - 1]]
     assert [event.index for event in after.program.events] == [0, *ends, len(parts), len(parts)]
+
+
+def test_random_numbers_that_the_host_draws_take_its_time() -> None:
+    plain = estimate_step(step(*[SMALL] * 20), H200)
+    drawn = estimate_step(step(*[SMALL] * 20, host_work=(("randn", 3_000_000),)), H200)
+    # A core draws some 200 to 400 million a second.
+    assert 3e6 / 400e6 < drawn.host_time_s - plain.host_time_s < 3e6 / 200e6
+    assert drawn.bound_time_s[LAUNCH] - plain.bound_time_s[LAUNCH] == pytest.approx(
+        drawn.time_s - plain.time_s
+    )
+    one = replace(step(SMALL, host_work=(("randn", 3_000_000),)), batch=1)
+    twice = scale_batch(one, 2)
+    assert twice.program is not None
+    assert twice.program.host_work == (("randn", 6_000_000),)

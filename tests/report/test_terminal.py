@@ -182,3 +182,12 @@ def test_colour_only_on_a_terminal_that_wants_it(report: Report, monkeypatch: py
 
 def test_a_report_as_text_is_the_terminal_s(report: Report) -> None:
     assert str(report) == render(report)
+
+
+def test_a_step_that_the_host_limits_says_so_first(report: Report) -> None:
+    step = replace(
+        report.step, time_s=0.04, host_time_s=0.04, gpu_time_s=0.03, bounds_s={"math": 0.03, "launch": 0.01}
+    )
+    first = render(replace(report, step=step)).splitlines()[3]
+    assert first == "Host    limits this step: 40.0 ms to launch it, the GPU works for 30.0 ms"
+    assert "Host " not in render(report)

@@ -6,7 +6,9 @@ fits them to what 19 eager training steps spent in their forward pass, backward 
 also tells what of it a forward pass alone takes, by 27 of these (``benchmarks/results/
 whole_steps_inference.json``).
 Another host moves them all together: two of the same kind differed by up to a factor of two. ``tilefit
-calibrate`` measures that factor. A step that the GPU bounds does not depend on them.
+calibrate`` measures that factor. That views, calls of modules and of Python functions, nodes of autograd or
+kinds of operations were told apart as well made no better predictions of 45 models (``benchmarks/
+fit_host_parts.py``). A step that the GPU bounds does not depend on any of it.
 """
 
 from __future__ import annotations
@@ -20,19 +22,26 @@ from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step, StepOp, Streaming
 from tilefit.ops.streaming import CONTIGUOUS
 
-#: The training step of :func:`tilefit.measure.launch.reference_step` on such a host: the median of its
-#: fastest turns beside the 20 steps of ``benchmarks/results/whole_steps.json``.
-REFERENCE_STEP_S = 9.6e-3
+#: The training step of :func:`tilefit.measure.launch.reference_step` on such a host. Measured beside the 20
+#: steps of ``benchmarks/results/whole_steps.json`` it was 9.6 ms, the median of its fastest turns; the model
+#: states 11.1 ms of it. Training steps on three further hosts took 0.93, 0.87 and 0.85 of what that would
+#: make of them (``benchmarks/whole_steps.py``, ``fit_host_parts.py``): this is the middle of all four.
+REFERENCE_STEP_S = 10.5e-3
 #: What a host takes may be so many times as much as predicted, or as little, in 80 % of cases: one that was
 #: measured, and one that was not. Set to the steps of ``benchmarks/results`` that the host limits.
 KNOWN_HOST, UNKNOWN_HOST = 1.3, 1.6
-#: One operation of the forward pass or of the backward pass, with the views that go with it.
+#: A whole program's by so much more: what it does beside its operations is seen in part. Set to ten programs
+#: on one host (``benchmarks/fit_host_parts.py --programs``).
+PROGRAM_HOST = 1.15
+#: One operation of the forward pass or of the backward pass, with the views that go with it; and of a forward
+#: pass alone: 22.3 us where the reference step takes 9.6 ms.
 FORWARD_S = 22e-6
 BACKWARD_S = 17.5e-6
+ALONE_S = 24e-6
 #: A forward operation of a training step of another module than the one before. Forward passes alone, fitted
-#: with both constants, take 22.3 us for an operation and nothing for a module. So it does not stand for the
-#: Python of the modules, but for what comes with them in training alone: a ResNet-50's forward pass, whose
-#: norms then make statistics and count batches, takes the host about twice as long as in inference.
+#: with both constants, take nothing for a module. So it does not stand for the Python of the modules, but for
+#: what comes with them in training alone: a ResNet-50's forward pass, whose norms then make statistics and
+#: count batches, takes the host about twice as long as in inference.
 MODULE_S = 14e-6
 #: A parameter in the backward pass, where its gradient is accumulated; and in the optimizer, which in all the
 #: steps is the multi-tensor AdamW. A fused one takes less of the host by its Python alone: 0.5 to 0.7 times
@@ -55,15 +64,16 @@ OPTIMIZER_S = 24e-6
 #: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
 #: back to it (taken to be the same where CUDA graphs replay). Set by hand to the host-bound steps of
 #: ``benchmarks/results/whole_steps_compiled.json`` whose model is one graph (MobileNet, EfficientNet, U-Net,
-#: Swin) and to BART's, which has the most launches; they differ by -10 to +3 %.
-COMPILED_KERNEL_S = 15e-6
-COMPILED_CALL_S = 22e-6
-GRAPH_PARAMETER_S = 15e-6
+#: Swin) and to BART's, which has the most launches; they differ by -10 to +3 %; like those of
+#: a forward pass alone they are for a reference step of 10.5 ms, as it took 9.6 ms there.
+COMPILED_KERNEL_S = 16.4e-6
+COMPILED_CALL_S = 24e-6
+GRAPH_PARAMETER_S = 16.4e-6
 #: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
 #: layers are tried at each of them, and those beyond the eighth run as they are. ``benchmarks/fit_launch.py``
 #: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
 #: alone is not priced: BART's forward pass reads 24 values, and its step takes no longer than its launches.
-RECOMPILED_S = 1.4e-3
+RECOMPILED_S = 1.5e-3
 #: A collective: 35 to 40 us a call in all (torch 2.11, eager all-reduces of 4 MiB and less, back to back, on
 #: 2 and 4 H200).
 COLLECTIVE_S = 30e-6
@@ -108,7 +118,8 @@ def launch(op: Op, phase: str, gpu: Gpu, settings: Settings) -> Launch:
     if isinstance(op, Streaming) and op.function == CONTIGUOUS:  # within the call of another
         return Launch(kernels, KERNEL_S * kernels)
     # All kinds alike: a call alone takes nearly the same time, whatever it calls.
-    call_s = BACKWARD_S if phase.startswith("backward") else FORWARD_S
+    forward_s = FORWARD_S if settings.training else ALONE_S
+    call_s = BACKWARD_S if phase.startswith("backward") else forward_s
     return Launch(kernels, call_s + KERNEL_S * (kernels - 1))
 
 

@@ -13,11 +13,11 @@ from math import hypot
 from typing import NamedTuple
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
-from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, around_s, begin_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, PROGRAM_HOST, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streams import Timed, fabric_of, run
-from tilefit.cost.waits import call_s, paced_s
+from tilefit.cost.waits import call_s, own_work_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
@@ -75,7 +75,7 @@ def estimate_step(
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
     # What the host and the GPU may take at most and at least is priced like what they take.
     share = hypot(*widths.values(), device.common_spread * found.gpu_s) / (found.gpu_s or 1.0)
-    spread = device.launch_spread
+    spread = device.launch_spread * (PROGRAM_HOST if step.program else 1.0)
     less_s = found.time_s - timed(scale / spread, max(0.0, 1.0 - share)).time_s
     more_s = timed(scale * spread, 1.0 + share).time_s - found.time_s
     return StepEstimate(
@@ -105,7 +105,8 @@ class _Timer:
     """Host against GPU, with operations of these times."""
 
     def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
-        self.step, self.device, self.times_s, self.python_s = step, device, times_s, python_s
+        self.step, self.device, self.times_s = step, device, times_s
+        self.python_s = python_s + own_work_s(step.program)
         self.launches_s = [*_launches_s(step, device)]
 
     def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:

@@ -33,6 +33,15 @@ _PINNED = 12e9 / _PCIE_3
 _PAGEABLE = 2.3 / 5.7
 
 
+#: Seconds that one element takes on one core, in operations on tensors of the host's: random numbers, and
+#: what passes over memory (``benchmarks/host_parts.py --own``).
+_ELEMENT_S = {
+    "randn": 3.4e-9, "normal": 3.4e-9, "rand": 2.9e-9, "uniform": 2.9e-9, "randint": 2.6e-9,
+    "random": 2.6e-9, "randperm": 20e-9, "bernoulli": 12e-9,
+}  # fmt: skip
+_PASSED_S = 0.4e-9
+
+
 class _Action(NamedTuple):
     """What the host does next: its time, the GPU's time for it, and whether the host waits for that."""
 
@@ -60,6 +69,12 @@ def launches_block(program: Program) -> bool:
 def call_s(program: Program | None, scale: float) -> float:
     """Host time of all calls that wait or copy: each takes what a launch takes."""
     return scale * FORWARD_S * len(program.events) if program else 0.0
+
+
+def own_work_s(program: Program | None) -> float:
+    """What the program does on tensors of the host's, on the stated host."""
+    work = program.host_work if program else ()
+    return sum(_ELEMENT_S.get(name, _PASSED_S) * elements for name, elements in work)
 
 
 def paced_s(

@@ -36,8 +36,8 @@ class Watch(Protocol):
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on ``meta`` tensors, as the GPU is told to."""
 
-    def ran_on_host(self, func: Any) -> None:
-        """An operation on tensors of the host's alone."""
+    def ran_on_host(self, func: Any, out: Any) -> None:
+        """An operation on tensors of the host's alone, and what it made."""
 
     def waited(self, name: str, event: int = 0) -> None:
         """The host reads a value, or asks to be told when the GPU is done: with all, or with what was before
@@ -130,10 +130,10 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.run(func, args, kwargs)
         if self._leaves_unfilled(name, args, kwargs.get("generator")):
             return args[0]
-        self.watch.ran_on_host(func)
-        if kwargs.get("pin_memory"):
-            return self.pinned(func(*args, **{**kwargs, "pin_memory": False}))
-        return func(*args, **kwargs)
+        pinned = bool(kwargs.get("pin_memory"))
+        out = func(*args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
+        self.watch.ran_on_host(func, out)
+        return self.pinned(out) if pinned else out
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that has tensors of the GPU's among its arguments, or makes some."""

@@ -187,6 +187,7 @@ class Program:
         rank: Which.
         per_machine: Of them in one machine.
         network: What joins their machines, as it is asked for; empty for one machine.
+        host_work: What the program does on tensors of the host's, beside its loaders: elements by function.
     """
 
     command: str
@@ -205,6 +206,7 @@ class Program:
     per_machine: int = 1
     network: str = ""
     rank: int = 0
+    host_work: tuple[tuple[str, int], ...] = ()
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""
@@ -219,8 +221,8 @@ class Program:
         )
 
     def on_batch(self, factor: float) -> Program:
-        """With ``factor`` times the samples: what is copied to the GPU grows, but for single numbers, and
-        what ranks exchange of it."""
+        """With ``factor`` times the samples: what is copied to the GPU grows, but for single numbers, what
+        ranks exchange of it, and what the host makes."""
         events = (
             replace(event, bytes=round(factor * event.bytes))
             if event.kind == TO_GPU and event.bytes > _NUMBER_BYTES
@@ -230,4 +232,5 @@ class Program:
         exchanges = (
             replace(each, bytes=round(factor * each.bytes)) if each.grows else each for each in self.exchanges
         )
-        return replace(self, events=tuple(events), exchanges=tuple(exchanges))
+        work = tuple((name, round(factor * elements)) for name, elements in self.host_work)
+        return replace(self, events=tuple(events), exchanges=tuple(exchanges), host_work=work)

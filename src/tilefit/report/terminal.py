@@ -113,11 +113,11 @@ def _headline(report: Report, width: int, prices: Mapping[str, float] | None) ->
     title = Text.assemble((text.heading(report), "bold"), f" on {text.plain(report.device.title)}")
     setup = Text(_flowed(text.setup(report), width), style="dim")
     grid = _labelled()
+    if limit := text.host_limit(report):
+        grid.add_row("Host", Text(limit, style="bold red"))
     around = program.headline(report.program) if report.program else []
     for label, words in around:
         grid.add_row(label, Text(text.plain(words)))
-    if limit := text.host_limit(report):
-        grid.add_row("Host", Text(limit, style="bold red"))
     grid.add_row("Time", _time(report))
     grid.add_row("Rate", _rate(report))
     grid.add_row("Bound", _bounds(report))

@@ -218,10 +218,8 @@ def host_limit(report: Report) -> str:
     step = report.step
     if step.bounds_s.get("launch", 0.0) < _HOST_LIMITS * step.time_s or not step.time_s:
         return ""
-    return (
-        f"limits this step: it takes {units.seconds(step.host_time_s)} to launch what the GPU does in "
-        f"{units.seconds(step.gpu_time_s)}"
-    )
+    times = units.seconds(step.host_time_s), units.seconds(step.gpu_time_s)
+    return "limits this step: {} to launch it, the GPU works for {}".format(*times)
 
 
 def next_commands(document: Document) -> list[str]:

@@ -107,6 +107,33 @@ def test_a_program_prices_as_its_model_by_a_factory(tmp_path: Path) -> None:
     assert [(a.name, a.what) for a in step.program.assumptions] == [("item", "fp32[]")]
 
 
+def test_what_the_host_does_itself_is_noted_but_not_what_loaders_do(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.rand(500)
+
+net = torch.nn.Linear(500, 10).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for images in torch.utils.data.DataLoader(Noise(), 8):
+    more = torch.randn(8, 500)
+    loss = net((images + more).to("cuda")).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    )
+    assert step.program is not None
+    assert dict(step.program.host_work) == {"randn": 4000, "add": 4000}
+    assert Step.from_json(step.to_json()).program == step.program
+
+
 def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
     step = _run(tmp_path, _TRAIN, "--accumulate", "2")
 

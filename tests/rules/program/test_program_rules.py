@@ -8,7 +8,7 @@ import pytest
 
 from builders import StepBuilder
 from tilefit.cost import estimate_step
-from tilefit.cost.launch import FORWARD_S
+from tilefit.cost.launch import FORWARD_S, PROGRAM_HOST
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import (
@@ -130,7 +130,9 @@ class TestHostWaits:
         # At a wait of a step that launches bound the queue is nearly empty: the call is what is left.
         (found,) = findings(train(rows=64, events=(event("item", 1),)), h200, "SYN001")
         assert found.gain_s == pytest.approx(FORWARD_S * priced(h200).launch_scale)
-        assert found.gain_low_s == pytest.approx((2 - priced(h200).launch_spread) * found.gain_s)
+        assert found.gain_low_s == pytest.approx(
+            (2 - PROGRAM_HOST * priced(h200).launch_spread) * found.gain_s
+        )
 
 
 class TestCopies:
@@ -395,6 +397,6 @@ def test_a_finding_without_a_price_comes_first_as_a_warning_and_last_as_a_note(h
 def test_the_interval_of_a_gain_is_that_of_the_waits(h200: Gpu) -> None:
     step = train(events=(event("item", END),))
     (found,) = findings(step, h200, "SYN001")
-    wider_s = (priced(h200).launch_spread - 1) * found.gain_s
-    assert found.gain_high_s - found.gain_s == pytest.approx(wider_s, rel=0.15)
+    share = PROGRAM_HOST * priced(h200).launch_spread - 1
+    assert found.gain_high_s - found.gain_s == pytest.approx(share * found.gain_s, rel=0.15)
     assert priced(h200).launch_scale > 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 
+from tilefit.capture.aten import is_free
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.recorder import PRODUCTS
@@ -45,6 +47,9 @@ class Meetings:
         #: Numbers of the memory that collectives wrote.
         self.received: set[int] = set()
         self._stream = 0
+        #: Elements that the host's own operations made, by function, beside what loaders do.
+        self.host_work: Counter[str] = Counter()
+        self.is_loading: Callable[[], bool] = lambda: False
         #: A CUDA graph was replayed.
         self.graphs = False
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
@@ -64,6 +69,7 @@ class Meetings:
         self.received.clear()
         self.order[:] = [Ordered(0, TO_STREAM, self._stream)] if self._stream else []
         self.recorder.host_products.clear()
+        self.host_work.clear()
 
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on shapes, recorded."""
@@ -73,10 +79,15 @@ class Meetings:
                 self.recorder.identify(leaf)
         return out
 
-    def ran_on_host(self, func: Any) -> None:
+    def ran_on_host(self, func: Any, out: Any) -> None:
         """An operation on tensors of the host's."""
-        if not self.recorder.muted and func._overloadpacket.__name__ in PRODUCTS:
+        if self.recorder.muted:
+            return
+        name = func._overloadpacket.__name__
+        if name in PRODUCTS:
             self.recorder.host_products[self.recorder.sites.source_line()] = None
+        if not (self.is_loading() or is_free(func)):
+            self.host_work[name.rstrip("_")] += sum(each.numel() for each in leaves(out) if is_tensor(each))
 
     def waited(self, name: str, event: int = 0) -> None:
         """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""

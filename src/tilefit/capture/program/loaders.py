@@ -44,6 +44,8 @@ class Loaders:
 
     def __init__(self, made_up: Callable[[], int] = lambda: 0, found: list[str] | None = None) -> None:
         self._made_up = made_up
+        #: A loader makes a batch in this process.
+        self.drawing = False
         self._found = [] if found is None else found
         self._lines: weakref.WeakKeyDictionary[DataLoader[Any], str] = weakref.WeakKeyDictionary()
         self._fed: dict[int, tuple[DataLoader[Any], int]] = {}
@@ -73,7 +75,11 @@ class Loaders:
                     raise StopIteration
                 return copy.deepcopy(slow.batch)
             before, start = self._made_up(), time.perf_counter()
-            batch = draw(iterator)
+            self.drawing = True
+            try:
+                batch = draw(iterator)
+            finally:
+                self.drawing = False
             seconds = time.perf_counter() - start
             first = next((each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)), None)
             self._sizes[loader] = len(first) if first is not None and first.dim() else 1

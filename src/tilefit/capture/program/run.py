@@ -77,6 +77,7 @@ def on_emulated_gpu(
     """
     with contained(folder, fake=fake) as around:
         modes = ProgramModes(gpu, mail)
+        modes.meetings.is_loading = lambda: around.loaders.drawing
         with one_rank(modes.recorder), noting_makers(), modes.running():
             yield around, modes
 

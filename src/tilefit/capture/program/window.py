@@ -151,6 +151,7 @@ class Window:
             model=self._call.line if self._call else "",
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
+            host_work=tuple((+modes.meetings.host_work).items()),
             ranks=ranks(),
             rank=rank(),
             per_machine=per_machine(),
