@@ -163,8 +163,7 @@ class _Follower:
         self.moved: list[_Moved] = []
         self.steps = 0
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
-        #: Where each was before the step that runs; and how far each has moved in steps, as others may move it
-        #: too.
+        #: Where each was before the step that runs; below, how far each has moved within steps.
         self._before: list[Tensor] = []
         #: The group of the optimizer's that each of the twin's stands for.
         self._origins: list[int] = []
