@@ -114,7 +114,7 @@ class Watch:
         self._looks = 0
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
-        self._weights: list[list[float]] = []
+        self._weights: list[tuple[float, ...]] = []
         self._primary: weakref.ref[Optimizer] | None = None
         self._seek_origin = self._running = self._ended = self._compiled_seen = False
         self._frames_before = 0
@@ -293,9 +293,9 @@ class Watch:
 
     def _have_moved(self) -> bool:
         """Whether weights have moved since the last backward pass, without an optimizer."""
-        weights = [p for p in self._ledger.parameters[:WITNESSES] if has_values(p)]
-        before = self._weights
-        self._weights = [[w._version, *sampled(w.detach(), WIDTH).tolist()] for w in weights]
+        weights, before = self._ledger.parameters[:WITNESSES], self._weights
+        values = [sampled(w.detach(), WIDTH).tolist() if has_values(w) else () for w in weights]
+        self._weights = [(w._version, *seen) for w, seen in zip(weights, values, strict=True)]
         return len(before) == len(weights) and before != self._weights
 
     def _on_stepped(self, stepped: Stepped) -> None:
