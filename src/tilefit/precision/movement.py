@@ -247,15 +247,13 @@ def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
         name, used = type(optimizer).__name__, dtype or half.dtype
         decoupled = group.get("decoupled_weight_decay") or "AdamW" in name
         shrink = 1 - float(lr) * float(decay) if decoupled and decay and lr is not None else None
-        if dtype is None and shrink is None:
-            continue
-        constants = {}
-        if dtype is not None and "eps" in group:
-            constants["eps"] = _rounded(float(group["eps"]), dtype)
-        if dtype is not None and betas:
-            constants["beta2"] = _rounded(float(betas[1]), dtype)
-        if shrink is not None:
-            constants["decay"] = _rounded(shrink, half.dtype)
+        beta = betas[1] if betas else None
+        given = {"eps": (group.get("eps"), dtype), "beta2": (beta, dtype), "decay": (shrink, half.dtype)}
+        constants = {
+            key: _rounded(float(value), where)
+            for key, (value, where) in given.items()
+            if value is not None and where is not None
+        }
         yield OptimizerStateInHalf(user_line(), name, dtype=name_of(used), constants=constants)
 
 

@@ -125,6 +125,7 @@ class Watch:
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
         self._ledger = ledger = Ledger(recorder)
         self._trackers = {kind: kind(recorder, ledger) for kind in _TRACKERS}
+        self._exponents = self._the(Exponents)
         self._numerical = [tracker for tracker in self._trackers.values() if isinstance(tracker, Observer)]
         self._statistics = Statistics()
         self._observers = Observers(self._statistics, self._numerical)
@@ -235,7 +236,7 @@ class Watch:
             setup=setup,
             steps=self.steps,
             findings=self.alarms,
-            tables=(*self._the(Exponents).tables(), *([operations] if operations.rows else [])),
+            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
             unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
             checks=tuple(self._checks()),
             version=__version__,
