@@ -163,7 +163,7 @@ class _Follower:
         self.moved: list[_Moved] = []
         self.steps = 0
         self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
-        #: Where each was before the step that runs; how far each has moved in steps, as others may move it.
+        #: Where each was before the step that runs; below, how far each has moved within steps.
         self._before: list[Tensor] = []
         #: The group of the optimizer's that each of the twin's stands for.
         self._origins: list[int] = []
@@ -184,6 +184,7 @@ class _Follower:
         # The step below its hooks, which are global: the twin's steps are nobody's business.
         self._step = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
         self._actual = [torch.zeros_like(start) for _, start, _, _ in self._samples]
+        self._views = [[spread_view(p) for p in parameters] for parameters, _, _, _ in self._samples]
         for parameters, _, twin, _ in self._samples:
             states = [optimizer.state.get(p, {}) for p in parameters]
             for key, value in states[0].items() if all(states) else ():
@@ -195,7 +196,7 @@ class _Follower:
 
     def step(self, optimizer: Optimizer) -> None:
         """Make the twin's step."""
-        self._before = [_sampled(parameters) for parameters, _, _, _ in self._samples]
+        self._before = self._now()
         for parameters, _, twin, _ in self._samples:
             twin.grad = _sampled([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         for group, number in zip(self._twin.param_groups, self._origins, strict=True):
@@ -205,9 +206,18 @@ class _Follower:
     def stepped(self) -> None:
         """The optimizer has made its own step."""
         self.steps += 1
-        for moved, row, before in zip(self._actual, self._samples, self._before, strict=False):
-            moved += _sampled(row[0]) - before
+        if self._before:
+            torch._foreach_add_(self._actual, torch._foreach_sub(self._now(), self._before))
         self._before = []
+
+    def _now(self) -> list[Tensor]:
+        """Where the parameters are."""
+        found = []
+        for (parameters, _, _, _), views in zip(self._samples, self._views, strict=True):
+            if any(p.data_ptr() != view.data_ptr() for p, view in zip(parameters, views, strict=True)):
+                views[:] = map(spread_view, parameters)
+            found.append(torch.cat(views).float())
+        return found
 
     def measure(self, source: str) -> None:
         """See how far the parameters of each group and element type have moved after a step on a line."""
@@ -237,15 +247,13 @@ def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
         name, used = type(optimizer).__name__, dtype or half.dtype
         decoupled = group.get("decoupled_weight_decay") or "AdamW" in name
         shrink = 1 - float(lr) * float(decay) if decoupled and decay and lr is not None else None
-        if dtype is None and shrink is None:
-            continue
-        constants = {}
-        if dtype is not None and "eps" in group:
-            constants["eps"] = _rounded(float(group["eps"]), dtype)
-        if dtype is not None and betas:
-            constants["beta2"] = _rounded(float(betas[1]), dtype)
-        if shrink is not None:
-            constants["decay"] = _rounded(shrink, half.dtype)
+        beta = betas[1] if betas else None
+        given = {"eps": (group.get("eps"), dtype), "beta2": (beta, dtype), "decay": (shrink, half.dtype)}
+        constants = {
+            key: _rounded(float(value), where)
+            for key, (value, where) in given.items()
+            if value is not None and where is not None
+        }
         yield OptimizerStateInHalf(user_line(), name, dtype=name_of(used), constants=constants)
 
 
@@ -315,6 +323,7 @@ class Accumulators(Tracker, Observer):
         self._weights: dict[tuple[Any, ...], _Sum] = {}
         #: What the running operation writes to, what was there, and what should be.
         self._written: list[tuple[Tensor, Tensor, _Made]] = []
+        self._skips = False
         self._made: Notes[_Made] = Notes()
         #: Tensors made out of old ones in this step, which have moved if they are kept: what says so.
         self._made_now: dict[_Place, tuple[StorageWeakRef, Callable[[], None]]] = {}
@@ -324,28 +333,34 @@ class Accumulators(Tracker, Observer):
 
     def before(self, call: Call) -> None:
         self._written = []
+        self._skips = self._is_anothers()
+        if self._skips or not (call.name.endswith("_") or "out" in call.kwargs):
+            return
         written = targets(call.func, call.args, call.kwargs)
+        stepping, name = self._ledger.here.stepping, base_name(call.name)
+        if stepping and name == "mul":
+            self._shrinks(call, stepping[0], written)
         # What a graph has made is an activation of this step.
         followed = [t for t in written if t.dtype in HALF and has_values(t) and t.is_leaf]
-        if not followed or len(followed) < len(written) or self._is_anothers():
+        if not followed or len(followed) < len(written):
             return
-        here, name = self._ledger.here, base_name(call.name)
-        if here.stepping and name == "mul":
-            self._shrinks(call, here.stepping[0], written)
         for target, made in zip(written, self._wide(call, written), strict=False):
             mine = name != "copy" or _place(target) in made.bases
             if mine and not self._ledger.is_gradient(target):
                 self._written.append((target, spread(target).float(), made))
 
     def after(self, call: Call) -> None:
+        if self._skips:
+            return
         step, name = self._recorder.step, base_name(call.name)
         for target, old, made in self._written:
             self._known(call, target).add(step, call.source, old, target, made)
-        operands, outs = call.tensors(), tensors_in([call.out])
-        if not any(t.dtype in HALF or id(t) in self._made for t in operands) or self._is_anothers():
+        operands, graph = call.tensors(), torch.is_grad_enabled()
+        if any(graph and tensor.requires_grad for tensor in operands):
             return
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
+        if not any(tensor.dtype in HALF or id(tensor) in self._made for tensor in operands):
             return
+        outs = tensors_in([call.out])
         if name == "sub" and len(operands) == 2:
             self._looks_back(*operands)
         if name in ("copy", "clone") and (place := _place(operands[-1])) in self._sums:
@@ -450,7 +465,7 @@ class Accumulators(Tracker, Observer):
         if not isinstance(factor, float) or type(optimizer).__module__.startswith("torch.optim."):
             return
         own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
-        half = next((w.dtype for w in written if w.data_ptr() in own), None)
+        half = next((w.dtype for w in written if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
             place, constants = (call.source, type(optimizer).__name__), {"decay": _rounded(factor, half)}
             self._recorder.emit(OptimizerStateInHalf(*place, dtype=name_of(half), constants=constants))

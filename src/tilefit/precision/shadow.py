@@ -104,7 +104,7 @@ class Shadows(Tracker, Observer):
             self._norms(call)
         if not isinstance(first, Tensor) or not isinstance(out, Tensor):
             return
-        if self._wide and name in _CHAIN:
+        if name in _CHAIN and not self._wide.keys().isdisjoint(map(id, call.args)):
             self._chain(call, out)
         # What passes masks on matters where there are some; what autocast has made an fp32 softmax, always.
         handler = _HANDLERS.get(name) if self._masks or name not in _PASSING else None
@@ -167,7 +167,8 @@ class Shadows(Tracker, Observer):
         self._compare(call, wide, got.float(), out.dtype)
 
     def _sigmoid(self, call: Call, x: Tensor, out: Tensor) -> None:
-        self._wide.note(out, (torch.sigmoid(_head(x).float()), ""))
+        if self._counts(call):
+            self._wide.note(out, (torch.sigmoid(_head(x).float()), ""))
 
     def _product(self, call: Call, x: Tensor, out: Tensor) -> None:
         """A product of two tensors, a square say, may overflow."""

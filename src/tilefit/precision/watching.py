@@ -114,7 +114,7 @@ class Watch:
         self._looks = 0
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
-        self._weights: list[list[float]] = []
+        self._weights: list[tuple[float, ...]] = []
         self._primary: weakref.ref[Optimizer] | None = None
         self._seek_origin = self._running = self._ended = self._compiled_seen = False
         self._frames_before = 0
@@ -125,6 +125,7 @@ class Watch:
         self._recorder = recorder = Recorder(choose(all_rules(), select, ignore))
         self._ledger = ledger = Ledger(recorder)
         self._trackers = {kind: kind(recorder, ledger) for kind in _TRACKERS}
+        self._exponents = self._the(Exponents)
         self._numerical = [tracker for tracker in self._trackers.values() if isinstance(tracker, Observer)]
         self._statistics = Statistics()
         self._observers = Observers(self._statistics, self._numerical)
@@ -235,7 +236,7 @@ class Watch:
             setup=setup,
             steps=self.steps,
             findings=self.alarms,
-            tables=(*self._the(Exponents).tables(), *([operations] if operations.rows else [])),
+            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
             unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
             checks=tuple(self._checks()),
             version=__version__,
@@ -293,9 +294,9 @@ class Watch:
 
     def _have_moved(self) -> bool:
         """Whether weights have moved since the last backward pass, without an optimizer."""
-        weights = [p for p in self._ledger.parameters[:WITNESSES] if has_values(p)]
-        before = self._weights
-        self._weights = [[w._version, *sampled(w.detach(), WIDTH).tolist()] for w in weights]
+        weights, before = self._ledger.parameters[:WITNESSES], self._weights
+        values = [sampled(w.detach(), WIDTH).tolist() if has_values(w) else () for w in weights]
+        self._weights = [(w._version, *seen) for w, seen in zip(weights, values, strict=True)]
         return len(before) == len(weights) and before != self._weights
 
     def _on_stepped(self, stepped: Stepped) -> None:

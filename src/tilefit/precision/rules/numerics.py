@@ -19,7 +19,8 @@ class ReductionInHalf(PrecisionRule, code="AMP012", needs=("half precision",), c
     """A power, sum, exponential, logarithm or normalisation in half precision is wrong on the data seen.
 
     What it sees: On watched steps such operations of the forward pass are repeated in fp32 on samples of
-    their own input. Reported are results that are inf where fp32's are finite, results that are zero where
+    their own input, and roots, reciprocals and logarithms of what sums have become, from these sums on.
+    Reported are results that are inf where fp32's are finite, results that are zero where
     fp32's are not, for more than half of them, and errors above 8 units in the last place. That an operation
     ran in half precision is no finding: PyTorch's kernels compute in fp32 inside and round once.
 
@@ -71,8 +72,8 @@ class IntegerCollapse(PrecisionRule, code="AMP016", needs=("half precision",), c
     """Positions, time steps or other whole numbers are cast to half precision, where neighbours merge.
 
     What it sees: A cast to half precision of values that are all whole numbers, some beyond 256 (bf16) or
-    2048 (fp16), that go into a product, a sine or a cosine, as positions and time steps do; of a sorted
-    table that is looked up in, where entries merge; a range that is counted in half precision; and
+    2048 (fp16), that go into a product, a sine, a cosine or a distance, as positions and steps do; of a
+    sorted table that is looked up in, where entries merge; a range that is counted in half precision; and
     half-precision buffers of a model where that has happened already. A matrix of features is a note.
 
     Why nobody notices: Of 1000 positions bf16 keeps 507. Rotary and sinusoidal embeddings give neighbours the

@@ -48,7 +48,9 @@ class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",),
     What it sees: Over 32 steps, up to 1024 values of each half-precision parameter are followed by the same
     optimizer in fp32, with the same gradients. The projection of the actual movement on that is about 1 where
     all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and about 0 where the
-    updates are lost. In a run of 3 to 29 steps it is a note. It is never looked at for fp32 parameters.
+    updates are lost. Under other optimizers, and where there is none, each operation that updates such
+    weights is repeated in fp32 on watched steps. In a run of 3 to 29 steps it is a note. It is never looked
+    at for fp32 parameters.
 
     Why nobody notices: A bf16 weight keeps 8 bits, so hardly any answers an update below |w|/512. The loss
     falls a little, as the small weights learn, then stalls.
@@ -139,9 +141,10 @@ class HalfAccumulator(
     """A running average or sum in half precision no longer changes.
 
     What it sees: A half-precision tensor that is no parameter and that several steps change, in place through
-    any alias of it, or by a new tensor made of the old one: on watched steps the change that happened,
-    projected on the change that fp32 arithmetic makes of the same values. What stalls only later than
-    that is not seen.
+    any alias of it, or by a new tensor made of the old one, by way of fp32 too; the state of optimizers that
+    are not PyTorch's. It is the change that happened on watched steps, projected on the change that fp32
+    arithmetic makes of the same values. Compensated sums and stochastic rounding are not accused. What stalls
+    only later than that is not seen.
 
     Why nobody notices: A moving average with decay 0.9999 changes by 1e-4 of its distance in each step, which
     bf16 rounds to nothing: the averaged model is the initial one. A sum of ones stops at 256 in bf16, at
