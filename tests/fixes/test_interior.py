@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -78,7 +82,7 @@ def inputs(kind: str) -> torch.Tensor:
     return torch.randn((5, 6) if kind == "linear" else (2, 6, 4, 4))
 
 
-def seen_between(model: nn.Module, x: torch.Tensor) -> set[int]:
+def seen_between(model: Callable[[torch.Tensor], Any], x: torch.Tensor) -> set[int]:
     """Features or channels of what the activation is given."""
     seen: set[int] = set()
 
@@ -404,6 +408,25 @@ def _ask_for_gradients(model: Between, x: torch.Tensor) -> torch.Tensor:
     return x.relu() if torch.is_grad_enabled() else x.softmax(-1)
 
 
+def _ask_the_environment(model: Between, x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(-1) if sys.flags.debug or time.monotonic() < 0 else x.relu()
+
+
+def _ask_a_random_number(model: Between, x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(-1) if random.random() < -1 else x.relu()
+
+
+def _ask_a_switch(model: Between, x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(-1) if torch.are_deterministic_algorithms_enabled() else x.relu()
+
+
+def _ask_and_go_on(model: Between, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x.softmax(-1) if x.sum() > 0 else x.relu()
+    except torch.fx.proxy.TraceError:
+        return x.relu()
+
+
 def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
     return x.relu() if model.flag > 0 else x.softmax(-1)
 
@@ -414,6 +437,10 @@ def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
         _keep,
         _store,
         _ask_for_gradients,
+        _ask_the_environment,
+        _ask_a_random_number,
+        _ask_a_switch,
+        _ask_and_go_on,
         _ask_a_buffer,
         lambda model, x: torch.exp(x + 100.0),
         lambda model, x: torch.exp(torch.exp(torch.exp(torch.exp(x)))),
@@ -427,6 +454,44 @@ def test_what_is_handed_on_is_not_padded(between: Callable[[Between, torch.Tenso
     assert model.kept is None
     assert model.store == {}
     assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13)
+
+
+@dataclass
+class Wish:
+    """What may be changed without anybody noticing."""
+
+    features: bool = False
+
+
+WISHES, WISH = {"features": False}, Wish()
+
+
+class Chosen(nn.Module):
+    """Returns what is between its layers, if somebody says so."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made = Features(kind)
+        self.encoder, self.decoder = made.encoder, made.decoder
+
+    def forward(self, x: torch.Tensor, z: Any) -> torch.Tensor:
+        y = self.encoder(x)
+        return y if z is None or z is x or WISHES["features"] or WISH.features else self.decoder(y)
+
+
+def test_what_is_between_the_layers_is_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Chosen(kind), inputs(kind)
+    z = x.clone()
+    changed = padded(model)
+    assert seen_between(lambda x: changed(x, z), x) == {16}
+    calls: list[Callable[[nn.Module], Any]] = [lambda m: m(x, z), lambda m: m(x, None), lambda m: m(x, x)]
+    for each in calls:
+        torch.testing.assert_close(each(changed), each(model))
+    monkeypatch.setitem(WISHES, "features", True)
+    torch.testing.assert_close(changed(x, z), model(x, z))
+    monkeypatch.setitem(WISHES, "features", False)
+    monkeypatch.setattr(WISH, "features", True)
+    torch.testing.assert_close(changed(x, z), model(x, z))
 
 
 def test_tracing_leaves_a_module_as_it_was() -> None:

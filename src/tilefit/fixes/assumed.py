@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -20,6 +20,13 @@ OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED))
 
 #: Something that code reads: of what (None where nobody can put another in its place), its name, its value.
 _Read = tuple[Any, str, Any]
+
+
+@cache
+def _held_outside(kind: type, forward: Callable[..., Any]) -> tuple[tuple[Any, Any], ...]:
+    """What of that can be changed itself (a dictionary of settings), with a copy of what it holds."""
+    values = (value for _, _, value in outside(kind, forward) if not isinstance(value, types.ModuleType))
+    return tuple((value, held.copy()) for value in values if (held := contents(value)) is not None)
 
 
 @cache
@@ -80,6 +87,8 @@ def contents(value: Any) -> Any:
     """What an attribute's value holds, one level deep, if that can be changed; None otherwise."""
     if isinstance(value, list | dict | set):
         return value
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
         return None
     return getattr(value, "__dict__", None)
@@ -142,7 +151,7 @@ class Assumed:
             # What this package puts there for a while computes the same.
             if now is not value and not str(getattr(now, "__module__", "")).startswith("tilefit."):
                 return False
-        return True
+        return _hold_the_same(_held_outside(self.kind, self.forward))
 
     def reads_the_same(self, module: nn.Module) -> bool:
         """Whether its attributes are what they were."""
@@ -155,9 +164,7 @@ class Assumed:
         if self.size not in (-1, len(attributes) - (len(OF_CHANGED) if "forward" in attributes else 0)):
             return False
         try:
-            if self.get(attributes) != self.values:
-                return False
-            return not self.holding or all(contents(value) == copy for value, copy in self.holding)
+            return bool(self.get(attributes) == self.values) and _hold_the_same(self.holding)
         except (KeyError, RuntimeError, ValueError):  # no such name; tensors compare to many values
             return False
 
@@ -167,6 +174,13 @@ class Assumed:
             held = contents(value)
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(copy)
+
+
+def _hold_the_same(holding: tuple[tuple[Any, Any], ...]) -> bool:
+    try:
+        return all(contents(value) == copy for value, copy in holding)
+    except (RuntimeError, ValueError):  # tensors compare to many values
+        return False
 
 
 def _nothing(attributes: Any) -> tuple[()]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+PLAIN = frozenset((torch.Tensor, nn.Parameter))
 #: Asked once: PyTorch 2.11's compiler, asked within a call, breaks its graph there.
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 
@@ -57,13 +57,13 @@ def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dt
 
     That is where tensors are of other classes or element types than a plain layer multiplies.
     """
-    if type(x) not in _PLAIN or not x.is_floating_point():
+    if type(x) not in PLAIN or not x.is_floating_point():
         return None
     cast = autocast_dtype(x)
     for parameter in parameters:
         if parameter is None:
             continue
-        if type(parameter) not in _PLAIN:
+        if type(parameter) not in PLAIN:
             return None
         if parameter.dtype != x.dtype and (cast is None or parameter.dtype == torch.float64):
             return None

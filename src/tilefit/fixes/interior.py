@@ -9,21 +9,20 @@ a part, watches one or flipped a flag, the call runs as if nothing had been chan
 from __future__ import annotations
 
 import inspect
-import threading
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
-from unittest.mock import patch
 
-import torch
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
 from tilefit.fixes.assumed import Assumed, is_torchs
 from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
-from tilefit.fixes.calls import is_followed
+from tilefit.fixes.calls import PLAIN, is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
@@ -63,6 +62,12 @@ class _Tracer(fx.Tracer):
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
+        #: Somebody wanted to know what no trace tells; he may have gone on without.
+        self.was_asked = False
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.was_asked = True
+        return super().to_bool(obj)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._is_leaf(m) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
@@ -72,7 +77,7 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> tuple[fx.
     """A module's ``forward`` in training and in evaluation mode; None where it cannot be traced.
 
     Nor is anything known of one that takes optional arguments, keeps something in an attribute (a feature,
-    which others may read), or asks whether gradients or autocast are on.
+    which others may read), or calls what may say something else another time (:func:`_without_switches`).
 
     Args:
         module: The module.
@@ -91,9 +96,14 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> tuple[fx.
         for mode in (True, False):
             for part in parts:
                 part.training = mode
-            with _without_switches():
-                graphs.append(_Tracer(is_leaf).trace(module))
-            if not all(each.holds(part) for each, part in zip(kept, parts, strict=True)):
+            tracer = _Tracer(is_leaf)
+            with _without_switches() as asked:
+                graphs.append(tracer.trace(module))
+            if (
+                asked
+                or tracer.was_asked
+                or not all(each.holds(part) for each, part in zip(kept, parts, strict=True))
+            ):
                 return None
     except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
         return None
@@ -106,24 +116,51 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> tuple[fx.
     return graphs[0], graphs[1]
 
 
+#: What says the same whenever it is asked, of the libraries that models call; and what does not, of PyTorch.
+_STEADY = frozenset(
+    """_collections _functools _operator abc builtins collections contextlib dataclasses enum functools
+    itertools math operator types typing""".split()
+)
+_UNSTEADY = re.compile(
+    "_?(is|are|get|has)_(?!scripting|tracing|compiling|exporting|in_onnx_export)|rand(?!(n|int)?_like)"
+    "|bernoulli|multinomial|normal|uniform|choice|initial_seed"
+)
+
+
 @contextmanager
-def _without_switches() -> Iterator[None]:
-    """Within the block nobody learns what may be another time."""
+def _without_switches() -> Iterator[list[Any]]:
+    """Notes what is called in the block that may say something else another time: whether gradients are on,
+    the environment, a clock, a random number."""
+    asked: list[Any] = []
 
-    here = threading.get_ident()
+    def follow(frame: Any, event: str, called: Any) -> None:
+        if event == "call":
+            caller, name = frame.f_back, frame.f_code.co_name
+            module = frame.f_globals.get("__name__", "")
+        elif event == "c_call":
+            caller, name = frame, called.__name__
+            owner = getattr(called, "__self__", None)
+            is_torchs = isinstance(owner, type) and owner.__module__.startswith("torch")
+            module = "torch" if is_torchs else called.__module__ or type(owner).__module__
+        else:
+            return
+        where = "torch" if caller is None else caller.f_globals.get("__name__", "").partition(".")[0]
+        is_models = where not in ("torch", "tilefit") and where not in sys.stdlib_module_names
+        if is_models and not _is_steady(module.partition(".")[0], name):
+            asked.append(name)
 
-    def hidden(ask: Callable[..., bool]) -> Callable[..., bool]:
-        def asked(*args: Any) -> bool:
-            if threading.get_ident() == here:
-                raise RuntimeError("that depends on who calls")
-            return ask(*args)
+    before = sys.getprofile()
+    sys.setprofile(follow)
+    try:
+        yield asked
+    finally:
+        sys.setprofile(before)
 
-        return asked
 
-    with ExitStack() as stack:
-        for name in ("is_grad_enabled", "is_autocast_enabled"):
-            stack.enter_context(patch.object(torch, name, hidden(getattr(torch, name))))
-        yield
+def _is_steady(library: str, name: str) -> bool:
+    if library in ("torch", "numpy"):
+        return not _UNSTEADY.match(name)
+    return library in _STEADY or library not in sys.stdlib_module_names
 
 
 # ---- whether a module is as it was -------------------------------------------------------------
@@ -158,7 +195,10 @@ class Interior(Behaviour):
         return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves), tuple(others))
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_followed() or not self._holds():
+        given = (*args, *kwargs.values())
+        # The trace knew of each argument that it is a tensor, and another than the others.
+        is_known = all(type(each) in PLAIN for each in given) and len({*map(id, given)}) == len(given)
+        if not is_known or is_followed() or not self._holds():
             return forward(*args, **kwargs)
         return self.region(module, forward, *args, **kwargs)
 
