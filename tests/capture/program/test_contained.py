@@ -73,6 +73,12 @@ def test_one_that_trains_in_a_process_of_its_own(
     [
         ("step()\nsys.exit(0)\n", "ended after 1 of the 3 optimizer steps", "program.py"),
         ("answer = input('go on? ')\n", "reads from standard input", "answer = input('go on? ')"),
+        (
+            "import sys\nrows = sys.stdin.readlines()\n",
+            "reads from standard input",
+            "rows = sys.stdin.readlines()",
+        ),
+        ("sys.exit(2)\n", "left with exit code 2\n  Its own arguments", "program.py"),
         ("assert 1 > 2\n", "AssertionError: assert 1 > 2", "assert 1 > 2"),
         (
             "import pandas\npandas.read_csv('no/prices.csv')\n",
