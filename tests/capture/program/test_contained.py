@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,19 @@ def test_what_nobody_redirects_cannot_be_written(tmp_path: Path) -> None:
         pytest.skip("this system has no Landlock")
     assert run.stdout.split("\n")[0] == "[False, False, True, True]", run.stderr
     assert (tmp_path / "mine.bin").read_text() == "kept"
+
+
+def test_what_libraries_have_cached_among_temporary_files_is_found(tmp_path: Path) -> None:
+    kept = tmp_path / "words.bpe"
+    kept.write_text("mine")
+    code = f"""
+import tempfile
+cached = os.path.join(tempfile.gettempdir(), {os.path.relpath(kept, tempfile.gettempdir())!r})
+assert cached != {str(kept)!r} and open(cached).read() == "mine"
+os.makedirs(os.path.dirname(cached), exist_ok=True)
+open(cached, "w").write("changed")
+assert open(cached).read() == "changed"
+for _ in range(9): step()
+"""
+    assert _run(tmp_path, code).ops
+    assert kept.read_text() == "mine"
