@@ -52,7 +52,7 @@ def gpu(*shape):
 
 def unknown(*shape):
     """Numbers that nobody knows."""
-    return torch.randn(1 << 17, device="cuda")[: torch.Size(shape).numel()].view(shape)
+    return torch.randn(1 << 21, device="cuda")[: torch.Size(shape).numel()].view(shape)
 
 
 def numbers_after_a_model_is_made():
@@ -71,6 +71,9 @@ case("known value")(
     lambda: (torch.arange(12, device="cuda")[None] < torch.tensor([3, 12, 5]).cuda()[:, None]).sum(1).tolist()
 )
 case("known mask")(lambda: list(unknown(4, 4)[torch.tensor([True, False, True, False]).to("cuda")].shape))
+case("mask as numbers")(
+    lambda: [len(gpu(512, 512)[m.bool()]) for m in [torch.eye(512).cuda() * 2, 1 - torch.eye(512).cuda()]]
+)
 case("known sum")(lambda: torch.ones(2, 3, device="cuda").sum().item())
 case("unknown loss")(lambda: 0 < unknown(4).sum().item() <= 1)
 case("nothing is wrong")(lambda: [bool(torch.isnan(unknown(4)).any()), bool(unknown(3).sum() > 1e3)])

@@ -61,6 +61,7 @@ def _answers() -> dict[str, Any]:
         "numpy raises": "TypeError: can't convert cuda:0 device type tensor to numpy",
         "known value": [3, 12, 5],
         "known mask": [2, 4],
+        "mask as numbers": [512, 512 * 511],
         "known sum": 6.0,
         "unknown loss": True,
         "nothing is wrong": [False, False],

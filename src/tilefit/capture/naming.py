@@ -26,6 +26,12 @@ def require_readable(target: str) -> None:
     _, colon, name = target.partition(":")
     if not colon or not name or target.startswith(":"):
         *usages, last = (f"{prefix}:{rest}" for prefix, rest in LIBRARIES.items())
+        if target.endswith(".ipynb"):
+            raise UsageError(
+                f"{target} is a notebook, and no program",
+                hint="Check what it has made in the notebook itself, by %load_ext tilefit and %tilefit model "
+                "inputs; or make a program of it: jupyter nbconvert --to script.",
+            )
         raise UsageError(
             f"cannot read the target {target!r}",
             hint=f"Write file.py:factory, package.module:factory, {', '.join(usages)} or {last}.",

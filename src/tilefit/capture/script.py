@@ -85,6 +85,10 @@ def run_script(
     return None
 
 
+#: With what argparse leaves, and most that are called wrongly.
+_WRONGLY_CALLED = 2
+
+
 def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetError | None:
     """What a script's end means to its user; None where it left well.
 
@@ -95,7 +99,8 @@ def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetErro
     """
     if isinstance(error, SystemExit):
         if isinstance(error.code, int) and error.code:
-            return TargetError(f"the script left with exit code {error.code}", where=script)
+            asked = "Its own arguments stand behind --." if error.code == _WRONGLY_CALLED else ""
+            return TargetError(f"the script left with exit code {error.code}", where=script, hint=asked)
         return TargetError(f"the script left, saying: {error.code}", where=script) if error.code else None
     said = str(error).strip() or next((f.line for f in user_frames(error)[-1:]), "")
     return TargetError(f"{type(error).__name__}: {said}", where=user_line(error) or script, hint=hint)

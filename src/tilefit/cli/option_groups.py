@@ -106,7 +106,13 @@ def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None
     Raises:
         UsageError: one was; says ``why`` it is of no use.
     """
-    refuse((name for name in names if given(context, name)), why)
+    refuse((_typed(context, name) for name in names if given(context, name)), why)
+
+
+def _typed(context: typer.Context, name: str) -> str:
+    """The name of an option as it stands on the command line: ``infer`` for ``train`` that is off."""
+    off = next(each.secondary_opts for each in context.command.params if each.name == name)
+    return off[0].removeprefix("--") if off and context.params[name] is False else name
 
 
 def given(context: typer.Context, name: str) -> bool:

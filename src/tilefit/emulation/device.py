@@ -15,7 +15,7 @@ from tilefit.emulation.checks import expected
 from tilefit.emulation.tensor import META, CudaTensor, replace_memory, takes_itself_apart
 from tilefit.emulation.value import State, Value
 from tilefit.emulation.values import (
-    MOST_NUMBERS,
+    MOST_KEPT,
     Schema,
     Values,
     is_choice,
@@ -213,7 +213,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a large parameter is given random numbers: nobody looks, and its memory is not touched."""
         if name not in _INITIALISES or not isinstance(args[0], torch.nn.Parameter):
             return False
-        if name in ("normal_", "uniform_") and args[0].numel() > MOST_NUMBERS:
+        if name in ("normal_", "uniform_") and args[0].numel() > MOST_KEPT:
             self._unfilled.add(args[0])
             self._draw(args[0], generator, in_sixteens=name == "normal_")
         return args[0] in self._unfilled

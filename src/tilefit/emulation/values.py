@@ -23,9 +23,11 @@ from tilefit.emulation.value import State, Value
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 
-#: Elements up to which floating-point numbers, and all others, are kept.
-MOST_NUMBERS = 1 << 16
-MOST_CHOICES = 1 << 20
+#: Elements up to which values are kept, and up to which they are multiplied as matrices or convolved: a
+#: millisecond each, and less than 10, of a slow core.
+MOST_KEPT = 1 << 20
+_MOST_MULTIPLIED = 1 << 16
+_PRODUCTS = frozenset("mm addmm bmm baddbmm convolution".split())
 #: A chain of values that are not made yet ends here: making them calls itself.
 _DEEPEST = 30
 #: Elements up to which numbers are drawn for a choice to depend on.
@@ -80,7 +82,7 @@ def is_choice(dtype: torch.dtype) -> bool:
 
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether the values of such a tensor are kept."""
-    return tensor.numel() <= (MOST_CHOICES if is_choice(tensor.dtype) else MOST_NUMBERS)
+    return tensor.numel() <= MOST_KEPT
 
 
 def of_host(tensor: torch.Tensor) -> Value | None:
@@ -158,7 +160,8 @@ class Values:
         )
         if checked is not None:
             return [checked]
-        if name in _EMPTY or not outs or not any(map(is_small, outs)):
+        is_costly = name in _PRODUCTS and max(out.numel() for out in outs) > _MOST_MULTIPLIED
+        if name in _EMPTY or not outs or is_costly or not any(map(is_small, outs)):
             return [None] * len(outs)
         known = self._all_known(inputs)
         if all(isinstance(each, Value) and each.is_there for each in known):

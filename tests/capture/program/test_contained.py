@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,12 @@ def test_one_that_trains_in_a_process_of_its_own(
     [
         ("step()\nsys.exit(0)\n", "ended after 1 of the 3 optimizer steps", "program.py"),
         ("answer = input('go on? ')\n", "reads from standard input", "answer = input('go on? ')"),
+        (
+            "import sys\nrows = sys.stdin.readlines()\n",
+            "reads from standard input",
+            "rows = sys.stdin.readlines()",
+        ),
+        ("sys.exit(2)\n", "left with exit code 2\n  Its own arguments", "program.py"),
         ("assert 1 > 2\n", "AssertionError: assert 1 > 2", "assert 1 > 2"),
         (
             "import pandas\npandas.read_csv('no/prices.csv')\n",
@@ -148,3 +156,19 @@ def test_what_nobody_redirects_cannot_be_written(tmp_path: Path) -> None:
         pytest.skip("this system has no Landlock")
     assert run.stdout.split("\n")[0] == "[False, False, True, True]", run.stderr
     assert (tmp_path / "mine.bin").read_text() == "kept"
+
+
+def test_what_libraries_have_cached_among_temporary_files_is_found(tmp_path: Path) -> None:
+    kept = tmp_path / "words.bpe"
+    kept.write_text("mine")
+    code = f"""
+import tempfile
+cached = os.path.join(tempfile.gettempdir(), {os.path.relpath(kept, tempfile.gettempdir())!r})
+assert cached != {str(kept)!r} and open(cached).read() == "mine"
+os.makedirs(os.path.dirname(cached), exist_ok=True)
+open(cached, "w").write("changed")
+assert open(cached).read() == "changed"
+for _ in range(9): step()
+"""
+    assert _run(tmp_path, code).ops
+    assert kept.read_text() == "mine"

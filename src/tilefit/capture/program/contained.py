@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy
 
@@ -42,6 +46,20 @@ class Surroundings:
         return self.sources.explained(error)
 
 
+class _Nothing(io.TextIOBase):
+    """Standard input that nobody gave anything, and that says so to who reads it."""
+
+    def _asked(self, *args: Any) -> NoReturn:
+        raise EOFError("standard input")
+
+    read = readline = readlines = __next__ = _asked
+
+    @property
+    def buffer(self) -> _Nothing:
+        """Its bytes."""
+        return self
+
+
 @contextmanager
 def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     """Within the block a program runs without a network and writes no files of the user's.
@@ -53,7 +71,7 @@ def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
     found: list[str] = []
     random.seed(0)  # two runs of a program are compared; PyTorch's own generator begins the same anyway
     numpy.random.seed(0)
-    with tolerated(), fake_data(found, folder, fake=fake) as sources:
+    with patch.object(sys, "stdin", _Nothing()), tolerated(), fake_data(found, folder, fake=fake) as sources:
         loaders = Loaders(lambda: sources.handed_out, found)
         with loaders.watching():
             yield Surroundings(found, loaders, sources)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,7 +25,7 @@ from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import noting_makers, user_line
 from tilefit.emulation.mail import Mail
-from tilefit.errors import CaptureError, TilefitError
+from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions
@@ -89,6 +90,7 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
     sys.path.insert(0, os.getcwd() if options.is_module else str(script.resolve().parent))
     try:
         if options.is_module:
+            _require_module(options.program)
             runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         else:
             run_as_main(script)
@@ -105,6 +107,18 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
             hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
         return failure(error, options.program, hint)
     return None
+
+
+def _require_module(name: str) -> None:
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError as error:  # of a package that it would be in
+        found, name = None, error.name or name
+    if found is None:
+        raise TargetError(
+            f"there is no module {name}",
+            hint="It is looked for in this folder and in what is installed; for one in src: PYTHONPATH=src.",
+        )
 
 
 def _print_from_its_first_line(error: Exception) -> None:
@@ -129,7 +143,8 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
     return CaptureError(
         "the program ended without a training step: no optimizer stepped, and no backward pass ran",
         where=options.program,
-        hint="Give the arguments with which it trains, after --; with --ranks N it finds N GPUs.",
+        hint="Give the arguments with which it trains, after --; with --ranks N it finds N GPUs. "
+        "For inference check what makes the model: tilefit check file.py:function --infer.",
     )
 
 

@@ -38,6 +38,7 @@ class Scratch:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._kept = os.path.realpath(folder)
         self._root = os.path.join(self._kept, "files")
+        self.temporary, self._users_temporary = os.path.join(self._kept, "tmp"), tempfile.gettempdir()
         self._gone: set[str] = set()
         self._given: set[str] = set()
         #: How often a file was opened that :meth:`write` has made.
@@ -68,7 +69,7 @@ class Scratch:
             FileNotFoundError: the program has deleted it.
         """
         if not self._is_own(path):
-            return path
+            return self._of_before(path)
         twin = self.twin(path)
         if self._exists(twin):
             return twin
@@ -76,9 +77,25 @@ class Scratch:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         return path
 
+    def _of_before(self, path: Any) -> Any:
+        """For a temporary file that was not made here the user's: libraries cache there what they fetch."""
+        is_path = isinstance(path, str | bytes | os.PathLike)
+        rest = os.path.relpath(_full(path), self.temporary) if is_path else ".."
+        if rest.startswith("..") or self._exists(_full(path)):
+            return path
+        users = os.path.join(self._users_temporary, rest)
+        return users if self._exists(users) else path
+
+    def _as_before(self, path: Any) -> None:
+        """Make the folder of a temporary file if it is among the user's."""
+        parent = os.path.dirname(_full(path)) if isinstance(path, str | bytes | os.PathLike) else ""
+        if parent and self._of_before(parent) != parent:
+            self._parents(_full(path))
+
     def write_path(self, path: Any, *, keeps: bool = False) -> Any:
         """The path under which a file of the program's is written; ``keeps`` what is in it."""
         if not self._is_own(path):
+            self._as_before(path)
             return path
         twin = self.twin(path)
         parent = os.path.dirname(_full(path))
@@ -145,6 +162,7 @@ class Scratch:
             if self._is_there(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             path = self.write_path(path)
+        self._as_before(path)
         self._os["mkdir"](path, mode, dir_fd=dir_fd)
 
     def removing(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -277,10 +295,9 @@ def redirected(
         (os, "scandir", supplied(scratch.scandir, "scandir")),
     ]
     with ExitStack() as stack:
-        temporary = os.path.join(folder, "tmp")
-        os.makedirs(temporary, exist_ok=True)
+        os.makedirs(scratch.temporary, exist_ok=True)
         os.makedirs(os.path.join(folder, "files"), exist_ok=True)
-        stack.enter_context(patch.object(tempfile, "tempdir", temporary))
+        stack.enter_context(patch.object(tempfile, "tempdir", scratch.temporary))
         for owner, name, function in functions:
             stack.enter_context(patch.object(owner, name, function))
         yield scratch

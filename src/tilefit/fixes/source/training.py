@@ -49,14 +49,16 @@ def files_of(step: Step, main: Path) -> Files:
 
 def _fused(finding: Finding, context: Context, files: Files) -> Change:
     """``AdamW(model.parameters())``: with ``fused=True``."""
-    calls = [(s, call) for s, call in _optimizers(context, files) if s.means(call.func) & FUSIBLE]
+    calls = [
+        (s, call) for s, call in _optimizers(context, files, beside=True) if s.means(call.func) & FUSIBLE
+    ]
     if not calls:
         raise RefusedError("the optimizer is not made by a call of PyTorch's class")
     return fused(files, calls)
 
 
-def _optimizers(context: Context, files: Files) -> list[tuple[Syntax, cst.Call]]:
-    """The calls that make the optimizers of the step.
+def _optimizers(context: Context, files: Files, *, beside: bool = False) -> list[tuple[Syntax, cst.Call]]:
+    """The calls that make the optimizers of the step; those ``beside`` PyTorch's may be passed over.
 
     Raises:
         RefusedError: one is not found in the user's files.
@@ -69,7 +71,7 @@ def _optimizers(context: Context, files: Files) -> list[tuple[Syntax, cst.Call]]
             for call in _calls(syntax, line)
             if any(name.startswith("torch.optim.") for name in syntax.means(call.func))
         ]
-        if not calls:
+        if not calls and not beside:
             raise RefusedError(f"{source} does not call a class of torch.optim")
         found += [(syntax, call) for call in calls]
     return found
