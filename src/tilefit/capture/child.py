@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
@@ -246,6 +247,7 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     from tilefit.emulation.mail import Mail
 
     mail = Mail(Path(request["mail"]), request["rank"])
+    tempfile.gettempdir()  # finds the user's by writing there, which no one can below
     # What Python's own functions write is redirected; what else writes fails.
     confine((folder, request["mail"], "/dev", "/proc"))
     started = os.getpid()
