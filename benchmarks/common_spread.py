@@ -18,7 +18,7 @@ from math import sqrt
 from pathlib import Path
 
 from tilefit.cost.estimate import StepEstimate
-from tilefit.cost.priced import PricedGpu
+from tilefit.cost.priced import _GENERAL_SPREAD, PricedGpu
 
 RESULTS = Path(__file__).parent / "results"
 HELD = 0.8
@@ -71,10 +71,14 @@ def main() -> None:
     ):
         errors = sorted(abs(measured / predicted - 1) for predicted, measured, _ in rows)
         alone = statistics.fmean(abs(measured - predicted) <= own for predicted, measured, own in rows)
+        priced_as = statistics.fmean(
+            (measured - predicted) ** 2 <= own**2 + (_GENERAL_SPREAD * predicted) ** 2
+            for predicted, measured, own in rows
+        )
         print(
             f"{label:28} {len(rows):4} steps: common spread {smallest(rows):.3f}; inside without it"
-            f" {alone:.0%}; median error {statistics.median(errors):.3f}, 80th percentile"
-            f" {errors[int(HELD * len(errors))]:.3f}"
+            f" {alone:.0%}, with {_GENERAL_SPREAD:g} {priced_as:.0%}; median error"
+            f" {statistics.median(errors):.3f}, 80th percentile {errors[int(HELD * len(errors))]:.3f}"
         )
 
 

@@ -115,13 +115,12 @@ def times(rows: list[Row]) -> Iterator[TableRow]:
 def install(rows: Iterable[TableRow], head: dict[str, object]) -> None:
     """Writes rows into the package's table, in place of those of the same sizes."""
     sizes = TableRow._fields.index("training") + 1
-    earlier = json.loads(TABLE.read_text("utf-8"))["rows"] if TABLE.exists() else []
-    table = {tuple(row[:sizes]): row for row in [*earlier, *rows]}
-    lines = ",\n".join(map(json.dumps, table.values()))
+    columns = json.loads(TABLE.read_text("utf-8"))["columns"] if TABLE.exists() else {}
+    table = {tuple(row[:sizes]): row for row in [*zip(*columns.values(), strict=True), *rows]}
+    found = zip(TableRow._fields, zip(*table.values(), strict=True), strict=True)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(values)}" for name, values in found)
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(
-        json.dumps({**head, "columns": TableRow._fields})[:-1] + ',\n"rows": [\n' + lines + "\n]}\n"
-    )
+    TABLE.write_text(json.dumps(head)[:-1] + ',\n"columns": {\n' + lines + "\n}}\n")
 
 
 def cell_of_grid(

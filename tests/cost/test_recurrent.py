@@ -152,8 +152,8 @@ def test_backward_takes_longer_than_forward_and_the_weights_are_one_product() ->
 def test_sizes_measured_correct_a_size_left_out() -> None:
     """What was measured of other sizes prices a size within a tenth, half as far off as computed alone."""
     path = recurrent_times.DATA / "h200.json"
-    content = json.loads(path.read_text())
-    rows = [recurrent_times.Row(*row) for row in content["rows"]]
+    columns = json.loads(path.read_text())["columns"]
+    rows = [recurrent_times.Row(*row) for row in zip(*columns.values(), strict=True)]
     forward = [row for row in rows if row.cudnn_captured_us and not row.training]
     corrected, computed = [], []
     for row in forward[::20]:

@@ -55,7 +55,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
         return "the weights do not fit" if call.hidden == 4096 else None
 
     def measure(*rows: list[Any], gpu: str = "h200", on: str = "h200") -> None:
-        (tmp_path / f"{gpu}.json").write_text(json.dumps({"columns": COLUMNS, "rows": rows}), "utf-8")
+        (tmp_path / f"{gpu}.json").write_text(
+            json.dumps({"columns": dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))}), "utf-8"
+        )
         monkeypatch.setattr(dispatch, "gpu_of", lambda device: gpus.get(on))
 
     monkeypatch.setattr(dispatch, "persistent", lambda: SimpleNamespace(refusal=refusal))
@@ -327,7 +329,8 @@ def test_compiled_code_is_judged_once_and_calls_no_cell_functions(
 def test_measurements_shipped_are_complete() -> None:
     for path in recurrent_times.DATA.glob("*.json"):
         content = json.loads(path.read_text("utf-8"))
-        rows = [Row(**dict(zip(content["columns"], values, strict=True))) for values in content["rows"]]
+        columns = content["columns"]
+        rows = [Row(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         Table(rows, gpus.get(path.stem))
         for each in rows:
             times = [

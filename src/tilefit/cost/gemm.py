@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, log2
 from typing import NamedTuple
 
@@ -129,8 +130,12 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
     kernel = select(gemm, gpu)
     plan = schedule(gemm, gpu, constants, kernel)
     floor = floor_s(gemm, gpu)
+    least_s = 0.0
+    if gemm.batch > 1:  # tiles that batches alone have make none of them faster than one product
+        one = replace(gemm, batch=1, same_b=False)
+        least_s = schedule(one, gpu, constants, select(one, gpu)).time_s
     return from_datasheet(
-        max(plan.time_s + constants.kernel_s(gpu), floor),
+        max(max(plan.time_s, least_s) + constants.kernel_s(gpu), floor),
         floor,
         _spread(gemm, kernel, constants),
         math_s=plan.math_s,

@@ -217,5 +217,7 @@ def table(gpu: Gpu) -> Table | None:
         path = DATA / "h200.json"
     if not path.exists():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return Table([Row(**dict(zip(content["columns"], row, strict=True))) for row in content["rows"]], gpu)
+    columns = json.loads(path.read_text(encoding="utf-8"))["columns"]
+    return Table(
+        [Row(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)], gpu
+    )

@@ -18,7 +18,7 @@ from tilefit.ops import Op, Streaming
 #: At most; what the donor took decides.
 _SORT_PASSES = 10
 #: By how much more than the donor's own a transferred estimate may be off, as a factor minus one: so the
-#: intervals hold 82 % of 44 steps on an H100 (``benchmarks/common_spread.py``).
+#: intervals hold 89 % of 44 steps on an H100 (``benchmarks/common_spread.py``).
 _SPREAD = 0.02
 
 
