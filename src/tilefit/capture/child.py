@@ -174,7 +174,8 @@ def capture_program_in_child(
         ranks = Ranks(own, Path(mail), start, _result(0), _error_in)
 
         def read(worker: Worker) -> Step:
-            text = worker.read(_result(0), program.program, timeout_s, ranks.look)
+            text = worker.read(_result(0), program.program, timeout_s, ranks.look, ranks.lines)
+            ranks.look()  # who is asked for, or has failed, since
             if error := _error_in(text):
                 raise error
             return Step.from_json(text)

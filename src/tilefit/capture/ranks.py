@@ -39,7 +39,7 @@ class Ranks:
         """Start who is asked for, and tell of who has ended.
 
         Raises:
-            CaptureError: there would be too many.
+            CaptureError: there would be too many, or one died.
             TilefitError: one of them failed.
         """
         for path in self._mail.glob(f"{WANTED}*"):
@@ -52,15 +52,23 @@ class Ranks:
                     hint=f"Check it with fewer stages: each of them runs, and {MOST_RANKS} can.",
                 )
             self.workers[int(number)] = self._start(int(number))
-        for rank, worker in self.workers.items():
-            result = worker.folder / self._result
-            if rank in self._ended or not result.exists():
+        for rank, worker in self._running().items():
+            text = worker.found(self._result, f"rank {rank}")
+            if text is None:
                 continue
-            if error := self._error_in(result.read_text()):
+            if error := self._error_in(text):
                 error.what = f"rank {rank}: {error.what}"
                 raise error
             self._ended.add(rank)
             (self._mail / f"{ENDED}{rank}").touch()
+
+    def _running(self) -> dict[int, Worker]:
+        return {rank: worker for rank, worker in self.workers.items() if rank not in self._ended}
+
+    def lines(self) -> str:
+        """What those are at that run, as the end of a sentence."""
+        running = self._running().items()
+        return "".join(f"; rank {rank} is at {worker.line(asks=True) or '?'}" for rank, worker in running)
 
     def own_ended(self) -> None:
         """The rank that is looked at needs nobody any more."""

@@ -72,7 +72,12 @@ class Worker:
             self._process.stdin.flush()
 
     def read(
-        self, name: str, what: str, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        what: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        others: Callable[[], str] = lambda: "",
     ) -> str:
         """A file of its, once it is there.
 
@@ -81,28 +86,37 @@ class Worker:
             what: What the worker does, for errors.
             timeout_s: How long it may take.
             meanwhile: Called again and again until then.
+            others: Says what others are at, where it took longer.
 
         Raises:
             CaptureError: it took longer, or the worker died.
         """
-        result = self.folder / name
         deadline = time.monotonic() + timeout_s
-        status = None
-        while status is None and not result.exists():
+        while (text := self.found(name, what)) is None:
             if time.monotonic() > deadline:
                 raise CaptureError(
-                    f"{what} did not finish within {timeout_s:.0f} s",
-                    where=self._line(asks=True),
+                    f"{what} did not finish within {timeout_s:.0f} s{others()}",
+                    where=self.line(asks=True),
                     hint="Give it longer with --timeout, or a smaller input.",
                 )
             self._hear()
             meanwhile()
             time.sleep(_POLL_S)
-            status = self._status()
-        if status is not None and not result.exists():
-            self._words.end()
-            raise self._died(status, what)
-        return result.read_text()
+        return text
+
+    def found(self, name: str, what: str) -> str | None:
+        """A file of its, if it is there already.
+
+        Raises:
+            CaptureError: the worker died without it.
+        """
+        status, result = self._status(), self.folder / name
+        if result.exists():
+            return result.read_text()
+        if status is None:
+            return None
+        self._words.end()
+        raise self._died(status, what)
 
     def end(self) -> None:
         """End it and whatever it has started."""
@@ -131,7 +145,7 @@ class Worker:
                 self._told(said)
             self._heard = said
 
-    def _line(self, *, asks: bool = False) -> str:
+    def line(self, *, asks: bool = False) -> str:
         """``file:line`` of the user's code that it is or was at; empty if it is not known."""
         stack = self.folder / _STACK
         if asks:
@@ -149,7 +163,7 @@ class Worker:
             ending = f"was ended by {signal.Signals(-status).name}"
         return CaptureError(
             f"the process that ran {what} {ending}",
-            where=self._line(),
+            where=self.line(),
             hint="Most likely memory ran out: with --on-cpu weights and activations are real. Take a smaller "
             "batch or model, or leave --on-cpu out."
             if status == -signal.SIGKILL

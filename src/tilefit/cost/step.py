@@ -9,6 +9,7 @@ that waits for each, would be 5.6 % and 15 % off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
@@ -21,8 +22,6 @@ from tilefit.cost.waits import call_s, own_work_s, paced_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
-#: Ranks that were priced, with their steps, which keep the key theirs.
-_KNOWN: dict[tuple[int, PricedGpu], tuple[Step, Timed]] = {}
 _MOST_KNOWN = 64
 
 
@@ -132,7 +131,9 @@ class _Timer:
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
     """The other ranks that were run. What was changed in this one since is taken to be changed in them, with
     the same effect on their times."""
-    known = {each.program.rank: _captured(each, device) for each in step.ranks if each.program is not None}
+    known = {
+        each.program.rank: _captured(_Same(each), device) for each in step.ranks if each.program is not None
+    }
     own = known.pop(timed.program.rank, timed)
     launches, times = (
         sum(now) / (sum(before) or 1.0)
@@ -142,17 +143,26 @@ def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
         yield Timed(each.program, [launches * s for s in each.launches_s], [times * s for s in each.times_s])
 
 
-def _captured(step: Step, device: PricedGpu) -> Timed:
+class _Same(NamedTuple):
+    """A step as a key: only itself is equal to it, and comparing takes no time."""
+
+    step: Step
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.step is other.step
+
+    def __hash__(self) -> int:
+        return id(self.step)
+
+
+@lru_cache(_MOST_KNOWN)
+def _captured(same: _Same, device: PricedGpu) -> Timed:
     """A rank's step on a GPU, its host as it is stated. Rules price a step dozens of times, and its other
     ranks do not change meanwhile."""
-    key = id(step), device
-    if key not in _KNOWN:
-        assert step.program is not None
-        times_s = [each.time_s for each in estimate_all((entry.op for entry in step.ops), device)]
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = step, Timed(step.program, list(_launches_s(step, device)), times_s)
-    return _KNOWN[key][1]
+    step = same.step
+    assert step.program is not None
+    times_s = [each.time_s for each in estimate_all((entry.op for entry in step.ops), device)]
+    return Timed(step.program, list(_launches_s(step, device)), times_s)
 
 
 def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:

@@ -282,6 +282,12 @@ def _fill(mail: Mail, rank: int, expected: list[tuple[CudaTensor, str]]) -> None
     """Put what a rank has sent into tensors."""
     for tensor, name in expected:
         known = mail.receive(rank, name)
+        if known is not None and len(known) != tensor.numel():
+            raise CaptureError(
+                f"rank {dist.get_rank()} expects {tensor.numel()} values of rank {rank}, "
+                f"which has sent {len(known)}",
+                hint="On GPUs NCCL would hang here, or leave the rest as it was.",
+            )
         known = None if known is None else torch.tensor(known, dtype=tensor.dtype).view(tensor.shape)
         tensor.value = None if known is None else Value(known)
 
@@ -331,8 +337,11 @@ def install(device: Device, streams: Streams, mail: Mail | None) -> None:
     def gather_object(outputs: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
         outputs[:] = [value] * len(outputs)
 
-    def spawn(function: Callable[..., Any], args: Any = (), *rest: Any, **kwargs: Any) -> None:
-        function(0, *args)
+    def spawn(
+        function: Callable[..., Any], args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any
+    ) -> None:
+        local = int(os.environ["LOCAL_RANK"])
+        function(local if local < nprocs else 0, *args)
 
     module: Any = dist
     for name, function in _objects(mail).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -460,16 +461,64 @@ def test_the_rank_that_is_looked_at_is_chosen(tmp_path: Path) -> None:
         ProgramOptions("train.py", ranks=2, rank=2)
 
 
-def test_a_rank_that_fails_is_told_of(tmp_path: Path) -> None:
+_WAITING = """
+import os
+from torch import distributed
+
+distributed.init_process_group("nccl")
+if distributed.get_rank():
+    {other}
+else:
+    distributed.recv_object_list([None], src=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("pass", "rank 1: the program ended without a training step"),
+        ("os._exit(5)", "ran rank 1 exited with status 5"),
+        ("os.abort()", "ran rank 1 was ended by SIGABRT"),
+        ("distributed.recv_object_list([None], src=0)", r"did not finish within 15 s; rank 1 is at .*py:7$"),
+    ],
+)
+def test_a_rank_that_fails_is_told_of(other: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    lines = ["from torch import distributed", 'distributed.init_process_group("nccl")']
-    path.write_text(
-        "\n".join(
-            [*lines, "if not distributed.get_rank():", "    distributed.recv_object_list([None], src=1)"]
-        )
-    )
-    with pytest.raises(TilefitError, match="rank 1: the program ended without a training step"):
+    path.write_text(_WAITING.format(other=other))
+    with pytest.raises(TilefitError) as caught:
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 15)
+    assert re.search(told, caught.value.what)
+
+
+_SPAWNED = """
+import torch
+from torch import distributed, nn
+
+def main(process):
+    distributed.init_process_group("nccl", rank=process, world_size=2)
+    got = torch.zeros({wanted}, device="cuda")
+    distributed.recv(got, src=1) if process == 0 else distributed.send(torch.ones(3, device="cuda"), dst=0)
+    assert process or got.tolist() == [1, 1, 1]
+    net = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        net(torch.randn(16, 64, device="cuda")).mean().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, nprocs=2)
+"""
+
+
+def test_a_spawned_process_is_the_rank_that_it_runs_for(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_SPAWNED.format(wanted=3))
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+    assert [each.program.rank for each in step.ranks if each.program] == [0, 1]
+    path.write_text(_SPAWNED.format(wanted=5))
+    with pytest.raises(TilefitError, match="expects 5 values of rank 1, which has sent 3") as caught:
         capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+    assert caught.value.where.endswith("train.py:8")
 
 
 def test_ranks_are_told_to_the_program_as_torchrun_does() -> None:
