@@ -448,3 +448,48 @@ def distances_of_whole_positions():
         return scores - 0.0625 * (positions[None] - positions[:, None]).abs()
 
     _train(_Attention(biased), torch.randn(1, 600, 16), BF16)
+
+
+# ---- weights that keep elsewhere what rounding takes -------------------------------------------------
+
+
+def _long_by_hand(move: Callable[[nn.Parameter, Tensor], object]) -> None:
+    model = net().bfloat16()
+    kept = [torch.zeros_like(p) for p in model.parameters()]
+    for _ in range(104):  # as far as the next close look
+        x, y = batch()
+        model.zero_grad()
+        nn.functional.mse_loss(model(x.bfloat16()).float(), y).backward()
+        with torch.no_grad():
+            for p, rest in zip(model.parameters(), kept, strict=True):
+                move(p, rest)
+
+
+@right(15)
+def weights_in_two_halves():
+    def move(p: nn.Parameter, rest: Tensor) -> None:
+        whole = p.float() + rest.float() - 1e-5 * p.grad.float()
+        p.copy_(whole)
+        rest.copy_(whole - p.float())
+
+    _long_by_hand(move)
+
+
+@right(15)
+def updates_that_are_saved_up():
+    def move(p: nn.Parameter, rest: Tensor) -> None:
+        rest.sub_(p.grad, alpha=1e-5)
+        old = p.clone()
+        p.add_(rest)
+        rest.sub_(p - old)
+
+    _long_by_hand(move)
+
+
+@right(15)
+def rounding_with_noise():
+    def move(p: nn.Parameter, rest: Tensor) -> None:
+        noise = (torch.rand_like(p, dtype=torch.float32) - 0.5) * p.abs().float() * 2**-8
+        p.copy_(p.float() - 1e-5 * p.grad.float() + noise)
+
+    _long_by_hand(move)
