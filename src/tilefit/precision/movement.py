@@ -417,9 +417,12 @@ class Accumulators(Tracker, Observer):
         return self._keep(known, target)
 
     def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> None:
-        """What was made of a sum, less the sum, tells what was rounded away."""
-        made, place = self._made.of(minuend), _place(subtrahend)
-        if made is not None and place in made.bases and place in self._sums:
+        """What was made of a sum, less the sum, tells what was rounded away; so does a sum, less its past."""
+        made, copied, place = self._made.of(minuend), self._made.of(subtrahend), _place(subtrahend)
+        if copied is not None and len(copied.bases) == 1 and place not in self._sums:
+            ((base, (values, _)),) = copied.bases.items()
+            place = base if base in self._sums and torch.equal(values, copied.values) else place
+        if place in self._sums and (place == _place(minuend) or (made is not None and place in made.bases)):
             self._sums[place].compensated = True
 
     def _succeeds(self, call: Call, out: Tensor, made: _Made) -> None:

@@ -486,6 +486,50 @@ def updates_that_are_saved_up():
     _long_by_hand(move)
 
 
+def _averages(move: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    averages = [p.detach().bfloat16() for p in model.parameters()]
+    kept = [torch.zeros_like(average) for average in averages]
+    for _ in range(STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for average, rest, p in zip(averages, kept, model.parameters(), strict=True):
+                move(average, rest, p)
+
+
+@right(15)
+def averages_in_two_halves():
+    def move(average: Tensor, rest: Tensor, p: Tensor) -> None:
+        whole = (average.float() + rest.float()) * 0.999 + p * 0.001
+        average.copy_(whole)
+        rest.copy_(whole - average.float())
+
+    _averages(move)
+
+
+@right(15)
+def averages_whose_changes_are_saved_up():
+    def move(average: Tensor, rest: Tensor, p: Tensor) -> None:
+        rest.add_((p.bfloat16() - average) * 0.001)
+        old = average.clone()
+        average.add_(rest)
+        rest.sub_(average - old)
+
+    _averages(move)
+
+
+@wrong(15)
+def averages_less_a_part_of_themselves():
+    def move(average: Tensor, rest: Tensor, p: Tensor) -> None:
+        average.copy_(average - average * 1e-4 + p.bfloat16() * 1e-4)  # here
+
+    _averages(move)
+
+
 @right(15)
 def rounding_with_noise():
     def move(p: nn.Parameter, rest: Tensor) -> None:
