@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,9 @@ Marks = frozenset[Mark]
 Running = Generator[None, Any, None]
 
 _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "LAMB", "Lamb", "Adafactor", "Lion")
+#: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
+#: does.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
 #: How near a factor is to a scale that it is taken for.
 NEAR = 1e-4
 
@@ -95,6 +99,18 @@ class Here:
             yield
         finally:
             self.in_use = max(0, self.in_use - 1)
+
+    @property
+    def librarys(self) -> bool:
+        """An optimizer of PyTorch's, a scaler or the like is at work."""
+        return self.in_use > 0 and not (self.stepping and twin_of(type(self.stepping[0])) is None)  # type: ignore[arg-type]
+
+
+@cache
+def twin_of(kind: type[Optimizer]) -> type[Optimizer] | None:
+    """The class of PyTorch's that an optimizer steps as, where a sample steps as the whole does."""
+    base = next((c for c in kind.__mro__ if c.__module__.startswith("torch.optim.")), None)
+    return base if base is not None and base.__name__ in _ELEMENTWISE else None
 
 
 class _Local(threading.local):
@@ -277,10 +293,6 @@ class Ledger:
         factors = {mark.scaler: mark.factor for mark in marks}
         scales = (scale_of(s) for s, known in self._scalers.items() if known.number in factors)
         return next(scales, factors.get(HAND, 1.0))
-
-    def is_gradient(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the gradient of a parameter that is followed."""
-        return any(gradient.value is tensor for gradient in self.gradients)
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is followed."""

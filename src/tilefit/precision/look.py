@@ -41,11 +41,12 @@ from tilefit.precision.recorder import Recorder
 from tilefit.precision.tensors import HALF, name_of, tensors_in
 from tilefit.report.watched import Table
 
-#: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do;
-#: within one; and within one in a module, which activation checkpointing runs again.
-FORWARD, OPEN, BACKWARD, RECOMPUTED = PHASES = range(4)
+#: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do, or
+#: as part of an optimizer of PyTorch's or the like; within one; and within one in a module, which activation
+#: checkpointing runs again.
+FORWARD, OPEN, LIBRARY, BACKWARD, RECOMPUTED = PHASES = range(5)
 #: What operations are counted under; within a backward pass the nodes of the graph are counted instead.
-_COUNTED = {FORWARD: "forward", OPEN: "forward", RECOMPUTED: "recomputed"}
+_COUNTED = {FORWARD: "forward", OPEN: "forward", LIBRARY: "forward", RECOMPUTED: "recomputed"}
 
 
 @dataclass(slots=True)
@@ -486,6 +487,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if _in_backward() and not self._running.hook:
             phase = RECOMPUTED if self._running.modules else BACKWARD
+        elif self._ledger.here.librarys:
+            phase = LIBRARY
         else:
             phase = OPEN if self._running.hook or self._ledger.open else FORWARD
         plan = self._observers.plans[phase].get(id(func))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision.degrees import base_name
-from tilefit.precision.ledger import Stepped, Stepping, Tracker
+from tilefit.precision.ledger import Stepped, Stepping, Tracker, twin_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
@@ -51,9 +51,6 @@ STEPS = 32
 _MEASURED = (3, 6, 10, 15, 20, 25, 30, STEPS)
 #: Parameters followed per group.
 PARAMETERS = 64
-#: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
-#: does.
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
 #: Operations, element by element, by which tensors are updated; others that updates are made with, and those
 #: that only move values.
 _UPDATES = frozenset("add sub rsub lerp addcmul addcdiv".split())
@@ -86,7 +83,7 @@ class Weights(Tracker):
         half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
         if not half or any(isinstance(parameter, CudaTensor) for parameter in half):
             return None
-        name, base = type(optimizer).__name__, _twin_of(optimizer)
+        name, base = type(optimizer).__name__, twin_of(type(optimizer))  # type: ignore[arg-type]
         if base is None or not all(map(is_plain, half)):
             what = f"half-precision weights under {name}, whose intended step is not known"
             self._recorder.cannot_check(what, "AMP013")
@@ -130,12 +127,6 @@ class Weights(Tracker):
             moved.judge(self._recorder, UpdateBelowUlp)
 
 
-def _twin_of(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of PyTorch's that an optimizer steps as, where a sample steps as the whole does."""
-    base = next((c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), None)
-    return base if base is not None and base.__name__ in _ELEMENTWISE else None
-
-
 @dataclass(slots=True, eq=False)
 class _Moved:
     """How far some values have moved: the actual and the intended movement times the intended one."""
@@ -147,12 +138,12 @@ class _Moved:
     number: int = 0
     products: Tensor | None = None
 
-    def judge(self, recorder: Recorder, rule: type[Movement]) -> None:
+    def judge(self, recorder: Recorder, rule: type[Movement], **more: Any) -> None:
         """Say how far of what was intended. Waits for the device."""
         product, square = (0.0, 0.0) if self.products is None else self.products.tolist()
         if square > 0:
             of: dict[str, Any] = {"dtype": self.dtype, "steps": self.steps, "number": self.number}
-            recorder.emit(rule(self.source, self.module, projection=product / square, **of))
+            recorder.emit(rule(self.source, self.module, projection=product / square, **of, **more))
 
 
 class _Follower:
@@ -295,6 +286,11 @@ class _Sum(_Moved):
     added: bool = False
     compensated: bool = False
 
+    @property
+    def lost(self) -> bool:
+        """What is rounded away of its movement is lost, as far as is known."""
+        return self.added and not self.compensated
+
     def add(self, step: int, source: str, old: Tensor, new: Tensor, made: _Made) -> None:
         """Something was to be made of old values, and these are the new ones."""
         intended = made.values - old
@@ -323,7 +319,6 @@ class Accumulators(Tracker, Observer):
         self._weights: dict[tuple[Any, ...], _Sum] = {}
         #: What the running operation writes to, what was there, and what should be.
         self._written: list[tuple[Tensor, Tensor, _Made]] = []
-        self._skips = False
         self._made: Notes[_Made] = Notes()
         #: Tensors made out of old ones in this step, which have moved if they are kept: what says so.
         self._made_now: dict[_Place, tuple[StorageWeakRef, Callable[[], None]]] = {}
@@ -333,25 +328,21 @@ class Accumulators(Tracker, Observer):
 
     def before(self, call: Call) -> None:
         self._written = []
-        self._skips = self._is_anothers()
-        if self._skips or not (call.name.endswith("_") or "out" in call.kwargs):
+        if not (call.name.endswith("_") or "out" in call.kwargs):
             return
         written = targets(call.func, call.args, call.kwargs)
         stepping, name = self._ledger.here.stepping, base_name(call.name)
         if stepping and name == "mul":
             self._shrinks(call, stepping[0], written)
-        # What a graph has made is an activation of this step.
-        followed = [t for t in written if t.dtype in HALF and has_values(t) and t.is_leaf]
-        if not followed or len(followed) < len(written):
+        if not all(t.dtype in HALF and has_values(t) and t.is_leaf for t in written):
+            return  # what a graph has made is an activation of this step
+        if not {id(gradient.value) for gradient in self._ledger.gradients}.isdisjoint(map(id, written)):
             return
         for target, made in zip(written, self._wide(call, written), strict=False):
-            mine = name != "copy" or _place(target) in made.bases
-            if mine and not self._ledger.is_gradient(target):
+            if name != "copy" or _place(target) in made.bases:
                 self._written.append((target, spread(target).float(), made))
 
     def after(self, call: Call) -> None:
-        if self._skips:
-            return
         step, name = self._recorder.step, base_name(call.name)
         for target, old, made in self._written:
             self._known(call, target).add(step, call.source, old, target, made)
@@ -374,11 +365,6 @@ class Accumulators(Tracker, Observer):
             self._made.note(out, made)
             if name in _UPDATES and out.dtype in HALF:
                 self._succeeds(call, out, made)
-
-    def _is_anothers(self) -> bool:
-        """An optimizer of PyTorch's, a scaler or the like writes."""
-        here = self._ledger.here
-        return here.in_use > 0 and not (here.stepping and _twin_of(here.stepping[0]) is None)
 
     def _wide(self, call: Call, like: list[Tensor]) -> list[_Made]:
         """What an operation makes of the sampled elements in fp32, for each of its results; nothing where
@@ -423,17 +409,20 @@ class Accumulators(Tracker, Observer):
     def _known(self, call: Call, target: Tensor) -> _Sum:
         """What is known of what an operation writes to."""
         place, stepping = _place(target), self._ledger.here.stepping
-        parameters = (p for p in self._ledger.parameters if p.dtype is target.dtype and is_plain(p))
-        if not any(_place(parameter) == place for parameter in parameters):
+        alike = (p for p in self._ledger.parameters if p.dtype is target.dtype and is_plain(p))
+        if not any((p.data_ptr(), p.numel()) == (target.data_ptr(), target.numel()) for p in alike):
             return self._keep(self._sums.get(place) or _Sum(), target)
         name = type(stepping[0]).__name__ if stepping else ""
         known = self._weights.setdefault((call.source, name, target.dtype), _Sum(module=name, weights=True))
         return self._keep(known, target)
 
     def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> None:
-        """What was made of a sum, less the sum, tells what was rounded away."""
-        made, place = self._made.of(minuend), _place(subtrahend)
-        if made is not None and place in made.bases and place in self._sums:
+        """What was made of a sum, less the sum, tells what was rounded away; so does a sum, less its past."""
+        made, copied, place = self._made.of(minuend), self._made.of(subtrahend), _place(subtrahend)
+        if copied is not None and len(copied.bases) == 1 and place not in self._sums:
+            ((base, (values, _)),) = copied.bases.items()
+            place = base if base in self._sums and torch.equal(values, copied.values) else place
+        if place in self._sums and (place == _place(minuend) or (made is not None and place in made.bases)):
             self._sums[place].compensated = True
 
     def _succeeds(self, call: Call, out: Tensor, made: _Made) -> None:
@@ -479,19 +468,14 @@ class Accumulators(Tracker, Observer):
                 if storage.expired():  # type: ignore[no-untyped-call]
                     del known.storages[place]
                     self._sums.pop(place, None)
-            if known.storages and known.looks >= 2 and not known.weights:
-                self._judge(known)
-        # Weights are judged late, and are worth some looks until then.
-        self._recorder.look_soon |= bool(self._weights) and self._recorder.step + 2 in _MEASURED
-
-    def _judge(self, known: _Sum) -> None:
-        if known.added and not known.compensated:
-            known.judge(self._recorder, UpdateBelowUlp if known.weights else HalfAccumulator)
+            if known.storages and known.looks >= 2 and not known.weights and known.lost:
+                known.judge(self._recorder, HalfAccumulator)
 
     def finish(self) -> None:
         """Judge what became of weights. Waits for the device."""
         for known in self._weights.values():
-            self._judge(known)
+            if known.lost:
+                known.judge(self._recorder, UpdateBelowUlp, by_hand=True)
 
 
 def _reference(tensor: Tensor) -> StorageWeakRef:

@@ -448,3 +448,92 @@ def distances_of_whole_positions():
         return scores - 0.0625 * (positions[None] - positions[:, None]).abs()
 
     _train(_Attention(biased), torch.randn(1, 600, 16), BF16)
+
+
+# ---- weights that keep elsewhere what rounding takes -------------------------------------------------
+
+
+def _long_by_hand(move: Callable[[nn.Parameter, Tensor], object]) -> None:
+    model = net().bfloat16()
+    kept = [torch.zeros_like(p) for p in model.parameters()]
+    for _ in range(104):  # as far as the next close look
+        x, y = batch()
+        model.zero_grad()
+        nn.functional.mse_loss(model(x.bfloat16()).float(), y).backward()
+        with torch.no_grad():
+            for p, rest in zip(model.parameters(), kept, strict=True):
+                move(p, rest)
+
+
+@right(15)
+def weights_in_two_halves():
+    def move(p: nn.Parameter, rest: Tensor) -> None:
+        whole = p.float() + rest.float() - 1e-5 * p.grad.float()
+        p.copy_(whole)
+        rest.copy_(whole - p.float())
+
+    _long_by_hand(move)
+
+
+@right(15)
+def updates_that_are_saved_up():
+    def move(p: nn.Parameter, rest: Tensor) -> None:
+        rest.sub_(p.grad, alpha=1e-5)
+        old = p.clone()
+        p.add_(rest)
+        rest.sub_(p - old)
+
+    _long_by_hand(move)
+
+
+def _averages(move: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+    model = net()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    averages = [p.detach().bfloat16() for p in model.parameters()]
+    kept = [torch.zeros_like(average) for average in averages]
+    for _ in range(STEPS):
+        x, y = batch()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for average, rest, p in zip(averages, kept, model.parameters(), strict=True):
+                move(average, rest, p)
+
+
+@right(15)
+def averages_in_two_halves():
+    def move(average: Tensor, rest: Tensor, p: Tensor) -> None:
+        whole = (average.float() + rest.float()) * 0.999 + p * 0.001
+        average.copy_(whole)
+        rest.copy_(whole - average.float())
+
+    _averages(move)
+
+
+@right(15)
+def averages_whose_changes_are_saved_up():
+    def move(average: Tensor, rest: Tensor, p: Tensor) -> None:
+        rest.add_((p.bfloat16() - average) * 0.001)
+        old = average.clone()
+        average.add_(rest)
+        rest.sub_(average - old)
+
+    _averages(move)
+
+
+@wrong(15)
+def averages_less_a_part_of_themselves():
+    def move(average: Tensor, rest: Tensor, p: Tensor) -> None:
+        average.copy_(average - average * 1e-4 + p.bfloat16() * 1e-4)  # here
+
+    _averages(move)
+
+
+@right(15)
+def rounding_with_noise():
+    def move(p: nn.Parameter, rest: Tensor) -> None:
+        noise = (torch.rand_like(p, dtype=torch.float32) - 0.5) * p.abs().float() * 2**-8
+        p.copy_(p.float() - 1e-5 * p.grad.float() + noise)
+
+    _long_by_hand(move)

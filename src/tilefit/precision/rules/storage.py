@@ -49,8 +49,8 @@ class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",),
     optimizer in fp32, with the same gradients. The projection of the actual movement on that is about 1 where
     all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and about 0 where the
     updates are lost. Under other optimizers, and where there is none, each operation that updates such
-    weights is repeated in fp32 on watched steps. In a run of 3 to 29 steps it is a note. It is never looked
-    at for fp32 parameters.
+    weights is repeated in fp32 on watched steps: a note, as the code may keep elsewhere what is rounded away.
+    In a run of 3 to 29 steps it is a note, too. It is never looked at for fp32 parameters.
 
     Why nobody notices: A bf16 weight keeps 8 bits, so hardly any answers an update below |w|/512. The loss
     falls a little, as the small weights learn, then stalls.
@@ -74,12 +74,15 @@ class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",),
         "rounding or Kahan summation."
     )
 
+    #: The user's own code updates the weights.
+    by_hand: bool = False
+
     def judge(self) -> Alarm | None:
         return self.lost(
             f"{{dtype}} weights make {{made}} of the movement the optimizer intends, over {self.steps} steps",
             "an update below |w| / 2^{bits} = |w| / {part} does not change a {dtype} weight",
             f"projection on the same optimizer in fp32: {{projection}}, on {self.number} values",
-            severity=WARNING if self.steps >= ENOUGH else NOTE,
+            severity=WARNING if self.steps >= ENOUGH and not self.by_hand else NOTE,
         )
 
 
