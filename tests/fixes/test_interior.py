@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import random
@@ -118,6 +119,21 @@ def test_between_the_layers_it_is_padded(kind: str) -> None:
     assert seen_between(changed, x) == {16}
     assert_same(model, changed, x)
     assert_same(model.eval(), changed.eval(), x)
+
+
+def test_what_runs_when_garbage_is_collected_is_not_the_models(kind: str) -> None:
+    def collected(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()  # as hypothesis does
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        changed = padded(Features(kind))
+    finally:
+        gc.callbacks.remove(collected)
+        gc.set_threshold(*before)
+    assert seen_between(changed, inputs(kind)) == {16}
 
 
 def test_parts_called_by_themselves(kind: str) -> None:

@@ -8,6 +8,7 @@ a part, watches one or flipped a flag, the call runs as if nothing had been chan
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -149,12 +150,15 @@ def _without_switches() -> Iterator[list[Any]]:
         if is_models and not _is_steady(module.partition(".")[0], name):
             asked.append(name)
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what runs when garbage is collected (hypothesis asks the clock) is not the model's
     sys.setprofile(follow)
     try:
         yield asked
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
 
 
 def _is_steady(library: str, name: str) -> bool:
