@@ -199,10 +199,12 @@ class Interior(Behaviour):
         return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves), tuple(others))
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_followed():  # asked first: PyTorch 2.11's compiler breaks its graph at the set below
+            return forward(*args, **kwargs)
         given = (*args, *kwargs.values())
         # The trace knew of each argument that it is a tensor, and another than the others.
         is_known = all(type(each) in PLAIN for each in given) and len({*map(id, given)}) == len(given)
-        if not is_known or is_followed() or not self._holds():
+        if not is_known or not self._holds():
             return forward(*args, **kwargs)
         return self.region(module, forward, *args, **kwargs)
 
