@@ -26,7 +26,7 @@ WANTED, ENDED = "wanted-", "ended-"
 
 class _Pickler(pickle.Pickler):
     """Of a tensor that lies on no memory the shape goes, as of those that pipelines' stages tell each other
-    before PyTorch 2.13."""
+    in PyTorch 2.11."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
