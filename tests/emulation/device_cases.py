@@ -406,6 +406,57 @@ def _():
     return [str(model.cuda().weight.device), held() is model.weight]
 
 
+@case("accelerator")
+def _():
+    accelerator = torch.accelerator
+    memory = getattr(accelerator, "memory", accelerator)
+    for name in {*accelerator.__all__, *getattr(memory, "__all__", ())} - {"Graph", "set_stream"}:
+        function = getattr(accelerator, name)
+        function(0) if name in ("set_device_index", "set_device_idx", "device_index") else function()
+    with getattr(accelerator, "device_index", contextlib.nullcontext)(0):
+        return str(torch.zeros(2, device=accelerator.current_accelerator()).device)
+
+
+@case("memory is asked for")
+def _():
+    cuda = torch.cuda
+    cuda.memory._record_memory_history(max_entries=10)
+    cuda.memory._dump_snapshot("snapshot.pickle")
+    os.unlink("snapshot.pickle")
+    with cuda.use_mem_pool(cuda.MemPool()):
+        torch.zeros(2, device="cuda")
+    properties = cuda.get_device_properties(0)
+    return [
+        cuda.memory_stats()["allocated_bytes.all.peak"],
+        cuda.memory_snapshot(),
+        properties.shared_memory_per_block_optin < properties.shared_memory_per_multiprocessor,
+    ]
+
+
+@case("profilers")
+def _():
+    model, cuda = nn.Linear(4, 4).cuda(), torch.cuda
+    cuda.cudart().cudaProfilerStart()
+    with cuda.profiler.profile(), cuda.nvtx.range("a"), torch.autograd.profiler.emit_nvtx():
+        cuda.nvtx.mark("b")
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, with_stack=True, profile_memory=True) as profiler:
+        model(torch.ones(2, 4, device="cuda"))
+    profiler.export_chrome_trace("trace.json")
+    os.unlink("trace.json")
+    return "aten::ones" in profiler.key_averages().table(sort_by="cuda_time_total")
+
+
+@case("settings of libraries")
+def _():
+    torch._dynamo.reset()
+    torch.compiler.cudagraph_mark_step_begin()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.cufft_plan_cache.max_size = 8
+    torch.cuda.default_generators[0].manual_seed(3)
+    return torch.backends.cuda.cufft_plan_cache.size
+
+
 NUMBERS = [numbers_after_a_model_is_made(), [0, 0, 0]]
 device = Device(Nobody(), RULES)
 install(device, gpus.get("h100-sxm"))

@@ -97,6 +97,10 @@ def _answers() -> dict[str, Any]:
         "cumulative mean": "cuda:0",
         "lazy": [3, 7],
         "graph": [4],
+        "accelerator": "cuda:0",
+        "memory is asked for": [0, [], True],
+        "profilers": True,
+        "settings of libraries": 0,
     }.items(),
 )
 def test_code_on_the_emulated_gpu(case: str, answer: Any) -> None:

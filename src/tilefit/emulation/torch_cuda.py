@@ -15,7 +15,7 @@ import torch._dynamo  # keeps the functions of torch.cuda that it finds: not our
 import torch.amp.grad_scaler
 import torch.utils.data
 
-from tilefit.emulation import guard, streams
+from tilefit.emulation import answers, guard, streams
 from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import register_shapes
@@ -26,24 +26,12 @@ from tilefit.ops.program import TO_HOST
 #: PyTorch, some of whose functions are replaced.
 _torch: Any = torch
 
-_NOTHING = """set_device empty_cache manual_seed manual_seed_all init reset_peak_memory_stats ipc_collect
-set_rng_state set_rng_state_all seed seed_all set_per_process_memory_fraction reset_max_memory_allocated
-reset_accumulated_memory_stats set_sync_debug_mode _lazy_init _check_capability _lazy_call""".split()
-_ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device
-initial_seed utilization temperature power_draw memory_cached max_memory_cached device_memory_used""".split()
-
 
 class _Generator(torch.Generator):
     """A generator of the GPU's is one of the CPU's."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls)
-
-
-def _device_index(device: Any, *args: Any, **kwargs: Any) -> int:
-    if device is None or isinstance(device, int):
-        return max(0, device or 0)
-    return torch.device(device).index or 0
 
 
 def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
@@ -58,12 +46,13 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     torch.autograd.set_multithreading_enabled(False).__enter__()  # else hooks lose the user's line
     _torch._C._set_only_lift_cpu_tensors(True)
     register_shapes()
-    _answer(gpu, device)
+    answers.install(gpu)
     _types()
     _functions(device)
     _graphs(device)
     at_work = streams.install(device.watch)
     _torch.Generator = _Generator
+    _torch.cuda.default_generators = (_Generator(),)
     _modules_move_in_place()
     _threads_see(device)
     _files()
@@ -73,75 +62,6 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
         from tilefit.emulation import distributed
 
         distributed.install(device, at_work, mail)
-
-
-def _answer(gpu: Gpu, device: Device) -> None:
-    cuda = _torch.cuda
-    major, minor = gpu.compute_capability
-    memory = int(gpu.memory_bytes)
-    answers: dict[str, Any] = {
-        **dict.fromkeys(_NOTHING, None),
-        **dict.fromkeys(_ZERO, 0),
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        "get_device_name": gpu.title,
-        "get_device_capability": (major, minor),
-        "get_device_properties": _properties(gpu),
-        "mem_get_info": (memory, memory),
-        "is_bf16_supported": (major, minor) >= (8, 0),
-        "is_tf32_supported": (major, minor) >= (8, 0),
-        "get_arch_list": [f"sm_{major}{minor}"],
-        "memory_stats": {},
-        "memory_summary": "",
-        "can_device_access_peer": False,
-    }
-    state = torch.zeros(16, dtype=torch.uint8)  # of random numbers: seed and offset
-    answers |= {"get_rng_state": state, "get_rng_state_all": [state]}
-    for name, answer in answers.items():
-        for module in (cuda, cuda.memory, cuda.random):
-            if module is cuda or hasattr(module, name):
-                setattr(module, name, lambda *a, _answer=answer, **k: _answer)
-    cuda._utils._get_device_index = _device_index
-    _torch._utils._get_all_device_indices = lambda: [0]
-    _torch._C._cuda_getDevice = lambda: 0
-    _torch.version.cuda = "12.8"
-    cudnn = _torch.backends.cudnn
-    cudnn.is_available = lambda: True
-    cudnn.is_acceptable = lambda tensor: True
-    cudnn.version = lambda: 91002
-    _torch.backends.cuda.is_built = lambda: True
-    _torch._use_cudnn_rnn_flatten_weight = lambda: False  # cuDNN would lay the weights out in memory
-    _torch._C._scatter = lambda tensor, *_: (tensor.to(CUDA),)  # nn.DataParallel over one GPU
-    _torch.distributed.is_nccl_available = lambda: True
-    accelerator = torch.accelerator
-    for name, answer in {
-        "current_device_index": 0,
-        "set_device_index": None,
-        "device_count": cuda.device_count(),
-        "max_memory_allocated": 0,
-    }.items():
-        setattr(accelerator, name, lambda *a, _answer=answer, **k: _answer)
-
-
-def _properties(gpu: Gpu) -> SimpleNamespace:
-    major, minor = gpu.compute_capability
-    return SimpleNamespace(
-        name=gpu.title,
-        total_memory=int(gpu.memory_bytes),
-        major=major,
-        minor=minor,
-        multi_processor_count=gpu.sms,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_multiprocessor=gpu.shared_memory_bytes_per_sm,
-        L2_cache_size=getattr(gpu, "l2_bytes", 0),
-        gcnArchName="",
-        uuid="emulated",
-    )
 
 
 class _TensorType(type):

@@ -70,18 +70,18 @@ class Window:
     def begin(self) -> None:
         """The step begins here."""
         self._modes.start()
-        call = nn.Module.__call__
-        sites = self._modes.sites
+        window, call, sites = self, nn.Module.__call__, self._modes.sites
 
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not (module.training and sites.is_outermost(module) and torch.is_grad_enabled()):
-                return call(module, *args, **kwargs)
-            inputs = None if self._is_trained else _named(module, args, kwargs)
-            place = self._habits.backwards, self._chunk
-            made = _Call(id(module), place, version(module), sites.source_line(), inputs)
-            out = call(module, *args, **kwargs)
-            _when_trained(out, partial(self._trained, made))
-            self._call = self._call or made
+        def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
+            if not (self.training and sites.is_outermost(self) and torch.is_grad_enabled()):
+                return call(self, *args, **kwargs)
+            inputs = None if window._is_trained else _named(self, args, kwargs)
+            place = window._habits.backwards, window._chunk
+            made = _Call(id(self), place, version(self), sites.source_line(), inputs)
+            out = call(self, *args, **kwargs)
+            _when_trained(out, partial(window._trained, made))
+            window._call = window._call or made
             return out
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
