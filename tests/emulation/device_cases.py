@@ -406,6 +406,17 @@ def _():
     return [str(model.cuda().weight.device), held() is model.weight]
 
 
+@case("masked select")
+def _():
+    mask = torch.arange(6, device="cuda").view(2, 3) > 2
+    number = torch.tensor(3.0, device="cuda")
+    return [
+        len(gpu(2, 3).masked_select(mask)),
+        len(gpu(2, 1).masked_select(mask)),
+        len(number.masked_select(number > 2)),
+    ]
+
+
 @case("accelerator")
 def _():
     accelerator = torch.accelerator

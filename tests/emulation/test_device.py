@@ -97,6 +97,7 @@ def _answers() -> dict[str, Any]:
         "cumulative mean": "cuda:0",
         "lazy": [3, 7],
         "graph": [4],
+        "masked select": [3, 3, 1],
         "accelerator": "cuda:0",
         "memory is asked for": [0, [], True],
         "profilers": True,

@@ -128,7 +128,7 @@ def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, CudaTensor):
         return NotImplemented
     wide_x, wide_mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
-    return wide_x[wide_mask]
+    return wide_x.reshape(-1)[wide_mask.reshape(-1)]  # in one dimension as well where there is none
 
 
 @_rule("_unique2 unique_dim unique_consecutive")
