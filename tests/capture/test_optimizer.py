@@ -108,6 +108,21 @@ def test_one_kernel_for_each_tensor_if_the_user_asks_for_it() -> None:
     assert len(many) == 4 * len(few)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam, torch.optim.SGD])
+def test_a_learning_rate_may_be_a_tensor(kind: Any) -> None:
+    """Of those that can be captured, PyTorch then takes no multi-tensor path unless they are to be."""
+    step = _captured(_training(lambda p: kind(p, lr=torch.tensor(0.1, device="cpu"))))
+    few = _optimizer_ops(_captured(_training(lambda p: kind(p, lr=0.1))))
+    assert (len(_optimizer_ops(step)) > len(few)) == (kind is not torch.optim.SGD)
+
+
+def test_a_fused_optimizer_takes_its_learning_rate_as_a_tensor() -> None:
+    step = _captured(
+        _training(lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1, device="cpu"), fused=True))
+    )
+    assert len(_optimizer_ops(step)) == 1
+
+
 def test_a_scheduler_does_not_hide_the_optimizer() -> None:
     step = _captured(_training(lambda p: torch.optim.AdamW(p), scheduled=True))
     assert step.settings.optimizer == "adamw"
