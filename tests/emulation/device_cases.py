@@ -417,6 +417,16 @@ def _():
     ]
 
 
+@case("shapes as on the CPU")
+def _():
+    scores = gpu(4, 7).requires_grad_()
+    which = torch.randint(7, (4,), device="cuda")
+    nn.MultiMarginLoss()(scores, which).backward()
+    solved = torch.linalg.lstsq(gpu(5, 3), gpu(5, 2)).solution
+    edges = torch.histogram(gpu(9), 4).bin_edges
+    return [list(scores.grad.shape), list(solved.shape), list(edges.shape), str(edges.device)]
+
+
 @case("accelerator")
 def _():
     accelerator = torch.accelerator

@@ -98,6 +98,7 @@ def _answers() -> dict[str, Any]:
         "lazy": [3, 7],
         "graph": [4],
         "masked select": [3, 3, 1],
+        "shapes as on the CPU": [[4, 7], [3, 2], [5], "cuda:0"],
         "accelerator": "cuda:0",
         "memory is asked for": [0, [], True],
         "profilers": True,

@@ -111,8 +111,8 @@ class OptimizerSteps:
         self._stepping.callback(_restore, [(g, dict(g)) for g in optimizer.param_groups])
         for group in optimizer.param_groups:
             if "foreach" in group:
-                # Without a word from the user CUDA takes the multi-tensor path; ``foreach=False`` is a word, and
-                # of those that can be captured a learning rate on the GPU goes with that alone.
+                # Without a word from the user CUDA takes the multi-tensor path; ``foreach=False`` is a word.
+                # What can be captured takes a tensor as its learning rate there only if it is captured.
                 one_by_one = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable", True)
                 group.update(fused=None, foreach=group["foreach"] is not False and not one_by_one)
         enter(self.recorder.phase(OPTIMIZER))

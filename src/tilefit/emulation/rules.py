@@ -7,6 +7,7 @@ kernel on ``meta``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -375,6 +376,9 @@ def register_shapes() -> None:
     for overload in ("", ".Tensor"):
         library.impl(f"_ctc_loss{overload}", _ctc_shapes)
         library.impl(f"_ctc_loss_backward{overload}", _ctc_backward_shapes)
+    for name in _AS_ON_CPU:
+        packet, _, overload = name.partition(".")
+        library.impl(name, partial(_as_on_cpu, getattr(getattr(aten, packet), overload or "default")))
     # Without kernels of CUDA's, PyTorch would take these apart before anyone is asked.
     own: Any = torch.library.Library("aten", "IMPL", "AutogradCUDA")  # type: ignore[no-untyped-call]
     for name in WHOLE:
@@ -383,6 +387,15 @@ def register_shapes() -> None:
 
 
 _kept: list[torch.library.Library] = []
+#: What has kernels for CPU and CUDA, and PyTorch knows no shapes of.
+_AS_ON_CPU = """multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward
+geqrf linalg_lstsq histogram.bin_ct histogram.bins_tensor""".split()
+
+
+def _as_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The shapes that the kernel of the CPU makes of zeros."""
+    zeros = mapped((args, kwargs), lambda x: torch.zeros_like(x, device="cpu") if is_tensor(x) else x)
+    return mapped(func(*zeros[0], **zeros[1]), lambda x: x.to(META) if is_tensor(x) else x)
 
 
 @_rule("_pack_padded_sequence")
