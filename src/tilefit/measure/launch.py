@@ -20,7 +20,7 @@ _STEPS, _REPEATS = 5, 8
 
 def launch_scale(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     """:attr:`Host.scale`, of turns one after another."""
-    return Host(device, clock).scale
+    return Host(device, clock, _REPEATS).scale
 
 
 class Host:
@@ -33,9 +33,12 @@ class Host:
     Args:
         device: Where the step runs; its tensors are so small that the host is slower than the device.
         clock: Seconds.
+        turns: So many at once, two at least.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter, turns: int = 2
+    ) -> None:
         self._step = reference_step(device)
         self._synchronize: Callable[[], object] = (
             torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -44,7 +47,7 @@ class Host:
         self._times: list[float] = []
         for _ in range(_STEPS):
             self._step()
-        for _ in range(_REPEATS):
+        for _ in range(turns):
             self.turn()
 
     def turn(self) -> None:
