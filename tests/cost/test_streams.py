@@ -79,6 +79,19 @@ def test_collectives_of_a_group_follow_each_other_and_those_of_two_do_not() -> N
     assert took(apart, [1e-4])[1] == pytest.approx(one, rel=0.05)
 
 
+def test_thousands_of_collectives_in_a_row_are_waited_for_at_once() -> None:
+    count = 3000
+    order = (
+        *(Ordered(1, EXCHANGE, 1, number) for number in range(count)),
+        Ordered(1, RECORD, 1, BACK),
+        Ordered(1, AWAIT, 0, BACK),
+    )
+    made = program(*order, exchanges=(exchange(),) * count)
+    link_s = exchange_s(exchange(), Fabric(H100))
+    assert link_s is not None
+    assert took(made, [1e-3] * 2)[1] == pytest.approx(count * link_s, rel=0.01)
+
+
 def test_what_is_copied_on_another_stream_is_beside() -> None:
     order = (Ordered(1, TO_STREAM, 3), Ordered(2, TO_STREAM, 0))
     found = run(Timed(program(*order, exchanges=()), [1e-6] * 3, [1e-2, 5e-3, 1e-2]), H100, 1.0)

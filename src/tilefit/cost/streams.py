@@ -90,42 +90,43 @@ def _actions(program: Program, count: int) -> list[int | Ordered | HostEvent]:
     return [each for *_, each in sorted(asked, key=lambda placed: placed[:2])]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Meeting:
     """An exchange: it begins when each rank that takes part, of those that are known, is there.
 
     Attributes:
         ranks: How many those are.
-        there: Of each that has asked for it, when it is ready, and other exchanges that it ends before.
+        ready_s: Of each that has asked for it, when it would begin.
+        before: Exchanges that it begins after.
+        later: Exchanges that begin after it.
         time_s: What it takes.
+        start_s: When it begins; None: not known yet.
     """
 
     ranks: int
-    there: list[tuple[float, tuple[_Meeting, ...]]] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
+    before: list[_Meeting] = field(default_factory=list)
+    later: list[_Meeting] = field(default_factory=list)
     time_s: float = 0.0
-    _start_s: float | None = None
+    start_s: float | None = None
 
-    def ready_s(self, place: int) -> float | None:
-        """When the rank that asked for it at that place is ready; None: not known yet."""
-        time_s, before = self.there[place]
-        ends = [each.end_s() for each in before]
-        return None if None in ends else max((time_s, *ends))  # type: ignore[type-var]
-
-    def start_s(self) -> float | None:
-        """When it begins; None: not known yet."""
-        if self._start_s is None and len(self.there) >= self.ranks:
-            ready = [self.ready_s(place) for place in range(len(self.there))]
-            self._start_s = None if None in ready else max(ready)  # type: ignore[type-var]
-        return self._start_s
-
-    def begin(self) -> None:
-        """Begin, whoever is there."""
-        self._start_s = max(time_s for time_s, _ in self.there)
-
+    @property
     def end_s(self) -> float | None:
         """When it is over; None: not known yet."""
-        start_s = self.start_s()
-        return None if start_s is None else start_s + self.time_s
+        return None if self.start_s is None else self.start_s + self.time_s
+
+    def settle(self, given_up: bool = False) -> None:
+        """Begin if that can be told by now, or with whoever is there if others are given up; and so on with
+        those that begin after this one."""
+        left = [self]
+        while left:
+            each = left.pop()
+            ends = [before.end_s for before in each.before]
+            known = len(each.ready_s) >= each.ranks and None not in ends
+            if each.start_s is None and (known or given_up):
+                each.start_s = max(*each.ready_s, *(end_s or 0.0 for end_s in ends), 0.0)
+                left += each.later
+            given_up = False
 
 
 class _End(NamedTuple):
@@ -140,7 +141,7 @@ class _End(NamedTuple):
         """The time; None: not known yet."""
         if self.meeting is None:
             return self.time_s
-        end_s = self.meeting.end_s()
+        end_s = self.meeting.end_s
         return None if end_s is None else max(self.time_s, end_s)
 
 
@@ -165,7 +166,8 @@ class _Board:
     def give_up(self) -> None:
         """Nobody can go on: the first exchange that has not begun begins with those who are there."""
         self.unmet += 1
-        next(each for each in self._meetings.values() if each.there and each.end_s() is None).begin()
+        first = next(each for each in self._meetings.values() if each.ready_s and each.end_s is None)
+        first.settle(given_up=True)
 
 
 def _together(clocks: Sequence[_Clocks], board: _Board) -> None:
@@ -220,7 +222,7 @@ class _Clocks:
                     yield "waits"
                 self.taken += 1
         while (now_s := self._now_s(0)) is None or any(
-            each.end_s() is None for each, *_ in self.exchanged.values()
+            each.end_s is None for each, *_ in self.exchanged.values()
         ):
             yield "waits"
         self._finish(begin_s, now_s)
@@ -237,7 +239,7 @@ class _Clocks:
         made.time_s = max(self.asked_s, now_s - begin_s)
         made.exchange_s = self.taken_s
         for number, (meeting, stream, since) in self.exchanged.items():
-            start_s, end_s, since_s = meeting.start_s(), meeting.end_s(), since.known_s()
+            start_s, end_s, since_s = meeting.start_s, meeting.end_s, since.known_s()
             assert start_s is not None
             assert end_s is not None
             assert since_s is not None
@@ -270,8 +272,7 @@ class _Clocks:
 
     def _work(self, index: int) -> bool:
         stream, now = self.stream, self.ends.get(self.stream, _BEGIN)
-        now_s = now.time_s if now.meeting is None else now.known_s()
-        if now_s is None:
+        if (now_s := now.known_s()) is None:
             return False
         self.host_s += self.launches_s[index]
         start_s = max(self.host_s, now_s)
@@ -338,9 +339,13 @@ class _Clocks:
         now = self.ends.get(stream, _BEGIN)
         since = now._replace(time_s=max(now.time_s, self.host_s + self.scale * COLLECTIVE_S))
         meeting = self.board.meeting(group, self.called[group])
-        before = (each for each in (now.meeting, self.groups.get(group)) if each is not None)
-        meeting.there.append((since.time_s, tuple(before)))
+        before = {each for each in (now.meeting, self.groups.get(group)) if each is not None}
         meeting.time_s = meeting.time_s or self.taken_s[number]
+        meeting.ready_s.append(since.time_s)
+        meeting.before += before
+        for each in before:
+            each.later.append(meeting)
+        meeting.settle()
         self.host_s += self.scale * COLLECTIVE_S
         self.called[group] += 1
         self.groups[group] = meeting
