@@ -10,7 +10,7 @@ Three tables, of one run, so that what one says can be held against the others:
 - ``reference``: what ``tilefit calibrate`` makes of the host, between all of these.
 
     PYTHONPATH=src python benchmarks/host_parts.py --out rows.jsonl
-    PYTHONPATH=src python benchmarks/host_parts.py --in-turn --turns 4 --out rows.jsonl
+    PYTHONPATH=src python benchmarks/host_parts.py --in-turn --turns 3 --out rows.jsonl
 
 The second takes models and reference steps on the host as it is and on a slow one (``slow_host.py``) in turn.
 """
@@ -50,6 +50,8 @@ SMALL = {"batch": 2, "seq": 64}
 LEFT_OUT = ("lstm_lm", "segmenter", "points", "registration", "resolution", "wave", "words", "graph", "fcn")
 #: Those measured on a slow host, too.
 SLOW = ("gpt2", "t5", "swin", "resnet50", "efficientnet", "unet", "recommender", "densenet")
+#: Times as slow a host that has one core, of which nearly nothing is taken.
+ONE_CORE = 1.01
 _Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -389,12 +391,12 @@ def measure_models(host: Host, made: dict[str, Small], steps: int) -> None:
 
 
 def measure_in_turn(host: Host, runs: list[Run], turns: int, steps: int, slow: float) -> None:
-    """Models and reference steps on the host as it is and on a slow one, time and again: what a host takes
-    differs from one second to the next, and medians of many turns by less."""
+    """Models and reference steps on the host as it is, on one of its cores, and on a slow one, time and again:
+    what a host takes differs from one second to the next, and medians of many turns by less."""
     few = [run for run in runs if any(part in run.target for part in SLOW)]
     made = {run.label: model for run, model in loaded(few, host.device, inf)}
     for _ in range(turns):
-        for host.slow in (1.0, slow):
+        for host.slow in (1.0, ONE_CORE, slow):
             with slowed(host.slow):
                 host.reference()
                 measure_models(host, made, steps)
