@@ -391,7 +391,7 @@ def measure_models(host: Host, made: dict[str, Small], steps: int) -> None:
 
 
 def measure_in_turn(host: Host, runs: list[Run], turns: int, steps: int, slow: float) -> None:
-    """Models and reference steps on the host as it is, on one of its cores, and on a slow one, time and again:
+    """Models and reference steps on the host as it is, on one core of it, and on a slow one, time and again:
     what a host takes differs from one second to the next, and medians of many turns by less."""
     few = [run for run in runs if any(part in run.target for part in SLOW)]
     made = {run.label: model for run, model in loaded(few, host.device, inf)}
