@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tilefit.cost import estimate_step
 from tilefit.cost.estimate import EXPOSED
 from tilefit.cost.launch import COLLECTIVE_S
 from tilefit.cost.links import Fabric, Group
 from tilefit.cost.streams import Timed, exchange_s, fabric_of, run
-from tilefit.cost.waits import paced_s
 from tilefit.gpus import get
-from tilefit.ops import FORWARD, Exchange, Gemm, Habit, HostEvent, Program, Site, Step, StepOp
+from tilefit.ops import FORWARD, Exchange, Gemm, HostEvent, Program, Site, Step, StepOp
 from tilefit.ops.collective import ALL_REDUCE, FUNCTIONS, SEND
 from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, TO_STREAM, WAIT, Ordered
 
@@ -174,42 +171,6 @@ def test_messages_that_do_not_fit_end_nothing() -> None:
     found = run(first, H100, 1.0, [both_wait])
     assert found.unmet > 0
     assert found.time_s > 3e-3
-
-
-times = st.integers(1, 1000).map(lambda ms: ms / 1e4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(times, min_size=1, max_size=8), st.data())
-def test_no_schedule_beats_its_parts_or_is_worse_than_all_after_another(
-    times_s: list[float], data: st.DataObject
-) -> None:
-    places = st.integers(0, len(times_s))
-    pairs = data.draw(st.lists(st.tuples(places, places).map(sorted), max_size=4))
-    order = sorted(
-        (each for number, (a, b) in enumerate(pairs) for each in beside(a, b, number)), key=lambda e: e.index
-    )
-    made = program(*order, exchanges=tuple(exchange(group="0") for _ in pairs))
-    found = run(Timed(made, [1e-7] * len(times_s), times_s), H100, 1.0)
-    compute_s, link_s = sum(times_s), sum(found.exchange_s)
-    host_s = len(times_s) * 1e-7 + len(pairs) * COLLECTIVE_S
-    assert max(compute_s, link_s, host_s) * (1 - 1e-9) <= found.time_s
-    assert found.time_s <= (compute_s + link_s + host_s) * (1 + 1e-9)
-    assert all(0 <= each <= link_s * (1 + 1e-9) for each in found.exposed_s)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(times, min_size=1, max_size=8), st.lists(st.integers(0, 8), max_size=4), st.booleans())
-def test_with_one_stream_it_is_as_two_clocks_say(
-    times_s: list[float], waits: list[int], blocking: bool
-) -> None:
-    events = tuple(HostEvent(each, WAIT, "item", LINE) for each in waits)
-    habits = (Habit("launch_blocking", LINE),) * blocking
-    made = program(events=events, exchanges=(), habits=habits)
-    launches_s = [2e-3] * len(times_s)
-    host_s = sum(launches_s) + len(events) * 22e-6
-    expected = max(host_s, sum(times_s), paced_s(made, launches_s, times_s, H100, 1.0))
-    assert run(Timed(made, launches_s, times_s), H100, 1.0).time_s == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_bounds_of_a_step_add_up_and_name_communication() -> None:

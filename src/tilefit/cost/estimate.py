@@ -99,7 +99,7 @@ def from_datasheet(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """What a stream does for a time.
 

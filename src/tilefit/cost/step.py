@@ -14,11 +14,11 @@ from math import hypot
 from typing import NamedTuple
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
-from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, PROGRAM_HOST, around_s, begin_s, launch
+from tilefit.cost.launch import GRAPHED_S, PROGRAM_HOST, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streams import Timed, fabric_of, run
-from tilefit.cost.waits import call_s, own_work_s, paced_s
+from tilefit.cost.waits import launches_block, own_work_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Step
 
@@ -36,7 +36,7 @@ def estimate_step(
     """Predicted wall time of a step.
 
     The host launches operation after operation and runs ahead of the GPU, into the next step too, as far as
-    the program lets it (:mod:`tilefit.cost.waits`).
+    the program lets it (:mod:`tilefit.cost.streams`).
 
     Args:
         step: The step.
@@ -112,20 +112,16 @@ class _Timer:
         """With a host, and a GPU, that takes so many times as long as stated."""
         program, device = self.step.program, self.device
         gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.python_s + sum(self.launches_s))
-        host_s += call_s(program, scale)
-        if program is None:
+        if program is None or not (program.events or program.order or launches_block(program)):
             return _Paced(max(gpu_s, host_s), gpu_s, host_s)
         times_s = [gpu_scale * each for each in self.times_s]
         launches_s = [scale * each for each in self.launches_s]
         launches_s[:1] = [scale * self.python_s + first for first in launches_s[:1]]
-        if not program.order:
-            paced = paced_s(program, launches_s, times_s, device, scale)
-            return _Paced(max(gpu_s, host_s, paced), gpu_s, host_s)
         timed = Timed(program, launches_s, times_s)
         streams = run(timed, device, scale, list(_others(self.step, timed, device)))
         gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
-        host_s += scale * COLLECTIVE_S * len(program.exchanges)
-        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams)
+        host_s += scale * timed.asked_s
+        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams if program.order else None)
 
 
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:

@@ -1,9 +1,11 @@
-"""A step on several streams, and what it waits for: operations, collectives, and the host that asks for them.
+"""A step on its streams, and what it waits for: operations, collectives, and the host that asks for them.
 
 What the program orders is gone through as it ordered it, step after step. Each stream has a clock, and so
 have the host and each group of processes, whose collectives run one after the other. An operation begins when
 its stream is free and the host has launched it; an event keeps the clock of its stream, and who waits for it
-begins no earlier. What runs at once does not slow each other down here.
+begins no earlier. Between two waits the host launches ahead of the GPU; at a wait it stands until the GPU has
+done all that it was given, and the GPU then stands until the next launch. What runs at once does not slow
+each other down here.
 
 Of a pipeline each stage is a rank that runs something else. All of them are gone through, and a message
 between two of them begins when both have asked for it.
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
@@ -37,10 +39,10 @@ class Timed(NamedTuple):
     launches_s: Sequence[float]
     times_s: Sequence[float]
 
-    def host_s(self, scale: float) -> float:
-        """Time of the host for all that it asks for."""
-        asked_s = COLLECTIVE_S * len(self.program.exchanges) + FORWARD_S * len(self.program.events)
-        return sum(self.launches_s) + scale * asked_s
+    @property
+    def asked_s(self) -> float:
+        """Time of the stated host for what it asks for beside operations: each takes what a launch takes."""
+        return COLLECTIVE_S * len(self.program.exchanges) + FORWARD_S * len(self.program.events)
 
 
 def fabric_of(program: Program, gpu: Gpu) -> Fabric:
@@ -78,16 +80,21 @@ def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> S
     return made
 
 
-def _actions(program: Program, count: int) -> list[int | Ordered | HostEvent]:
-    """Operations by their index, what streams are asked for, and where host and GPU meet, in order."""
+def _actions(program: Program, count: int) -> list[range | Ordered | HostEvent]:
+    """Operations in a row, what streams are asked for, and where host and GPU meet, in order."""
     last = len(program.order)
-    asked: list[tuple[int, int, Any]] = [
+    asked: list[tuple[int, int, Ordered | HostEvent]] = [
         (min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)
     ]
     for event in program.events:
         asked.append((min(event.index, count), 2 * (event.after if event.after >= 0 else last), event))
-    asked += [(index, 2 * last + 2, index) for index in range(count)]
-    return [each for *_, each in sorted(asked, key=lambda placed: placed[:2])]
+    actions: list[range | Ordered | HostEvent] = []
+    first = 0
+    for index, _, each in sorted(asked, key=lambda placed: placed[:2]):
+        actions += [range(first, index)] * (index > first)
+        actions.append(each)
+        first = max(first, index)
+    return [*actions, range(first, count)]
 
 
 @dataclass(eq=False)
@@ -189,8 +196,8 @@ class _Clocks:
         fabric = fabric_of(self.program, gpu)
         self.taken_s = tuple(exchange_s(each, fabric) or 0.0 for each in self.program.exchanges)
         self.blocking = launches_block(self.program)
-        self.asked_s = timed.host_s(scale)
-        self.host_s = 0.0
+        self.asked_s = sum(self.launches_s) + scale * timed.asked_s
+        self.host_s = self.begin_s = 0.0
         # The host is ahead as far as the program lets it: as if the GPU had a step to do already.
         self.ends: dict[int, _End] = {0: _End(self.asked_s)}
         #: What events were recorded behind, of this step and of the one before.
@@ -211,12 +218,10 @@ class _Clocks:
     def steps(self) -> Iterator[str]:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
         actions = _actions(self.program, len(self.times_s))
-        begin_s = 0.0
         for _ in range(_BEFORE + 1):
             while (now_s := self._now_s(0)) is None:
                 yield "waits"
-            begin_s = now_s
-            self._begin()
+            self._begin(now_s)
             for action in actions:
                 while not self._take(action):
                     yield "waits"
@@ -225,18 +230,18 @@ class _Clocks:
             each.end_s is None for each, *_ in self.exchanged.values()
         ):
             yield "waits"
-        self._finish(begin_s, now_s)
+        self._finish(now_s)
 
-    def _begin(self) -> None:
-        self.stream = 0
+    def _begin(self, now_s: float) -> None:
+        self.begin_s, self.stream = now_s, 0
         self.earlier, self.events = self.events, {}
         self.exchanged.clear()
         count = len(self.program.exchanges)
         self.made = Streams(exposed_s=[0.0] * count, late_s=[0.0] * count)
 
-    def _finish(self, begin_s: float, now_s: float) -> None:
+    def _finish(self, now_s: float) -> None:
         made = self.made
-        made.time_s = max(self.asked_s, now_s - begin_s)
+        made.time_s = max(self.asked_s, now_s - self.begin_s)
         made.exchange_s = self.taken_s
         for number, (meeting, stream, since) in self.exchanged.items():
             start_s, end_s, since_s = meeting.start_s, meeting.end_s, since.known_s()
@@ -245,18 +250,17 @@ class _Clocks:
             assert since_s is not None
             if not stream:  # it runs where the program computes
                 self._waited(number, since_s, end_s)
-            made.spans.append(Span(stream, start_s, end_s, number, exchange=True))
-        made.spans = [
-            replace(each, start_s=each.start_s - begin_s, end_s=each.end_s - begin_s)
-            for each in sorted(made.spans, key=lambda span: span.start_s)
-        ]
+            made.spans.append(
+                Span(stream, start_s - self.begin_s, end_s - self.begin_s, number, exchange=True)
+            )
+        made.spans.sort(key=lambda span: span.start_s)
 
     def _now_s(self, stream: int) -> float | None:
         return self.ends.get(stream, _BEGIN).known_s()
 
-    def _take(self, action: int | Ordered | HostEvent) -> bool:
+    def _take(self, action: range | Ordered | HostEvent) -> bool:
         """What the host asks for next; whether it could be gone through."""
-        if isinstance(action, int):
+        if isinstance(action, range):
             return self._work(action)
         if isinstance(action, HostEvent):
             return self._meet(action)
@@ -270,19 +274,20 @@ class _Clocks:
             return self._exchange(action)
         return True
 
-    def _work(self, index: int) -> bool:
+    def _work(self, operations: range) -> bool:
         stream, now = self.stream, self.ends.get(self.stream, _BEGIN)
         if (now_s := now.known_s()) is None:
             return False
-        self.host_s += self.launches_s[index]
-        start_s = max(self.host_s, now_s)
-        end_s = start_s + self.times_s[index]
-        self.ends[stream] = _End(end_s, None, now.why)
-        if self.blocking:
-            self.host_s = end_s
-        self.made.spans.append(Span(stream, start_s, end_s, index))
-        if stream:
-            self.made.aside.append(index)
+        host_s, begin_s, spans = self.host_s, self.begin_s, self.made.spans
+        for index in operations:
+            host_s += self.launches_s[index]
+            start_s = host_s if host_s > now_s else now_s
+            now_s = start_s + self.times_s[index]
+            if self.blocking:
+                host_s = now_s
+            spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
+        self.host_s, self.ends[stream] = host_s, _End(now_s, None, now.why)
+        self.made.aside += operations if stream else ()
         return True
 
     def _meet(self, event: HostEvent) -> bool:
