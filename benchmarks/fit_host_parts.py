@@ -221,6 +221,11 @@ def solved(counts: _Array, taken_us: _Array) -> _Array:
     return np.asarray(found.x)
 
 
+def scale_of(row: dict[str, Any]) -> float:
+    """What a row says of the host, by today's reference; the first rows' was 9.6 ms."""
+    return float(row["scale"]) * row.get("reference_s", 9.6e-3) / REFERENCE_STEP_S
+
+
 def told(errors: _Array) -> str:
     off = np.abs(errors)
     return f"median {np.median(off):.1%}, nine in ten {np.quantile(off, 0.9):.0%}, worst {off.max():.0%}"
@@ -286,7 +291,7 @@ def programs(rows: list[dict[str, Any]]) -> None:
         path, arguments, fake = program(row["program"])
         options = ProgramOptions(str(path), arguments, skip=2, fake_data=fake)
         step = capture_program_in_child(options, "h100-sxm", timeout_s=600)
-        scale = row["scale"] * 9.6e-3 / REFERENCE_STEP_S
+        scale = scale_of(row)
         gpu = replace(priced("h100-sxm"), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
         estimate, real_ms = estimate_step(step, gpu), min(row["wall_ms"])
         assert step.program is not None
@@ -324,12 +329,7 @@ def main() -> None:
         for row in rows:
             if row["row"] == "model" and row["slow"] == slow:
                 turns[row["infer"]].setdefault(f"{row['model']}|{row['infer']}", []).append(row)
-        # The rows' scales are of a reference step of 9.6 ms, as it was when they were measured.
-        reference = [
-            row["scale"] * 9.6e-3 / REFERENCE_STEP_S
-            for row in rows
-            if row["row"] == "reference" and row["slow"] == slow
-        ]
+        reference = [scale_of(row) for row in rows if row["row"] == "reference" and row["slow"] == slow]
         for infer, kind in ((False, "training"), (True, "forward passes")):
             name = f"{kind}, host slowed {slow:g} times" if slow > 1 else kind
             whole(name, turns[infer], counts, float(np.median(reference)))

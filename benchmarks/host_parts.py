@@ -41,6 +41,7 @@ from torch import nn
 from torch.nn import functional
 from whole_steps import COMPILED, MODELS, Measured, Run
 
+from tilefit.cost.launch import REFERENCE_STEP_S
 from tilefit.measure.launch import launch_scale, reference_step
 
 IN_A_ROW, REPEATS = int(os.environ.get("IN_A_ROW", 40)), 9
@@ -142,7 +143,7 @@ class Host:
             kinds_ms[name], kinds_cpu_ms[name] = (
                 [us / 1e3 for us in each] for each in zip(*spent, strict=True)
             )
-        row = {"kinds_ms": kinds_ms, "kinds_cpu_ms": kinds_cpu_ms}
+        row = {"reference_s": REFERENCE_STEP_S, "kinds_ms": kinds_ms, "kinds_cpu_ms": kinds_cpu_ms}
         self.write(row="reference", scale=scale, at=time.time(), **row)
         return scale
 
@@ -429,7 +430,8 @@ def run_program(name: str, host: Host, turns: int = 2, steps: int = 4) -> None:
         if len(found) == turns:
             wall_ms, cpu_ms = zip(*found, strict=True)
             scale = launch_scale(torch.device(host.device))
-            host.write(row="program", program=name, wall_ms=wall_ms, cpu_ms=cpu_ms, scale=scale)
+            row = {"wall_ms": wall_ms, "cpu_ms": cpu_ms, "scale": scale, "reference_s": REFERENCE_STEP_S}
+            host.write(row="program", program=name, **row)
             os._exit(0)
 
     finders = [StepFinder(4 + steps * turn, steps, begin, end, lambda: "") for turn in range(turns)]

@@ -80,8 +80,10 @@ class Host:
 
 
 def reference_step(device: torch.device) -> Callable[[], None]:
-    """A training step of a small transformer and a small convolutional network, under bf16 autocast with
-    AdamW: what it takes is the host's time."""
+    """A training step of a small transformer and a small convolutional network with AdamW, under bf16
+    autocast, or fp16 where cuDNN has no bf16 convolution (Turing, Volta): it takes what the host takes."""
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
     encoder = nn.Sequential(
         *(nn.TransformerEncoderLayer(64, 2, 128, activation="gelu", batch_first=True) for _ in range(4))
     )
@@ -93,7 +95,7 @@ def reference_step(device: torch.device) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
             loss = encoder(tokens).float().mean() + images(pixels).float().mean()
         loss.backward()
         optimizer.step()
