@@ -1,6 +1,7 @@
 """Does a host take what one scale says, or should its parts be told apart?
 
     PYTHONPATH=src python benchmarks/fit_host_parts.py [--count]
+    PYTHONPATH=src python benchmarks/fit_host_parts.py --rows ..._in_turn.jsonl --calibration slow.npz
 
 The models are those of ``host_parts.py``, most of which the cost model's host constants have never seen.
 Their host times, as the model states them, are held against the measured ones, all with one scale. Then
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from tilefit.cost import launch
+from tilefit.cost.calibration import read
 from tilefit.cost.launch import KNOWN_HOST, REFERENCE_STEP_S, UNKNOWN_HOST
 
 RESULTS = Path(__file__).parent / "results"
@@ -255,7 +257,7 @@ def whole(
     kind: str, turns: dict[str, list[dict[str, Any]]], counts: dict[str, Any], reference: float
 ) -> None:
     """Steps among others against the model as it is, with the scale that fits all of them best, and with the
-    median of what the reference steps said meanwhile."""
+    one that was said: by the reference steps meanwhile, in the median, or by a calibration."""
     pairs, repeats = [], []
     for key, each in turns.items():
         if key in counts and counts[key]["host_ms"] > counts[key]["gpu_ms"]:
@@ -269,7 +271,7 @@ def whole(
     print(
         f"{kind}, {len(pairs)} steps that the host limits: {scale:.2f} times what is stated; with that, "
         f"{told(scale / ratios - 1)}; "
-        f"with the {reference:.2f} of the reference steps, {told(reference / ratios - 1)}, "
+        f"with the {reference:.2f} that was said, {told(reference / ratios - 1)}, "
         f"in the interval {known:.0%}; in that of an unknown host {unknown:.0%}; "
         f"turns of the same step differ by {np.median(repeats or [0]):.0%} in the median"
     )
@@ -313,6 +315,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--calibration", type=Path, help="of the slowed host: its scale, not the rows'")
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--programs", action="store_true", help="predict the programs instead")
     options = parser.parse_args()
@@ -330,9 +333,12 @@ def main() -> None:
             if row["row"] == "model" and row["slow"] == slow:
                 turns[row["infer"]].setdefault(f"{row['model']}|{row['infer']}", []).append(row)
         reference = [scale_of(row) for row in rows if row["row"] == "reference" and row["slow"] == slow]
+        said = float(np.median(reference))
+        if options.calibration and slow == max(row["slow"] for row in rows):
+            said = read(options.calibration).launch_scale
         for infer, kind in ((False, "training"), (True, "forward passes")):
             name = f"{kind}, host slowed {slow:g} times" if slow > 1 else kind
-            whole(name, turns[infer], counts, float(np.median(reference)))
+            whole(name, turns[infer], counts, said)
     for part, infer, number in (
         ("forward alone", True, 0),
         ("forward", False, 0),

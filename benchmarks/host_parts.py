@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from unittest.mock import patch
 
 import torch
 from program_ops import PROGRAMS, import_libraries, program, seen_whole
-from slow_host import slowed
+from slow_host import other, slowed
 from torch import nn
 from torch.nn import functional
 from whole_steps import COMPILED, MODELS, Measured, Run
@@ -396,6 +397,8 @@ def measure_in_turn(host: Host, runs: list[Run], turns: int, steps: int, slow: f
     what a host takes differs from one second to the next, and medians of many turns by less."""
     few = [run for run in runs if any(part in run.target for part in SLOW)]
     made = {run.label: model for run, model in loaded(few, host.device, inf)}
+    for each in (ONE_CORE, slow):
+        other(each).send_signal(signal.SIGSTOP)
     for _ in range(turns):
         for host.slow in (1.0, ONE_CORE, slow):
             with slowed(host.slow):

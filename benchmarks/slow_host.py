@@ -36,8 +36,9 @@ while os.getppid() == int(sys.argv[2]):
 
 
 @cache
-def _other(times: float) -> subprocess.Popen[bytes]:
-    """The other process: one for all blocks, since once this one is nice, so is what it starts."""
+def other(times: float) -> subprocess.Popen[bytes]:
+    """The other process: one for all blocks, and where blocks differ all of them before the first, since once
+    this one is nice, so is what it starts."""
     found = subprocess.Popen([sys.executable, "-c", _OTHER, str(times), str(os.getpid())])
     os.sched_setaffinity(found.pid, {max(os.sched_getaffinity(0))})
     atexit.register(found.kill)
@@ -64,8 +65,8 @@ def slowed(times: float) -> Iterator[None]:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores)
 
-    other = _other(times)
-    other.send_signal(signal.SIGCONT)
+    found = other(times)
+    found.send_signal(signal.SIGCONT)
     try:
         for thread in Path("/proc/self/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
@@ -75,7 +76,7 @@ def slowed(times: float) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         pin(before)
-        other.send_signal(signal.SIGSTOP)
+        found.send_signal(signal.SIGSTOP)
 
 
 def main() -> None:
