@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import exp, hypot, log
-from statistics import quantiles
+from statistics import median, quantiles
 
 import torch
 from torch import nn
@@ -45,13 +45,14 @@ class Host:
         )
         self._clock = clock
         self._times: list[float] = []
-        for _ in range(_STEPS):
+        for _ in range(_STEPS - 1):
             self._step()
         for _ in range(turns):
             self.turn()
 
     def turn(self) -> None:
-        """Time a few more steps."""
+        """Time a few more steps, after one that allocates anew what capturing a graph has freed since."""
+        self._step()
         self._synchronize()
         began_s = self._clock()
         for _ in range(_STEPS):
@@ -63,8 +64,7 @@ class Host:
     def scale(self) -> float:
         """Host time of the step over :data:`tilefit.cost.launch.REFERENCE_STEP_S`, that of the host whose
         constants the cost model has."""
-        # What else the host does can only make it slower.
-        return quantiles(self._times, n=4)[0] / REFERENCE_STEP_S
+        return median(self._times) / REFERENCE_STEP_S
 
     @property
     def spread(self) -> float:
