@@ -219,14 +219,14 @@ class _Clocks:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
         actions = _actions(self.program, len(self.times_s))
         for _ in range(_BEFORE + 1):
-            while (now_s := self._now_s(0)) is None:
+            while (now_s := self.ends[0].known_s()) is None:
                 yield "waits"
             self._begin(now_s)
             for action in actions:
                 while not self._take(action):
                     yield "waits"
                 self.taken += 1
-        while (now_s := self._now_s(0)) is None or any(
+        while (now_s := self.ends[0].known_s()) is None or any(
             each.end_s is None for each, *_ in self.exchanged.values()
         ):
             yield "waits"
@@ -254,9 +254,6 @@ class _Clocks:
                 Span(stream, start_s - self.begin_s, end_s - self.begin_s, number, exchange=True)
             )
         made.spans.sort(key=lambda span: span.start_s)
-
-    def _now_s(self, stream: int) -> float | None:
-        return self.ends.get(stream, _BEGIN).known_s()
 
     def _take(self, action: range | Ordered | HostEvent) -> bool:
         """What the host asks for next; whether it could be gone through."""
