@@ -1,13 +1,14 @@
 """Does a host take what one scale says, or should its parts be told apart?
 
     PYTHONPATH=src python benchmarks/fit_host_parts.py [--count]
-    PYTHONPATH=src python benchmarks/fit_host_parts.py --rows ..._in_turn.jsonl --calibration slow.npz
+    PYTHONPATH=src python benchmarks/fit_host_parts.py --rows ...third_h100.jsonl --calibration ...npz
 
 The models are those of ``host_parts.py``, most of which the cost model's host constants have never seen.
 Their host times, as the model states them, are held against the measured ones, all with one scale. Then
 other sums of parts are fitted: of operations, views, calls of modules, calls of Python functions, nodes of
 autograd, kinds of operations. Each model is predicted by constants fitted to the others. Beside that, how far
-two turns of the same model differ: no model can do better. ``--count`` counts the parts again, on shapes.
+two turns of the same model differ: no model can do better. ``--count`` counts the parts again, on shapes;
+the rows ran transformers 5.17, whose T5 and Swin v2 have other operations than later ones.
 """
 
 from __future__ import annotations
