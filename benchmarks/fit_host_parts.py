@@ -311,6 +311,50 @@ def programs(rows: list[dict[str, Any]]) -> None:
     print(f"{len(errors)} programs: {told(np.array(errors))}, in the interval {np.mean(inside):.0%}")
 
 
+def kinds(rows: list[dict[str, Any]], counts: dict[str, Any]) -> None:
+    """How far what small steps say is off what models take right after: the step of ``tilefit calibrate``,
+    those of other kinds that train as the models do, and all of these."""
+    from host_parts import small_models
+
+    from tilefit.capture import capture
+    from tilefit.cost import estimate_step
+
+    def stated_ms(name: str, infer: bool) -> float:
+        model, inputs = small_models()[name]
+        loss = None if infer else lambda out: out.float().mean()
+        step = capture(model.to("meta"), (inputs.to("meta"),), train=not infer, amp="bf16", loss=loss)
+        return 1e3 * estimate_step(step, "h100-sxm", launch_scale=1.0).host_time_s
+
+    stated = {(name, infer): stated_ms(name, infer) for name in small_models() for infer in (False, True)}
+    marks = [index for index, row in enumerate(rows) if row["row"] == "reference"]
+    off: dict[tuple[bool, float, str], list[float]] = {}
+    for begin, end in zip(marks, [*marks[1:], len(rows)], strict=True):
+        taken = rows[begin]["kinds_ms"]
+        said = {
+            each: np.log(np.median(taken[each[0] + ", forward" * each[1]]) / ms)
+            for each, ms in stated.items()
+        }
+        for infer in (False, True):
+            ratios = [
+                np.log(row["sustained_ms"] / counts[f"{row['model']}|{infer}"]["host_ms"])
+                for row in rows[begin:end]
+                if row["row"] == "model"
+                and row["infer"] == infer
+                and (key := counts.get(f"{row['model']}|{infer}"))
+                and key["host_ms"] > key["gpu_ms"]
+            ]
+            scales = {
+                "calibrate": np.log(scale_of(rows[begin])),
+                "its kinds": np.mean([said[each] for each in said if each[1] == infer]),
+                "all kinds": np.mean([*said.values()]),
+            }
+            for name, scale in scales.items() if ratios else ():
+                off.setdefault((infer, rows[begin]["slow"], name), []).append(abs(scale - np.median(ratios)))
+    for (infer, slow, name), errors in off.items():
+        kind = "forward passes" if infer else "training"
+        print(f"{kind}, host slowed {slow:g} times, by {name}: {np.mean(errors):.1%} of {len(errors)} turns")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -319,6 +363,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="of the slowed host: its scale, not the rows'")
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--programs", action="store_true", help="predict the programs instead")
+    parser.add_argument("--kinds", action="store_true", help="what small steps of other kinds say instead")
     options = parser.parse_args()
     if options.count:
         count()
@@ -326,6 +371,9 @@ def main() -> None:
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
     if options.programs:
         programs([row for row in rows if row["row"] == "program" and "failure" not in row])
+        return
+    if options.kinds:
+        kinds(rows, counts)
         return
     print("reference steps:", *(f"{r['scale']:.2f} ({r['slow']:g})" for r in rows if r["row"] == "reference"))
     for slow in sorted({row["slow"] for row in rows}, reverse=True):  # the plain host last

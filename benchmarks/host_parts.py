@@ -212,9 +212,8 @@ class Host:
                 self.timed(f"{name} of {count}", kind(tensors, lr=1e-6, **options).step, 3, repeats)
 
 
-def small_steps(device: str) -> dict[str, Callable[[], None]]:
-    """Steps that could tell how fast the host is: that of ``tilefit calibrate``, of a transformer, of
-    convolutions, of many parameters, and forward passes alone."""
+def small_models() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """A transformer, convolutions and many parameters, with their inputs."""
     encoder = nn.Sequential(
         *(nn.TransformerEncoderLayer(64, 2, 128, activation="gelu", batch_first=True) for _ in range(4))
     )
@@ -222,14 +221,17 @@ def small_steps(device: str) -> dict[str, Callable[[], None]]:
         *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(8))
     )
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(30)))
-    tokens, pixels = torch.randn(2, 16, 64, device=device), torch.randn(2, 8, 8, 8, device=device)
+    tokens, pixels = torch.randn(2, 16, 64), torch.randn(2, 8, 8, 8)
+    return {"transformer": (encoder, tokens), "convolutions": (images, pixels), "layers": (layers, tokens)}
+
+
+def small_steps(device: str) -> dict[str, Callable[[], None]]:
+    """Steps that could tell how fast the host is: that of ``tilefit calibrate``, and those of small models,
+    with training and forward passes alone."""
     made: dict[str, Callable[[], None]] = {"calibrate": reference_step(torch.device(device))}
-    for name, model, inputs in (
-        ("transformer", encoder, tokens),
-        ("convolutions", images, pixels),
-        ("layers", layers, tokens),
-    ):
+    for name, (model, data) in small_models().items():
         model.to(device).train()
+        inputs = data.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
         def train(model: Any = model, inputs: Any = inputs, optimizer: Any = optimizer) -> None:
