@@ -40,8 +40,8 @@ class Block:
         parameters: Elements that the rank holds.
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
-        products_bytes: Results of products and attention, also those that the backward pass does not read:
-            selective checkpointing keeps all of them.
+        products_bytes: Results that selective checkpointing keeps: of products and attention, also those that
+            the backward pass does not read.
         products_s: Forward time of those.
         input_bytes: What it is handed by the block before.
         widest_bytes: The largest result of one of its operations.
@@ -89,7 +89,7 @@ class Framework:
             are views of DistributedDataParallel's buckets, as the settings say; else twice.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
             the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
-        again: Share of products that selective checkpointing computes again, too.
+        again: Selective checkpointing computes every so-manieth matrix product of a layer again, too; 0: none.
         late: What tensor-parallel ranks hold of activations beyond those that are needed, as a share: memory
             that a communication stream has used is free when the GPU is done with it, not when the host is
             (``Tensor.record_stream``).
@@ -107,7 +107,7 @@ class Framework:
     gather_host_s: float = 0.0
     bucket_copies: int = 1
     tensor_host_s: float = 0.3e-3
-    again: float = 0.0
+    again: int = 0
     late: float = 0.0
     bounds: Callable[[int], tuple[int, ...]] | None = None
 
@@ -243,7 +243,7 @@ class Model:
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
             is_layer = 0 < place <= self.captured
             host_s = framework.layer_host_s if is_layer else 0.0
-            block = self._block(step, entries, members, times, saved, alone, tensor)
+            block = self._block(step, entries, members, times, saved, alone, tensor, framework.again)
             made.append(framework.paced(block, host_s))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
@@ -282,11 +282,12 @@ class Model:
         saved: Mapping[int, tuple[int, int]],
         alone: set[int],
         tensor: int,
+        again: int,
     ) -> Block:
         compute = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by direction: of the GPU, of the host
         link = {True: 0.0, False: 0.0}
         products_s = 0.0
-        kept = products = widest = 0
+        kept = products = widest = multiplied = 0
         gradients = {parameter.shape for parameter in step.parameters.values()}
         for index in members:
             entry = entries[index]
@@ -298,12 +299,14 @@ class Model:
                 continue
             compute[forward][0] += gpu_s
             part = tensor if index in alone else 1
-            multiplies = isinstance(entry.op, (Gemm, Attention))
-            products_s += gpu_s if forward and multiplies else 0.0
+            multiplied += forward and isinstance(entry.op, Gemm)
+            left_out = isinstance(entry.op, Gemm) and again and multiplied % again == 0
+            keeps = forward and isinstance(entry.op, (Gemm, Attention)) and not left_out
+            products_s += gpu_s if keeps else 0.0
             for ref in entry.outputs:
                 if forward or ref.shape not in gradients:  # parameters' gradients are counted by themselves
                     widest = max(widest, _bytes(ref) // part)
-                products += _bytes(ref) // part if forward and multiplies else 0
+                products += _bytes(ref) // part if keeps else 0
                 if forward and saved.get(ref.id, (-1, 0))[0] == index:
                     kept += saved[ref.id][1] // part
         return Block(

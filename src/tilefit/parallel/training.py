@@ -185,8 +185,7 @@ class Training:
         again_s = 0.0
         if self.split.checkpoint != "none" and not self._is_end(block):
             full = self.split.checkpoint == "full"
-            kept_s = 0.0 if full else (1 - self.framework.again) * block.products_s
-            again_s = max(0.0, block.forward_s - kept_s)
+            again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
         return replace(
             block,
@@ -461,8 +460,7 @@ class Training:
         """What a micro-batch keeps of a block for the backward pass."""
         if self._is_end(block):
             return block.saved_bytes
-        products_bytes = (1 - self.framework.again) * block.products_bytes
-        kept = {"selective": products_bytes + block.input_bytes, "full": block.input_bytes}
+        kept = {"selective": block.products_bytes + block.input_bytes, "full": block.input_bytes}
         return kept.get(self.split.checkpoint, block.saved_bytes)
 
 
