@@ -332,7 +332,9 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
         gather_host_s=NANOTRON_GATHER_HOST_S,
         bucket_copies=0,
         tensor_host_s=0.0,
+        gathers_again=True,
         late=NANOTRON_LATE,
+        receives_apart=False,
         bounds=nanotron_bounds(NANOTRON[row["model"]]),
     )
     return planner(
@@ -363,7 +365,9 @@ def vtrain(row: Row) -> tuple[Planner, TrainingSplit] | None:
         checkpoint="full",
     )
     host_s = VTRAIN_LAYER_HOST_S[split.tensor]
-    framework = Framework(sequence=False, layer_host_s=host_s, bucket_copies=0, tensor_host_s=0.0)
+    framework = Framework(
+        sequence=False, layer_host_s=host_s, bucket_copies=0, tensor_host_s=0.0, receives_apart=False
+    )
     return planner(shape, number(row, "seq"), "a100-sxm-80gb", "infiniband", batch, framework), split
 
 

@@ -180,6 +180,14 @@ def test_fsdp_that_keeps_parameters_gathers_once_and_waits_for_its_host() -> Non
     assert times == pytest.approx([(3 * 10 - 1) * FSDP_HOST_S, 2 * 10 * FSDP_HOST_S], rel=0.05)
 
 
+def test_pipelines_of_pytorch_have_room_for_every_message() -> None:
+    made = [
+        training(TrainingSplit(pipeline=4, micro_batches=8), receives_apart=each) for each in (True, False)
+    ]
+    messages = [one.stage_memory(i).other - made[1].stage_memory(i).other for one in made[:1] for i in (0, 1)]
+    assert messages == [8 * 10**6, 2 * 8 * 10**6]
+
+
 def test_gpipe_holds_every_micro_batch_and_takes_as_long() -> None:
     split = TrainingSplit(pipeline=4, micro_batches=8)
     made = [training(each) for each in (split, replace(split, gpipe=True))]
@@ -328,8 +336,12 @@ def test_ranks_share_a_layer(models: dict[int, Model]) -> None:
     whole, part = models[2].blocks(CLUSTER, 4), models[2].blocks(CLUSTER, 4, 4)
     assert part.layers[0].forward_link_s > 0 == whole.layers[0].forward_link_s
     assert part.layers[0].flop * 4 == whole.layers[0].flop
-    # With the sequence split a rank keeps a quarter of everything.
-    assert part.layers[0].saved_bytes == pytest.approx(whole.layers[0].saved_bytes / 4, rel=0.05)
+    # With the sequence split a rank keeps a quarter of everything, and what it has gathered for the products
+    # behind two norms where it does not gather it again.
+    again = models[2].blocks(CLUSTER, 4, 4, Framework(gathers_again=True)).layers[0].saved_bytes
+    assert again == pytest.approx(whole.layers[0].saved_bytes / 4, rel=0.05)
+    gathered_bytes = 2 * 4 * 128 * _SIZES["hidden_size"]
+    assert part.layers[0].saved_bytes == again + 2 * gathered_bytes * 3 // 4
     apart = models[2].blocks(CLUSTER, 4, 4, Framework(sequence=False))
     assert apart.layers[0].saved_bytes > part.layers[0].saved_bytes
     slow = models[2].blocks(CLUSTER, 4, 4, Framework(layer_host_s=1.0))

@@ -212,10 +212,14 @@ class Training:
 
     def _send_s(self) -> float:
         """Handing a micro-batch's activations to the next stage."""
-        size = max(block.input_bytes for block in (*self.blocks.layers, self.blocks.after))
         stride = self.split.tensor * self.split.replicas
         inside = stride < self.fabric.per_machine
-        return self.fabric.time_s(SEND, size, Group(2, 2 if inside else 1))
+        return self.fabric.time_s(SEND, self._sent_bytes, Group(2, 2 if inside else 1))
+
+    @cached_property
+    def _sent_bytes(self) -> int:
+        """What a stage hands to the next of a micro-batch."""
+        return max(block.input_bytes for block in (*self.blocks.layers, self.blocks.after))
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -428,6 +432,8 @@ class Training:
         late = 1 + self.framework.late * (split.tensor > 1)
         kept = [late * self._kept(block) for block in blocks]
         parts = split.parts
+        received = 2 * split.chunks - (stage == 0) - (stage == split.pipeline - 1)
+        received *= parts * self._sent_bytes * self.framework.receives_apart
         flight = parts if split.gpipe else in_flight(stage, split.pipeline, split.chunks, parts)
         ends = sum(block.parameters for block in blocks if self._is_end(block))
 
@@ -437,7 +443,7 @@ class Training:
             nearby = sum(each.parameters for each in blocks[max(0, i - 1) : i + 1] if not self._is_end(each))
             gathered = (nearby + ends) * precision.work if split.zero == 3 else 0.0
             message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
-            again = block.saved_bytes if split.checkpoint != "none" and not self._is_end(block) else 0.0
+            again = block.saved_bytes - self._kept(block)  # of an end, nothing
             return RankMemory(
                 parameters=own * (0 if split.zero == 3 and precision.master else precision.weight) * share[2]
                 + copied * sum(each.parameters for each in blocks[: i + 1])
@@ -445,8 +451,8 @@ class Training:
                 gradients=sum(gradients[i if first else 0 :]) + buckets + message,
                 optimizer=own * precision.optimizer * share[0],
                 activations=sum(kept) * (held - 1) + sum(kept[: i + 1]),
-                temporary=max(2.0 * block.widest_bytes, again),
-                other=self.blocks.buffer_bytes + CONTEXT_BYTES,
+                temporary=block.surplus_bytes + max(0.0, again),
+                other=self.blocks.buffer_bytes + received + CONTEXT_BYTES,
             )
 
         # Of the first micro-batch there are no gradients yet; of the second there are.
