@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from tilefit.cost.launch import COLLECTIVE_S, around_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -89,7 +89,7 @@ class Framework:
         bucket_copies: How often they are copied between where they are made and the buckets: once where they
             are views of DistributedDataParallel's buckets, as the settings say; else twice.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
-            the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
+            the default is that of PyTorch's DTensor.
         again: Selective checkpointing computes every so-manieth matrix product again, too; 0: none.
         gathers_again: With the sequence split, what tensor-parallel ranks gather for products is gathered
             again in the backward pass (Megatron-LM, nanotron); else it is kept, as by PyTorch's DTensor.
@@ -111,7 +111,7 @@ class Framework:
     scatters: bool = True
     gather_host_s: float = 0.0
     bucket_copies: int = 1
-    tensor_host_s: float = 0.3e-3
+    tensor_host_s: float = DTENSOR_S
     again: int = 0
     gathers_again: bool = False
     late: float = 0.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from tilefit.cost.links import Fabric, Group
+from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
@@ -27,9 +27,6 @@ from tilefit.parallel.schedule import Task, cut, in_flight, order, run
 CONTEXT_BYTES = 1.5 * 2**30
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
-#: Share of the multiprocessors that NCCL's kernels take from what runs beside them: computation was 5 to 8 ms
-#: longer for 29 to 34 ms of hidden messages (Llama-1B under DDP and FSDP2 on 2 H200).
-_TAKEN = 0.2
 #: What the host needs for each message of FSDP2, beside the layer's launches: 0.83 to 0.86 ms in four steps
 #: of three models that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
 FSDP_HOST_S = 0.85e-3
@@ -242,7 +239,7 @@ class Training:
 
     def _beside(self, compute_s: float, link_s: float) -> float:
         """Computation that hides messages, which take part of the GPU."""
-        return compute_s + _TAKEN * min(compute_s, link_s)
+        return compute_s + TAKEN * min(compute_s, link_s)
 
     def _sharded(self, parts: int) -> Iterator[Task]:
         """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""

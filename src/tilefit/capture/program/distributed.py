@@ -108,3 +108,17 @@ def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tupl
                     path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
                     if hasattr(held, "_unsharded_param"):
                         yield prefix + path, held._unsharded_param
+
+
+def split_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Modules whose parameters are ``DTensor`` while they compute; gathered ones are not."""
+    if not distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    roots = list(roots)
+    gathered = dict(gathered_parameters(roots))
+    for prefix, root in roots:
+        for name, parameter in root.named_parameters():
+            if isinstance(gathered.get(prefix + name, parameter), DTensor):
+                yield (prefix + name).rpartition(".")[0]

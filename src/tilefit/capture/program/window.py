@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tilefit.capture.inputs import batch_of
-from tilefit.capture.program.distributed import per_machine, rank, ranks, version
+from tilefit.capture.program.distributed import per_machine, rank, ranks, split_modules, version
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -155,6 +155,7 @@ class Window:
             ranks=ranks(),
             rank=rank(),
             per_machine=per_machine(),
+            split=tuple(dict.fromkeys(split_modules(modes.sites.roots))),
         )
         return replace(step, program=program, batch=batch * passes)
 
