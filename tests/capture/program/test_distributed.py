@@ -183,6 +183,7 @@ def test_what_fully_shard_and_tensor_parallel_layers_exchange(tmp_path: Path) ->
         gathered = [each for each in step.program.exchanges if each.name == "all-gather"]
         assert {each.bytes for each in gathered} == {shard}
         assert step.memory.parameter_bytes == 3 * 2 * 512 * 2048 * 4 // 8
+        assert step.program.split == tuple(f"{i}.{name}" for i in range(3) for name in ("up", "down"))
         weights = {ref.parameter for each in step.ops if each.name == "aten.mm" for ref in each.inputs}
         assert {"0.up.weight", "2.down.weight"} <= weights
     count = [
