@@ -264,7 +264,7 @@ class _Collectives:
 
     def _pair(self, name: str, ranks: list[int], peer: int | None, group: str) -> tuple[list[int], str]:
         """Who sends to whom, and the name of what goes that way, which is the same for both."""
-        own, other = dist.get_rank(), ranks[peer] if peer is not None else -1
+        own, other = dist.get_rank(), -1 if peer is None else ranks[_existing(peer, len(ranks))]
         way = (own, other) if name == SEND else (other, own)
         return list(way), f"{group} {way[0]}>{way[1]}"
 
@@ -276,6 +276,20 @@ class _Collectives:
         if name == "receive" or (read and written):
             for out, source in zip(written, cycle(read or [None]), strict=False):
                 _take(out, source)
+
+
+def _existing(rank: int, count: int) -> int:
+    """The number of a rank that there is.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    if not 0 <= rank < count:
+        raise CaptureError(
+            f"the program exchanges a message with rank {rank}, and there are {count}: 0 to {count - 1}",
+            hint="--ranks says how many there are.",
+        )
+    return rank
 
 
 def _fill(mail: Mail, rank: int, expected: list[tuple[CudaTensor, str]]) -> None:
@@ -365,7 +379,9 @@ def _objects(mail: Mail | None) -> dict[str, Callable[..., Any]]:
         return dist.group.WORLD if group is None else group
 
     def global_rank(rank: int | None, group: Any, of_group: int | None) -> int:
-        return rank or 0 if of_group is None else dist.get_global_rank(own(group), of_group)
+        if of_group is not None:
+            return dist.get_global_rank(own(group), _existing(of_group, dist.get_world_size(own(group))))
+        return _existing(rank or 0, dist.get_world_size())
 
     def send_object_list(
         objects: list[Any],
@@ -375,8 +391,9 @@ def _objects(mail: Mail | None) -> dict[str, Callable[..., Any]]:
         group_dst: Any = None,
         **_: Any,
     ) -> None:
+        rank = global_rank(dst, group, group_dst)
         if mail is not None:
-            mail.send(global_rank(dst, group, group_dst), list(objects))
+            mail.send(rank, list(objects))
 
     def recv_object_list(
         objects: list[Any],

@@ -211,6 +211,13 @@ class Model:
         return max((e.op.num_kv_heads for e in self.step.ops if isinstance(e.op, Attention)), default=0)
 
     @cached_property
+    def experts(self) -> int:
+        """Experts of a layer, whose weights lie side by side; 0 where there are none."""
+        weights = {name for name, parameter in self.step.parameters.items() if len(parameter.shape) == 3}
+        products = (e for e in self.step.ops if isinstance(e.op, Gemm) and e.op.batch > 1)
+        return max((e.op.batch for e in products if e.parameter in weights), default=0)
+
+    @cached_property
     def flop(self) -> float:
         """Of the products, for one sample."""
         own = [0] * (self.captured + 2)

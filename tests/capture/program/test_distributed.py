@@ -491,6 +491,24 @@ def test_a_rank_that_fails_is_told_of(other: str, told: str, tmp_path: Path) -> 
     assert re.search(told, caught.value.what)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "recv_object_list([None], src=7)",
+        "send_object_list([1], dst=7)",
+        "broadcast_object_list([None], group_src=7)",
+        "send(torch.ones(3, device='cuda'), dst=7)",
+    ],
+)
+def test_a_rank_that_does_not_exist_is_said_to_be_none(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    lines = "import torch", "from torch import distributed", "distributed.init_process_group('nccl')"
+    path.write_text("\n".join([*lines, f"distributed.{message}"]))
+    with pytest.raises(TilefitError, match="a message with rank 7, and there are 2: 0 to 1") as caught:
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 60)
+    assert str(caught.value.where).endswith("train.py:4")
+
+
 _SPAWNED = """
 import torch
 from torch import distributed, nn
