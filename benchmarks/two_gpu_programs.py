@@ -5,7 +5,8 @@
     PYTHONPATH=src python benchmarks/two_gpu_programs.py --rows two_gpu_programs.jsonl --compare
 
 The first captures each program of ``programs/two_gpus`` by ``tilefit check --ranks 2`` for each rank and
-needs no GPU; it was done before the programs were run (``results/two_gpu_programs.json``). The second runs
+needs no GPU. What it said before the programs were run is kept (``before`` in
+``results/two_gpu_programs.json``), beside what it says ``now``. The second runs
 them on GPUs of a machine: medians of steps back to back, the allocator's peak, and of a few profiled steps
 how long kernels and messages take. ``--device cpu`` tries that with gloo at tiny sizes.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -208,27 +210,26 @@ def predict(gpu: str) -> dict[str, Any]:
 def compare(path: Path) -> None:
     """A line for each rank of each program, measured and predicted over measured, and the errors."""
     predicted = json.loads(PREDICTED.read_text())
-    off: dict[str, list[float]] = {"step": [], "kernels": [], "memory": []}
+    off: dict[str, list[float]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if row["row"] != "program":
             continue
-        said = predicted[row["name"]][row["rank"]]
         profile = row["profile"]
-        kernels_s, link_s = (profile[key] / profile["steps"] for key in ("compute_s", "link_s"))
-        ratios = {
-            "step": said["time_s"] / row["median_s"],
-            "kernels": said["compute_s"] / kernels_s,
-            "memory": said["peak_bytes"] / row["peak_bytes"],
-        }
-        for key, ratio in ratios.items():
-            off[key].append(abs(ratio - 1))
-        print(
-            f"{row['name']:66} {row['rank']}  step {1e3 * row['median_s']:7.1f} ms {ratios['step']:5.2f}  "
-            f"kernels {1e3 * kernels_s:7.1f} ms {ratios['kernels']:5.2f}  messages {1e3 * link_s:6.1f} ms, "
-            f"said {1e3 * said['link_s']:5.1f} and {1e3 * said['late_s']:5.1f} late  "
-            f"memory {row['peak_bytes'] / 2**30:5.2f} GiB {ratios['memory']:5.2f}"
-        )
+        measured_s = [row["median_s"], *(profile[key] / profile["steps"] for key in ("compute_s", "link_s"))]
+        told = [f"{row['name']:70} {row['rank']}"]
+        for when, every in predicted.items():
+            said = every[row["name"]][row["rank"]]
+            ratios = {
+                "step": said["time_s"] / measured_s[0],
+                "kernels": said["compute_s"] / measured_s[1],
+                "memory": said["peak_bytes"] / row["peak_bytes"],
+            }
+            for key, ratio in ratios.items():
+                off[f"{when}, {key}"].append(abs(ratio - 1))
+            told.append(when + "".join(f" {ratio:5.2f}" for ratio in ratios.values()))
+        steps = ", ".join(f"{1e3 * each:.1f}" for each in measured_s)
+        print(f"{'  '.join(told)}  step, kernels, messages {steps} ms, {row['peak_bytes'] / 2**30:.2f} GiB")
     for key, each in off.items():
         print(f"{key}: median {statistics.median(each):.1%}, worst {max(each):.1%} of {len(each)}")
 
@@ -245,7 +246,9 @@ def main() -> None:
     parser.add_argument("--predict", metavar="GPU", nargs="?", const="h100-sxm", help="write predictions")
     options = parser.parse_args()
     if options.predict:
-        PREDICTED.write_text(json.dumps(predict(options.predict), indent=1) + "\n")
+        known = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+        known["now" if known else "before"] = predict(options.predict)
+        PREDICTED.write_text(json.dumps(known, indent=1) + "\n")
     elif options.rows is None:
         parser.error("--rows is missing")
     elif options.compare:
