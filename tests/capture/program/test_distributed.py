@@ -462,6 +462,38 @@ def test_the_rank_that_is_looked_at_is_chosen(tmp_path: Path) -> None:
         ProgramOptions("train.py", ranks=2, rank=2)
 
 
+_NORMED = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 8))
+net = nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(16, 3, 8, 8, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_norms_over_all_ranks_exchange_their_sums_and_wait(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_NORMED)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 100)
+    assert step.program is not None
+    sums = [(each.name, each.phase, each.bytes) for each in step.program.exchanges]
+    assert sums == [
+        ("all-gather", "forward", 4 * 4 * (2 * 32 + 1)),
+        ("all-reduce", "backward-data", 4 * 2 * 32),
+    ]
+    # Which ranks had samples at all: it looks up counts, means and deviations.
+    assert [each.name for each in step.program.events if each.blocks] == ["nonzero"] * 3
+    norms = [each for each in step.ops if "batch_norm" in each.name]
+    assert len(norms) == 5
+    assert all(each.op.role == "normalization" for each in norms)  # type: ignore[attr-defined]
+
+
 _WAITING = """
 import os
 from torch import distributed
