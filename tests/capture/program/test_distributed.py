@@ -494,6 +494,35 @@ def test_norms_over_all_ranks_exchange_their_sums_and_wait(tmp_path: Path) -> No
     assert all(each.op.role == "normalization" for each in norms)  # type: ignore[attr-defined]
 
 
+_OBJECTS = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+own = distributed.get_rank()
+told, first = [None], own == 0
+distributed.scatter_object_list(told, ["a", "b"] if first else None, src=0)
+every = [None, None]
+distributed.all_gather_object(object_list=every, obj=own)
+sent = ["c"] if first else [None]
+distributed.broadcast_object_list(object_list=sent, src=0)
+assert (told, every, sent) == (["ab"[own]], [own, own], ["c"])
+net = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(16, 8, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_objects_go_to_the_ranks_that_they_are_for(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_OBJECTS)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=2, rank=1), "h100-sxm", 100)
+    assert step.program is not None
+    assert step.program.rank == 1
+
+
 _WAITING = """
 import os
 from torch import distributed
