@@ -4,8 +4,9 @@ What the program orders is gone through as it ordered it, step after step. Each 
 have the host and each group of processes, whose collectives run one after the other. An operation begins when
 its stream is free and the host has launched it; an event keeps the clock of its stream, and who waits for it
 begins no earlier. Between two waits the host launches ahead of the GPU; at a wait it stands until the GPU has
-done all that it was given, and the GPU then stands until the next launch. What runs at once does not slow
-each other down here.
+done all that it was given, and the GPU then stands until the next launch. Operations that run at once do not
+slow each other down here; a collective takes its part of the GPU from them for as long as it runs, or waits
+for a rank that is not there yet.
 
 Of a pipeline each stage is a rank that runs something else. All of them are gone through, and a message
 between two of them begins when both have asked for it.
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
-from tilefit.cost.links import Fabric, Group, network
+from tilefit.cost.links import TAKEN, Fabric, Group, network
 from tilefit.cost.waits import copy_s, launches_block
 from tilefit.gpus import Gpu
 from tilefit.ops import Exchange, HostEvent, Program
@@ -71,13 +72,29 @@ def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> S
         others: Ranks that it exchanges messages with, where they are known.
     """
     ranks = (timed, *others)
+    clocks = _gone_through(ranks, gpu, scale)
+    beside_s = [each.beside_s() for each in clocks]
+    if any(map(any, beside_s)):
+        slower = [
+            each._replace(
+                times_s=[own + TAKEN * more for own, more in zip(each.times_s, beside, strict=True)]
+            )
+            for each, beside in zip(ranks, beside_s, strict=True)
+        ]
+        clocks = _gone_through(slower, gpu, scale)
+    made = clocks[0].made
+    made.unmet = clocks[0].board.unmet
+    made.busy_s = tuple(sum(each.times_s) for each in ranks)
+    made.slowed_s = TAKEN * sum(beside_s[0])
+    return made
+
+
+def _gone_through(ranks: Sequence[Timed], gpu: Gpu, scale: float) -> list[_Clocks]:
+    """The clocks of all ranks behind some steps."""
     board = _Board([each.program for each in ranks])
     clocks = [_Clocks(each, gpu, scale, board) for each in ranks]
     _together(clocks, board)
-    made = clocks[0].made
-    made.unmet = board.unmet
-    made.busy_s = tuple(sum(each.times_s) for each in ranks)
-    return made
+    return clocks
 
 
 def _actions(program: Program, count: int) -> list[range | Ordered | HostEvent]:
@@ -254,6 +271,32 @@ class _Clocks:
                 Span(stream, start_s - self.begin_s, end_s - self.begin_s, number, exchange=True)
             )
         made.spans.sort(key=lambda span: span.start_s)
+
+    def beside_s(self) -> list[float]:
+        """How long each operation of the last step ran beside collectives, also beside those that wait."""
+        made = [0.0] * len(self.times_s)
+        links: list[list[float]] = []
+        for meeting, stream, since in self.exchanged.values():
+            if stream:
+                links.append([(since.known_s() or 0.0) - self.begin_s, (meeting.end_s or 0.0) - self.begin_s])
+        links.sort()
+        union: list[list[float]] = []
+        for begin_s, end_s in links:
+            if union and begin_s <= union[-1][1]:
+                union[-1][1] = max(union[-1][1], end_s)
+            else:
+                union.append([begin_s, end_s])
+        first = 0
+        for span in self.made.spans:  # by their beginnings
+            if span.exchange or span.stream:
+                continue
+            while first < len(union) and union[first][1] <= span.start_s:
+                first += 1
+            for begin_s, end_s in union[first:]:
+                if begin_s >= span.end_s:
+                    break
+                made[span.index] += min(end_s, span.end_s) - max(begin_s, span.start_s)
+        return made
 
     def _take(self, action: range | Ordered | HostEvent) -> bool:
         """What the host asks for next; whether it could be gone through."""
