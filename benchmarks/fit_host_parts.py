@@ -1,12 +1,14 @@
 """Does a host take what one scale says, or should its parts be told apart?
 
     PYTHONPATH=src python benchmarks/fit_host_parts.py [--count]
+    PYTHONPATH=src python benchmarks/fit_host_parts.py --rows ...third_h100.jsonl --calibration ...npz
 
 The models are those of ``host_parts.py``, most of which the cost model's host constants have never seen.
 Their host times, as the model states them, are held against the measured ones, all with one scale. Then
 other sums of parts are fitted: of operations, views, calls of modules, calls of Python functions, nodes of
 autograd, kinds of operations. Each model is predicted by constants fitted to the others. Beside that, how far
-two turns of the same model differ: no model can do better. ``--count`` counts the parts again, on shapes.
+two turns of the same model differ: no model can do better. ``--count`` counts the parts again, on shapes;
+the rows ran transformers 5.17, whose T5 and Swin v2 have other operations than later ones.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from tilefit.cost import launch
+from tilefit.cost.calibration import read
 from tilefit.cost.launch import KNOWN_HOST, REFERENCE_STEP_S, UNKNOWN_HOST
 
 RESULTS = Path(__file__).parent / "results"
@@ -221,6 +224,11 @@ def solved(counts: _Array, taken_us: _Array) -> _Array:
     return np.asarray(found.x)
 
 
+def scale_of(row: dict[str, Any]) -> float:
+    """What a row says of the host, by today's reference; the first rows' was 9.6 ms."""
+    return float(row["scale"]) * row.get("reference_s", 9.6e-3) / REFERENCE_STEP_S
+
+
 def told(errors: _Array) -> str:
     off = np.abs(errors)
     return f"median {np.median(off):.1%}, nine in ten {np.quantile(off, 0.9):.0%}, worst {off.max():.0%}"
@@ -250,7 +258,7 @@ def whole(
     kind: str, turns: dict[str, list[dict[str, Any]]], counts: dict[str, Any], reference: float
 ) -> None:
     """Steps among others against the model as it is, with the scale that fits all of them best, and with the
-    median of what the reference steps said meanwhile."""
+    one that was said: by the reference steps meanwhile, in the median, or by a calibration."""
     pairs, repeats = [], []
     for key, each in turns.items():
         if key in counts and counts[key]["host_ms"] > counts[key]["gpu_ms"]:
@@ -264,7 +272,7 @@ def whole(
     print(
         f"{kind}, {len(pairs)} steps that the host limits: {scale:.2f} times what is stated; with that, "
         f"{told(scale / ratios - 1)}; "
-        f"with the {reference:.2f} of the reference steps, {told(reference / ratios - 1)}, "
+        f"with the {reference:.2f} that was said, {told(reference / ratios - 1)}, "
         f"in the interval {known:.0%}; in that of an unknown host {unknown:.0%}; "
         f"turns of the same step differ by {np.median(repeats or [0]):.0%} in the median"
     )
@@ -286,7 +294,7 @@ def programs(rows: list[dict[str, Any]]) -> None:
         path, arguments, fake = program(row["program"])
         options = ProgramOptions(str(path), arguments, skip=2, fake_data=fake)
         step = capture_program_in_child(options, "h100-sxm", timeout_s=600)
-        scale = row["scale"] * 9.6e-3 / REFERENCE_STEP_S
+        scale = scale_of(row)
         gpu = replace(priced("h100-sxm"), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
         estimate, real_ms = estimate_step(step, gpu), min(row["wall_ms"])
         assert step.program is not None
@@ -303,13 +311,59 @@ def programs(rows: list[dict[str, Any]]) -> None:
     print(f"{len(errors)} programs: {told(np.array(errors))}, in the interval {np.mean(inside):.0%}")
 
 
+def kinds(rows: list[dict[str, Any]], counts: dict[str, Any]) -> None:
+    """How far what small steps say is off what models take right after: the step of ``tilefit calibrate``,
+    those of other kinds that train as the models do, and all of these."""
+    from host_parts import small_models
+
+    from tilefit.capture import capture
+    from tilefit.cost import estimate_step
+
+    def stated_ms(name: str, infer: bool) -> float:
+        model, inputs = small_models()[name]
+        loss = None if infer else lambda out: out.float().mean()
+        step = capture(model.to("meta"), (inputs.to("meta"),), train=not infer, amp="bf16", loss=loss)
+        return 1e3 * estimate_step(step, "h100-sxm", launch_scale=1.0).host_time_s
+
+    stated = {(name, infer): stated_ms(name, infer) for name in small_models() for infer in (False, True)}
+    marks = [index for index, row in enumerate(rows) if row["row"] == "reference"]
+    off: dict[tuple[bool, float, str], list[float]] = {}
+    for begin, end in zip(marks, [*marks[1:], len(rows)], strict=True):
+        taken = rows[begin]["kinds_ms"]
+        said = {
+            each: np.log(np.median(taken[each[0] + ", forward" * each[1]]) / ms)
+            for each, ms in stated.items()
+        }
+        for infer in (False, True):
+            ratios = [
+                np.log(row["sustained_ms"] / counts[f"{row['model']}|{infer}"]["host_ms"])
+                for row in rows[begin:end]
+                if row["row"] == "model"
+                and row["infer"] == infer
+                and (key := counts.get(f"{row['model']}|{infer}"))
+                and key["host_ms"] > key["gpu_ms"]
+            ]
+            scales = {
+                "calibrate": np.log(scale_of(rows[begin])),
+                "its kinds": np.mean([said[each] for each in said if each[1] == infer]),
+                "all kinds": np.mean([*said.values()]),
+            }
+            for name, scale in scales.items() if ratios else ():
+                off.setdefault((infer, rows[begin]["slow"], name), []).append(abs(scale - np.median(ratios)))
+    for (infer, slow, name), errors in off.items():
+        kind = "forward passes" if infer else "training"
+        print(f"{kind}, host slowed {slow:g} times, by {name}: {np.mean(errors):.1%} of {len(errors)} turns")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--calibration", type=Path, help="of the slowed host: its scale, not the rows'")
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--programs", action="store_true", help="predict the programs instead")
+    parser.add_argument("--kinds", action="store_true", help="what small steps of other kinds say instead")
     options = parser.parse_args()
     if options.count:
         count()
@@ -318,21 +372,22 @@ def main() -> None:
     if options.programs:
         programs([row for row in rows if row["row"] == "program" and "failure" not in row])
         return
+    if options.kinds:
+        kinds(rows, counts)
+        return
     print("reference steps:", *(f"{r['scale']:.2f} ({r['slow']:g})" for r in rows if r["row"] == "reference"))
     for slow in sorted({row["slow"] for row in rows}, reverse=True):  # the plain host last
         turns: dict[bool, dict[str, list[dict[str, Any]]]] = {False: {}, True: {}}
         for row in rows:
             if row["row"] == "model" and row["slow"] == slow:
                 turns[row["infer"]].setdefault(f"{row['model']}|{row['infer']}", []).append(row)
-        # The rows' scales are of a reference step of 9.6 ms, as it was when they were measured.
-        reference = [
-            row["scale"] * 9.6e-3 / REFERENCE_STEP_S
-            for row in rows
-            if row["row"] == "reference" and row["slow"] == slow
-        ]
+        reference = [scale_of(row) for row in rows if row["row"] == "reference" and row["slow"] == slow]
+        said = float(np.median(reference))
+        if options.calibration and slow == max(row["slow"] for row in rows):
+            said = read(options.calibration).launch_scale
         for infer, kind in ((False, "training"), (True, "forward passes")):
             name = f"{kind}, host slowed {slow:g} times" if slow > 1 else kind
-            whole(name, turns[infer], counts, float(np.median(reference)))
+            whole(name, turns[infer], counts, said)
     for part, infer, number in (
         ("forward alone", True, 0),
         ("forward", False, 0),

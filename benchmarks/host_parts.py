@@ -10,6 +10,9 @@ Three tables, of one run, so that what one says can be held against the others:
 - ``reference``: what ``tilefit calibrate`` makes of the host, between all of these.
 
     PYTHONPATH=src python benchmarks/host_parts.py --out rows.jsonl
+    PYTHONPATH=src python benchmarks/host_parts.py --in-turn --turns 3 --out rows.jsonl
+
+The second takes models and reference steps on the host as it is and on a slow one (``slow_host.py``) in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import gc
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,18 +30,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from program_ops import PROGRAMS, import_libraries, program, seen_whole
-from slow_host import slowed
+from slow_host import other, slowed
 from torch import nn
 from torch.nn import functional
 from whole_steps import COMPILED, MODELS, Measured, Run
 
-from tilefit.measure.launch import launch_scale
+from tilefit.cost.launch import REFERENCE_STEP_S
+from tilefit.measure.launch import launch_scale, reference_step
 
 IN_A_ROW, REPEATS = int(os.environ.get("IN_A_ROW", 40)), 9
 #: Samples and tokens of a model: so few that the host is the slower. Norms over a batch need two.
@@ -46,6 +52,8 @@ SMALL = {"batch": 2, "seq": 64}
 LEFT_OUT = ("lstm_lm", "segmenter", "points", "registration", "resolution", "wave", "words", "graph", "fcn")
 #: Those measured on a slow host, too.
 SLOW = ("gpt2", "t5", "swin", "resnet50", "efficientnet", "unet", "recommender", "densenet")
+#: Times as slow a host that has one core, of which nearly nothing is taken.
+ONE_CORE = 1.01
 _Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -110,6 +118,7 @@ class Host:
 
     def __init__(self, out: Path, device: str, slow: float = 1.0) -> None:
         self.file, self.device, self.slow = out.open("a"), device, slow
+        self.small: dict[str, Callable[[], None]] = {}
 
     def write(self, **row: Any) -> None:
         self.file.write(json.dumps({**row, "slow": self.slow}) + "\n")
@@ -121,16 +130,22 @@ class Host:
 
     def reference(self) -> float:
         scale = launch_scale(torch.device(self.device))
-        kinds_ms = {}
-        for name, step in small_steps(self.device).items():
+        kinds_ms: dict[str, list[float]] = {}
+        kinds_cpu_ms: dict[str, list[float]] = {}
+        self.small = self.small or small_steps(self.device)
+        for name, step in self.small.items():
             for _ in range(3):
                 step()
             self.wait()
-            kinds_ms[name] = []
+            spent = []
             for _ in range(12):
-                kinds_ms[name].append(spent_us(step)[0] / 1e3)
+                spent.append(spent_us(step)[:2])
                 self.wait()
-        self.write(row="reference", scale=scale, at=time.time(), kinds_ms=kinds_ms)
+            kinds_ms[name], kinds_cpu_ms[name] = (
+                [us / 1e3 for us in each] for each in zip(*spent, strict=True)
+            )
+        row = {"reference_s": REFERENCE_STEP_S, "kinds_ms": kinds_ms, "kinds_cpu_ms": kinds_cpu_ms}
+        self.write(row="reference", scale=scale, at=time.time(), **row)
         return scale
 
     def timed(self, name: str, call: Callable[[], Any], times: int = 1, repeats: int = REPEATS) -> None:
@@ -197,9 +212,8 @@ class Host:
                 self.timed(f"{name} of {count}", kind(tensors, lr=1e-6, **options).step, 3, repeats)
 
 
-def small_steps(device: str) -> dict[str, Callable[[], None]]:
-    """Steps that could tell how fast the host is: of a transformer, of convolutions, of many parameters, and
-    forward passes alone."""
+def small_models() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """A transformer, convolutions and many parameters, with their inputs."""
     encoder = nn.Sequential(
         *(nn.TransformerEncoderLayer(64, 2, 128, activation="gelu", batch_first=True) for _ in range(4))
     )
@@ -207,14 +221,17 @@ def small_steps(device: str) -> dict[str, Callable[[], None]]:
         *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(8))
     )
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(30)))
-    tokens, pixels = torch.randn(2, 16, 64, device=device), torch.randn(2, 8, 8, 8, device=device)
-    made: dict[str, Callable[[], None]] = {}
-    for name, model, inputs in (
-        ("transformer", encoder, tokens),
-        ("convolutions", images, pixels),
-        ("layers", layers, tokens),
-    ):
+    tokens, pixels = torch.randn(2, 16, 64), torch.randn(2, 8, 8, 8)
+    return {"transformer": (encoder, tokens), "convolutions": (images, pixels), "layers": (layers, tokens)}
+
+
+def small_steps(device: str) -> dict[str, Callable[[], None]]:
+    """Steps that could tell how fast the host is: that of ``tilefit calibrate``, and those of small models,
+    with training and forward passes alone."""
+    made: dict[str, Callable[[], None]] = {"calibrate": reference_step(torch.device(device))}
+    for name, (model, data) in small_models().items():
         model.to(device).train()
+        inputs = data.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
         def train(model: Any = model, inputs: Any = inputs, optimizer: Any = optimizer) -> None:
@@ -377,6 +394,20 @@ def measure_models(host: Host, made: dict[str, Small], steps: int) -> None:
     gc.freeze()
 
 
+def measure_in_turn(host: Host, runs: list[Run], turns: int, steps: int, slow: float) -> None:
+    """Models and reference steps on the host as it is, on one core of it, and on a slow one, time and again:
+    what a host takes differs from one second to the next, and medians of many turns by less."""
+    few = [run for run in runs if any(part in run.target for part in SLOW)]
+    made = {run.label: model for run, model in loaded(few, host.device, inf)}
+    for each in (ONE_CORE, slow):
+        other(each).send_signal(signal.SIGSTOP)
+    for _ in range(turns):
+        for host.slow in (1.0, ONE_CORE, slow):
+            with slowed(host.slow):
+                host.reference()
+                measure_models(host, made, steps)
+
+
 # ---- programs --------------------------------------------------------------------------------------
 
 
@@ -404,7 +435,8 @@ def run_program(name: str, host: Host, turns: int = 2, steps: int = 4) -> None:
         if len(found) == turns:
             wall_ms, cpu_ms = zip(*found, strict=True)
             scale = launch_scale(torch.device(host.device))
-            host.write(row="program", program=name, wall_ms=wall_ms, cpu_ms=cpu_ms, scale=scale)
+            row = {"wall_ms": wall_ms, "cpu_ms": cpu_ms, "scale": scale, "reference_s": REFERENCE_STEP_S}
+            host.write(row="program", program=name, **row)
             os._exit(0)
 
     finders = [StepFinder(4 + steps * turn, steps, begin, end, lambda: "") for turn in range(turns)]
@@ -465,6 +497,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="of these names, or parts")
     parser.add_argument("--seconds", type=float, default=225.0)
     parser.add_argument("--slow", type=float, default=3.0, help="times as slow a host, at the end")
+    parser.add_argument("--in-turn", action="store_true", help="on both hosts in turn, few models alone")
     parser.add_argument("--own", action="store_true", help="the host's own operations alone")
     options = parser.parse_args()
     if options.own:
@@ -473,6 +506,10 @@ def main() -> None:
     began = time.monotonic()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}", flush=True)
     host = Host(options.out, options.device)
+    runs = [run for run in models() if any(part in run.target for part in options.only)]
+    if options.in_turn:
+        measure_in_turn(host, runs, options.turns, options.steps, options.slow)
+        return
     wanted = [name for name in PROGRAMS if any(part in name for part in options.only)]
     measure_programs(host, wanted, 25.0, began + 0.33 * options.seconds)
     print(f"programs: {time.monotonic() - began:.0f} s", flush=True)
@@ -481,7 +518,6 @@ def main() -> None:
         host.parts(autocast, options.repeats)
     host.others(options.repeats)
     print(f"parts: {time.monotonic() - began:.0f} s", flush=True)
-    runs = [run for run in models() if any(part in run.target for part in options.only)]
     made = {run.label: model for run, model in loaded(runs, options.device, began + 0.6 * options.seconds)}
     print(f"{len(made)} models: {time.monotonic() - began:.0f} s", flush=True)
     gc.collect()

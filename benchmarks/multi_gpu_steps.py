@@ -24,15 +24,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tilefit.capture import capture
+from tilefit.cost import attention
 from tilefit.cost.links import NETWORKS, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
+from tilefit.ops import Attention
 from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
 from tilefit.parallel.choices import TrainingSplit
@@ -95,22 +98,29 @@ class Layer(nn.Module):
         norm = norm_of(shape)
         ffn = shape.ffn or 4 * shape.hidden
         self.norm_1, self.norm_2 = norm(shape.hidden), norm(shape.hidden)
-        self.qkv = nn.Linear(shape.hidden, self.head * (shape.heads + 2 * kv), bias=shape.bias)
+        self.sizes = [shape.heads * self.head, kv * self.head, kv * self.head]
+        self.qkv = self.wide(self.sizes)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=shape.bias)
-        self.up = nn.Linear(shape.hidden, ffn * (2 if shape.gated else 1), bias=shape.bias)
+        self.up = self.wide([ffn] * (2 if shape.gated else 1))
         self.down = nn.Linear(ffn, shape.hidden, bias=shape.bias)
+
+    def wide(self, sizes: list[int]) -> nn.ModuleList:
+        """Projections of one input: merged, but for torchtitan's."""
+        sizes = sizes if self.shape.eager else [sum(sizes)]
+        return nn.ModuleList(nn.Linear(self.shape.hidden, size, bias=self.shape.bias) for size in sizes)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
         batch, seq, _ = x.shape
         kv = self.shape.kv_heads or self.shape.heads
-        sizes = [self.shape.heads * self.head, kv * self.head, kv * self.head]
-        qkv = self.qkv(self.norm_1(x))
+        normed = self.norm_1(x)
+        parts = [each(normed) for each in self.qkv]
         if self.shape.copied:  # queries, keys and values apart, then keys and values side by side
-            qkv = qkv.view(batch, seq, 3, -1, self.head).permute(2, 0, 1, 3, 4).contiguous()
+            qkv = parts[0].view(batch, seq, 3, -1, self.head).permute(2, 0, 1, 3, 4).contiguous()
             q, (k, v) = qkv[0], torch.stack([qkv[1], qkv[2]]).permute(1, 2, 0, 3, 4).contiguous().unbind(2)
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         else:
-            q, k, v = (part.view(batch, seq, -1, self.head).transpose(1, 2) for part in qkv.split(sizes, -1))
+            parts = parts if self.shape.eager else list(parts[0].split(self.sizes, -1))
+            q, k, v = (part.view(batch, seq, -1, self.head).transpose(1, 2) for part in parts)
         if self.shape.eager:  # complex numbers of fp32; each head of keys and values as often as it is read
             q, k = ((each.float() * cos).type_as(each) for each in (q, k))
             k, v = (each.repeat_interleave(self.shape.heads // kv, 1) for each in (k, v))
@@ -133,11 +143,12 @@ class Layer(nn.Module):
     def rest(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What follows attention."""
         x = x + self.out(attended)
-        wide = self.up(self.norm_2(x))
+        normed = self.norm_2(x)
+        wide = [each(normed) for each in self.up]
         if self.shape.gated:
-            gate, up = wide.chunk(2, -1)
+            gate, up = wide if self.shape.eager else wide[0].chunk(2, -1)
             return x + self.down(F.silu(gate) * up)
-        return x + self.down(F.gelu(wide, approximate="tanh"))
+        return x + self.down(F.gelu(wide[0], approximate="tanh"))
 
 
 class ShardedLoss(torch.autograd.Function):
@@ -231,11 +242,14 @@ MPT = {
     "MPT-30b": (48, 7168, 56),
     "MPT-70b": (80, 8192, 64),
 }
-#: Its power is limited to 500 W, that of the GPUs whose times are known to 700 W. Power goes with the clock
-#: and the square of the voltage, which goes with the clock: the clock with the cube root of the power. What
-#: memory and leakage draw is left out, so that the clock is lower still.
+#: Its power is limited to 500 W, that of the GPUs whose times are known to 700 W. Power beyond what a GPU
+#: draws that waits goes with the clock and the square of the voltage, which goes with the clock: the clock
+#: with the cube root. That it draws 91 W when it waits is what the steps on one H100 lead to that nothing
+#: throttles, by the share of the time in which it is busy (``results/several_gpus_h100.jsonl``). What the
+#: memory draws is left out.
 TITAN_GPU = priced("h100-sxm-96gb")
-TITAN_GPU = replace(TITAN_GPU, boost_clock_hz=TITAN_GPU.boost_clock_hz * (500 / 700) ** (1 / 3))
+TITAN_CLOCK_HZ = TITAN_GPU.boost_clock_hz * ((500 - 91) / (700 - 91)) ** (1 / 3)
+TITAN_GPU = replace(TITAN_GPU, boost_clock_hz=TITAN_CLOCK_HZ)
 TITAN = {"Llama-3.1-8B": Shape(32, 4096, 32, 128256, 14336, 8, gated=True, eager=True)}
 
 
@@ -318,7 +332,9 @@ def nanotron(row: Row) -> tuple[Planner, TrainingSplit] | None:
         gather_host_s=NANOTRON_GATHER_HOST_S,
         bucket_copies=0,
         tensor_host_s=0.0,
+        gathers_again=True,
         late=NANOTRON_LATE,
+        receives_apart=False,
         bounds=nanotron_bounds(NANOTRON[row["model"]]),
     )
     return planner(
@@ -349,7 +365,9 @@ def vtrain(row: Row) -> tuple[Planner, TrainingSplit] | None:
         checkpoint="full",
     )
     host_s = VTRAIN_LAYER_HOST_S[split.tensor]
-    framework = Framework(sequence=False, layer_host_s=host_s, bucket_copies=0, tensor_host_s=0.0)
+    framework = Framework(
+        sequence=False, layer_host_s=host_s, bucket_copies=0, tensor_host_s=0.0, receives_apart=False
+    )
     return planner(shape, number(row, "seq"), "a100-sxm-80gb", "infiniband", batch, framework), split
 
 
@@ -390,9 +408,14 @@ def torchtitan(row: Row) -> tuple[Planner, TrainingSplit] | None:
     )
     batch = split.data * split.samples
     gpu = "h200" if "H200" in row["gpu"] else TITAN_GPU
-    # Selective "per op" computes every second product again.
-    framework = Framework(again=0.5)
+    # Selective "per op" computes every second product of a layer again (torchtitan's ``_custom_policy``).
+    framework = Framework(again=2)
     return planner(TITAN[row["model"]], number(row, "seq"), gpu, "infiniband", batch, framework), split
+
+
+def flash(op: Attention, gpu: Gpu) -> tuple[str, str]:
+    """The attention of PyTorch in December 2024: FlashAttention 2, on Hopper too (``sdp_utils.cpp``)."""
+    return attention.FLASH, ""
 
 
 SOURCES: dict[str, Callable[[Row], tuple[Planner, TrainingSplit] | None]] = {
@@ -452,8 +475,11 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
     made = []
     for row in rows:
         for source, read in SOURCES.items():
-            if (found := read(row)) is not None:
-                plan, split = found
+            if (found := read(row)) is None:
+                continue
+            plan, split = found
+            theirs = flash if source == "torchtitan" else attention.backend
+            with patch.object(attention, "backend", theirs):
                 # nanotron states what its first rank reserves.
                 stated = plan.training(split).stage_memory(0)
                 starts = source != "nanotron" or all(nanotron_stages(NANOTRON[row["model"]], split.pipeline))

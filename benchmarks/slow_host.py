@@ -36,8 +36,9 @@ while os.getppid() == int(sys.argv[2]):
 
 
 @cache
-def _other(times: float) -> subprocess.Popen[bytes]:
-    """The other process: one for all blocks, since once this one is nice, so is what it starts."""
+def other(times: float) -> subprocess.Popen[bytes]:
+    """The other process: one for all blocks, and where blocks differ all of them before the first, since once
+    this one is nice, so is what it starts."""
     found = subprocess.Popen([sys.executable, "-c", _OTHER, str(times), str(os.getpid())])
     os.sched_setaffinity(found.pid, {max(os.sched_getaffinity(0))})
     atexit.register(found.kill)
@@ -48,11 +49,15 @@ def _other(times: float) -> subprocess.Popen[bytes]:
 def slowed(times: float) -> Iterator[None]:
     """Within the block this process, its threads and what it starts get one core, and of it this fraction.
 
-    It stays nice afterwards, since only the superuser may undo that.
+    PyTorch has one thread for its own work on the CPU there: several would take the core from each other. It
+    stays nice afterwards, since only the superuser may undo that.
     """
     if times == 1:
         yield
         return
+    import torch
+
+    threads = torch.get_num_threads()
     before = os.sched_getaffinity(0)
     core = {max(before)}
 
@@ -60,16 +65,18 @@ def slowed(times: float) -> Iterator[None]:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores)
 
-    other = _other(times)
-    other.send_signal(signal.SIGCONT)
+    found = other(times)
+    found.send_signal(signal.SIGCONT)
     try:
         for thread in Path("/proc/self/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
         pin(core)
+        torch.set_num_threads(1)
         yield
     finally:
+        torch.set_num_threads(threads)
         pin(before)
-        other.send_signal(signal.SIGSTOP)
+        found.send_signal(signal.SIGSTOP)
 
 
 def main() -> None:
@@ -80,7 +87,6 @@ def main() -> None:
     args = parser.parse_args()
     began_s = time.monotonic()
     with slowed(args.times):
-        # One core: threads that wait for others of their library would take it from them.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         found = subprocess.run(args.command, env=environment, timeout=args.seconds, check=False)
     print(f"{time.monotonic() - began_s:.1f} s on a host {args.times:g} times as slow")

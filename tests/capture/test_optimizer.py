@@ -94,6 +94,24 @@ def test_a_training_step_of_the_user_s_own(name: str, optimizer: Any, state_byte
     assert {(op.elements, op.kernels, op.role) for op in _optimizer_ops(step)} == {(WEIGHTS, 1, "optimizer")}
 
 
+def test_the_fused_optimizer_has_no_temporaries() -> None:
+    model = nn.Linear(1024, 1024, bias=False, device="meta")
+    peaks = []
+    for fused in (True, False):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+
+        def step(x: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        peaks.append(capture(step, {"x": torch.empty(8, 1024, device="meta")}).memory.peak_bytes)
+    # Without it the root of the second moment lies beside weight, gradient and two moments.
+    assert peaks[1] - peaks[0] == pytest.approx(4 * 1024**2, rel=0.05)
+
+
 def test_the_fused_optimizer_is_one_kernel() -> None:
     step = _captured(_training(lambda p: torch.optim.AdamW(p, fused=True)))
     (op,) = _optimizer_ops(step)

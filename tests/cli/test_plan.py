@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tilefit.report.split_plans import scaling
 
 MODEL = """
 import torch
@@ -157,3 +160,23 @@ def test_an_interrupted_plan_goes_on_from_the_store(
     # Another batch is another plan.
     assert tilefit(*command[:-3], "32", *command[-2:]).code == 0
     assert len(searched) == 16
+
+
+@pytest.mark.parametrize(
+    ("times_s", "said"),
+    [
+        ({1: 8.0, 2: 4.0, 4: 2.5}, "Each doubling up to 4 GPUs gains 60 % or more."),
+        ({1: 8.0, 2: 7.0}, "Beyond 1 GPU at this global batch a doubling gains less than 20 %."),
+        (
+            {4: 8.0, 8: 4.0, 12: 4.5},
+            "Each doubling up to 8 GPUs gains 100 % or more. "
+            "12 GPUs take longer than 8 at this global batch.",
+        ),
+        ({8: 4.0}, "Fewer GPUs do not hold the model."),
+    ],
+)
+def test_what_is_said_of_scaling_holds_for_every_number_of_gpus(times_s: dict[int, float], said: str) -> None:
+    frontier = [
+        (count, SimpleNamespace(time=SimpleNamespace(time_s=each))) for count, each in times_s.items()
+    ]
+    assert scaling(SimpleNamespace(frontier=frontier)) == said  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Two clocks: the host's and the GPU's."""
+"""Host and GPU, which wait for each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tilefit.cost import LAUNCH, estimate_step, fuse
 from tilefit.cost.estimate import WAITS
 from tilefit.cost.launch import FORWARD_S
-from tilefit.cost.waits import copy_s, paced_s
+from tilefit.cost.streams import Timed, run
+from tilefit.cost.waits import copy_s
 from tilefit.gpus import get
 from tilefit.ops import FORWARD, OPTIMIZER, Gemm, Habit, HostEvent, Program, Site, Step, StepOp, Streaming
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
@@ -50,7 +51,7 @@ meetings = st.lists(st.integers(0, 12).map(wait) | copies, max_size=6)
 
 def paced(ops: list[tuple[float, float]], events: list[HostEvent]) -> float:
     launches_s, times_s = zip(*ops, strict=True)
-    return paced_s(program(*events), launches_s, times_s, H200, 1.0)
+    return run(Timed(program(*events), launches_s, times_s), H200, 1.0).time_s
 
 
 def bounds(ops: list[tuple[float, float]], events: list[HostEvent]) -> tuple[float, float]:

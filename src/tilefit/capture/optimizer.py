@@ -125,6 +125,7 @@ class OptimizerSteps:
             enter(self.recorder.sites.falling_back(_fused_form(optimizer), name))
         if self.fused:
             enter(self.recorder.silent())
+            enter(self.recorder.in_place())
             if hasattr(optimizer, "found_inf"):
                 # A scaler leaves the division to the fused step, which here stands aside for another.
                 vars(optimizer).update(grad_scale=None, found_inf=None)

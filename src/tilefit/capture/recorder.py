@@ -246,6 +246,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.muted = kept
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block memory that is given back again does not count: what it stands for takes none."""
+        count, peak_bytes = len(self._allocations), self.peak_bytes
+        try:
+            yield
+        finally:
+            since = self._allocations[count:]
+            gone = {each for each, size, _ in since if size > 0} & {
+                each for each, size, _ in since if size < 0
+            }
+            self._allocations[count:] = [each for each in since if each[0] not in gone]
+            self.peak_bytes = max(peak_bytes, self.live_bytes)
+
     def record(
         self,
         op: Op,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _REPLAYS = 3
 #: Seconds between two lines about progress.
 _EVERY_S = 15.0
+#: Seconds between two looks at the host, each of which takes about 0.05: its speed changes within seconds.
+_LOOK_S = 1.0
 #: For a quick calibration, the fit included; the rest of a minute is for starting.
 _QUICK_S = 54.0
 #: It gets at least this, where the start takes most of a minute on a slow host.
@@ -156,14 +158,16 @@ def _of_links(output_file: Path | None) -> None:
 
 
 def _teller(used_s: Callable[[], float], turn: Callable[[], None]) -> Callable[[Progress], None]:
-    """Says every few seconds how far it is, and looks how fast the host is then."""
-    told_s = 0.0
+    """Looks all the while how fast the host is, and says every few seconds how far it is."""
+    looked_s = told_s = 0.0
 
     def tell(progress: Progress) -> None:
-        nonlocal told_s
-        if used_s() >= told_s + _EVERY_S:
-            told_s = used_s()
+        nonlocal looked_s, told_s
+        if used_s() >= looked_s + _LOOK_S:
             turn()
+            looked_s = used_s()
+        if looked_s >= told_s + _EVERY_S:
+            told_s = looked_s
             print(f"{told_s:4.0f} s: {progress.kind}, {progress.measured} measured", file=sys.stderr)
 
     return tell

@@ -99,7 +99,7 @@ def from_datasheet(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """What a stream does for a time.
 
@@ -126,6 +126,7 @@ class Streams:
         exchange_s: Of each collective.
         exposed_s: Of it, what the stream that computes waits for, and nothing hides; of each collective.
         late_s: Of that, what is waited for because another rank is not there yet: in a pipeline its bubbles.
+        slowed_s: By how much collectives beside it make the computation longer.
         busy_s: GPU time of the operations of each rank that was gone through, this one's first.
         unmet: Exchanges of ranks that do not fit each other, which begin without who is missing.
         aside: Operations that run on other streams than that, by their index.
@@ -136,6 +137,7 @@ class Streams:
     exchange_s: tuple[float, ...] = ()
     exposed_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
+    slowed_s: float = 0.0
     busy_s: tuple[float, ...] = ()
     unmet: int = 0
     aside: list[int] = field(default_factory=list)

@@ -77,6 +77,9 @@ RECOMPILED_S = 1.5e-3
 #: A collective: 35 to 40 us a call in all (torch 2.11, eager all-reduces of 4 MiB and less, back to back, on
 #: 2 and 4 H200).
 COLLECTIVE_S = 30e-6
+#: A product or a collective of DTensors, beside that (four layers of Llama-8B in two tensor-parallel ranks,
+#: 2 H200: ``benchmarks/several_gpus.py``).
+DTENSOR_S = 0.3e-3
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6

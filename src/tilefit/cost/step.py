@@ -8,19 +8,20 @@ that waits for each, would be 5.6 % and 15 % off.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
-from tilefit.cost.launch import COLLECTIVE_S, GRAPHED_S, PROGRAM_HOST, around_s, begin_s, launch
+from tilefit.cost.launch import DTENSOR_S, GRAPHED_S, PROGRAM_HOST, around_s, begin_s, launch
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streams import Timed, fabric_of, run
-from tilefit.cost.waits import call_s, own_work_s, paced_s
+from tilefit.cost.waits import launches_block, own_work_s
 from tilefit.gpus import Gpu
-from tilefit.ops import OPTIMIZER, Step
+from tilefit.ops import OPTIMIZER, Gemm, Step
 
 _MOST_KNOWN = 64
 
@@ -36,7 +37,7 @@ def estimate_step(
     """Predicted wall time of a step.
 
     The host launches operation after operation and runs ahead of the GPU, into the next step too, as far as
-    the program lets it (:mod:`tilefit.cost.waits`).
+    the program lets it (:mod:`tilefit.cost.streams`).
 
     Args:
         step: The step.
@@ -67,7 +68,7 @@ def estimate_step(
     if step.program is not None:
         if found.streams:
             exchanged_s = sum(found.streams.exposed_s)
-            bound_s[EXPOSED] = min(exchanged_s, found.time_s - unpaced_s)
+            bound_s[EXPOSED] = min(exchanged_s + found.streams.slowed_s, found.time_s - unpaced_s)
             exchanged_s -= sum(found.streams.late_s)  # of other ranks, which err as this one does
             exchanged_s *= fabric_of(step.program, device).link.spread
         bound_s[WAITS] = found.time_s - unpaced_s - bound_s.get(EXPOSED, 0.0)
@@ -112,20 +113,16 @@ class _Timer:
         """With a host, and a GPU, that takes so many times as long as stated."""
         program, device = self.step.program, self.device
         gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.python_s + sum(self.launches_s))
-        host_s += call_s(program, scale)
-        if program is None:
+        if program is None or not (program.events or program.order or launches_block(program)):
             return _Paced(max(gpu_s, host_s), gpu_s, host_s)
         times_s = [gpu_scale * each for each in self.times_s]
         launches_s = [scale * each for each in self.launches_s]
         launches_s[:1] = [scale * self.python_s + first for first in launches_s[:1]]
-        if not program.order:
-            paced = paced_s(program, launches_s, times_s, device, scale)
-            return _Paced(max(gpu_s, host_s, paced), gpu_s, host_s)
         timed = Timed(program, launches_s, times_s)
         streams = run(timed, device, scale, list(_others(self.step, timed, device)))
         gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
-        host_s += scale * COLLECTIVE_S * len(program.exchanges)
-        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams)
+        host_s += scale * timed.asked_s
+        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams if program.order else None)
 
 
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
@@ -168,11 +165,27 @@ def _captured(same: _Same, device: PricedGpu) -> Timed:
 def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:
     """Of each operation, what the stated host takes to launch it."""
     begun: set[str] = set()
-    for entry, around in zip(step.ops, around_s(step), strict=True):
+    split = _of_split_modules(step)
+    for index, (entry, around) in enumerate(zip(step.ops, around_s(step), strict=True)):
         part = entry.phase.partition("-")[0]
         first_s = 0.0 if part in begun else begin_s(part, step)
         begun.add(part)
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         launch_s = GRAPHED_S if replayed else launch(entry.op, entry.phase, device, step.settings).host_s
-        yield around + first_s + launch_s
+        yield around + first_s + launch_s + DTENSOR_S * split[index]
+
+
+def _of_split_modules(step: Step) -> Counter[int]:
+    """Products of modules that several ranks share, and collectives within them or around them, by the
+    operation that follows."""
+    if step.program is None or not step.program.split:
+        return Counter()
+    modules = {*step.program.split}
+    around = {
+        name[:end] for name in modules for end in range(len(name) + 1) if name[end : end + 1] in (".", "")
+    }
+    products = (i for i, e in enumerate(step.ops) if isinstance(e.op, Gemm) and e.site.module in modules)
+    exchanges = (each.index for each in step.program.exchanges if each.site.module in around)
+    last = len(step.ops) - 1
+    return Counter([*products, *(min(index, last) for index in exchanges)])

@@ -1,9 +1,12 @@
-"""A step on several streams, and what it waits for: operations, collectives, and the host that asks for them.
+"""A step on its streams, and what it waits for: operations, collectives, and the host that asks for them.
 
 What the program orders is gone through as it ordered it, step after step. Each stream has a clock, and so
 have the host and each group of processes, whose collectives run one after the other. An operation begins when
 its stream is free and the host has launched it; an event keeps the clock of its stream, and who waits for it
-begins no earlier. What runs at once does not slow each other down here.
+begins no earlier. Between two waits the host launches ahead of the GPU; at a wait it stands until the GPU has
+done all that it was given, and the GPU then stands until the next launch. Operations that run at once do not
+slow each other down here; a collective takes its part of the GPU from them for as long as it runs, or waits
+for a rank that is not there yet.
 
 Of a pipeline each stage is a rank that runs something else. All of them are gone through, and a message
 between two of them begins when both have asked for it.
@@ -13,12 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
-from tilefit.cost.links import Fabric, Group, network
+from tilefit.cost.links import TAKEN, Fabric, Group, network
 from tilefit.cost.waits import copy_s, launches_block
 from tilefit.gpus import Gpu
 from tilefit.ops import Exchange, HostEvent, Program
@@ -37,10 +40,10 @@ class Timed(NamedTuple):
     launches_s: Sequence[float]
     times_s: Sequence[float]
 
-    def host_s(self, scale: float) -> float:
-        """Time of the host for all that it asks for."""
-        asked_s = COLLECTIVE_S * len(self.program.exchanges) + FORWARD_S * len(self.program.events)
-        return sum(self.launches_s) + scale * asked_s
+    @property
+    def asked_s(self) -> float:
+        """Time of the stated host for what it asks for beside operations: each takes what a launch takes."""
+        return COLLECTIVE_S * len(self.program.exchanges) + FORWARD_S * len(self.program.events)
 
 
 def fabric_of(program: Program, gpu: Gpu) -> Fabric:
@@ -69,63 +72,85 @@ def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> S
         others: Ranks that it exchanges messages with, where they are known.
     """
     ranks = (timed, *others)
-    board = _Board([each.program for each in ranks])
-    clocks = [_Clocks(each, gpu, scale, board) for each in ranks]
-    _together(clocks, board)
+    clocks = _gone_through(ranks, gpu, scale)
+    beside_s = [each.beside_s() for each in clocks]
+    if any(map(any, beside_s)):
+        slower = [
+            each._replace(
+                times_s=[own + TAKEN * more for own, more in zip(each.times_s, beside, strict=True)]
+            )
+            for each, beside in zip(ranks, beside_s, strict=True)
+        ]
+        clocks = _gone_through(slower, gpu, scale)
     made = clocks[0].made
-    made.unmet = board.unmet
+    made.unmet = clocks[0].board.unmet
     made.busy_s = tuple(sum(each.times_s) for each in ranks)
+    made.slowed_s = TAKEN * sum(beside_s[0])
     return made
 
 
-def _actions(program: Program, count: int) -> list[int | Ordered | HostEvent]:
-    """Operations by their index, what streams are asked for, and where host and GPU meet, in order."""
+def _gone_through(ranks: Sequence[Timed], gpu: Gpu, scale: float) -> list[_Clocks]:
+    """The clocks of all ranks behind some steps."""
+    board = _Board([each.program for each in ranks])
+    clocks = [_Clocks(each, gpu, scale, board) for each in ranks]
+    _together(clocks, board)
+    return clocks
+
+
+def _actions(program: Program, count: int) -> list[range | Ordered | HostEvent]:
+    """Operations in a row, what streams are asked for, and where host and GPU meet, in order."""
     last = len(program.order)
-    asked: list[tuple[int, int, Any]] = [
+    asked: list[tuple[int, int, Ordered | HostEvent]] = [
         (min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)
     ]
     for event in program.events:
         asked.append((min(event.index, count), 2 * (event.after if event.after >= 0 else last), event))
-    asked += [(index, 2 * last + 2, index) for index in range(count)]
-    return [each for *_, each in sorted(asked, key=lambda placed: placed[:2])]
+    actions: list[range | Ordered | HostEvent] = []
+    first = 0
+    for index, _, each in sorted(asked, key=lambda placed: placed[:2]):
+        actions += [range(first, index)] * (index > first)
+        actions.append(each)
+        first = max(first, index)
+    return [*actions, range(first, count)]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Meeting:
     """An exchange: it begins when each rank that takes part, of those that are known, is there.
 
     Attributes:
         ranks: How many those are.
-        there: Of each that has asked for it, when it is ready, and other exchanges that it ends before.
+        ready_s: Of each that has asked for it, when it would begin.
+        before: Exchanges that it begins after.
+        later: Exchanges that begin after it.
         time_s: What it takes.
+        start_s: When it begins; None: not known yet.
     """
 
     ranks: int
-    there: list[tuple[float, tuple[_Meeting, ...]]] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)
+    before: list[_Meeting] = field(default_factory=list)
+    later: list[_Meeting] = field(default_factory=list)
     time_s: float = 0.0
-    _start_s: float | None = None
+    start_s: float | None = None
 
-    def ready_s(self, place: int) -> float | None:
-        """When the rank that asked for it at that place is ready; None: not known yet."""
-        time_s, before = self.there[place]
-        ends = [each.end_s() for each in before]
-        return None if None in ends else max((time_s, *ends))  # type: ignore[type-var]
-
-    def start_s(self) -> float | None:
-        """When it begins; None: not known yet."""
-        if self._start_s is None and len(self.there) >= self.ranks:
-            ready = [self.ready_s(place) for place in range(len(self.there))]
-            self._start_s = None if None in ready else max(ready)  # type: ignore[type-var]
-        return self._start_s
-
-    def begin(self) -> None:
-        """Begin, whoever is there."""
-        self._start_s = max(time_s for time_s, _ in self.there)
-
+    @property
     def end_s(self) -> float | None:
         """When it is over; None: not known yet."""
-        start_s = self.start_s()
-        return None if start_s is None else start_s + self.time_s
+        return None if self.start_s is None else self.start_s + self.time_s
+
+    def settle(self, given_up: bool = False) -> None:
+        """Begin if that can be told by now, or with whoever is there if others are given up; and so on with
+        those that begin after this one."""
+        left = [self]
+        while left:
+            each = left.pop()
+            ends = [before.end_s for before in each.before]
+            known = len(each.ready_s) >= each.ranks and None not in ends
+            if each.start_s is None and (known or given_up):
+                each.start_s = max(*each.ready_s, *(end_s or 0.0 for end_s in ends), 0.0)
+                left += each.later
+            given_up = False
 
 
 class _End(NamedTuple):
@@ -140,7 +165,7 @@ class _End(NamedTuple):
         """The time; None: not known yet."""
         if self.meeting is None:
             return self.time_s
-        end_s = self.meeting.end_s()
+        end_s = self.meeting.end_s
         return None if end_s is None else max(self.time_s, end_s)
 
 
@@ -165,7 +190,8 @@ class _Board:
     def give_up(self) -> None:
         """Nobody can go on: the first exchange that has not begun begins with those who are there."""
         self.unmet += 1
-        next(each for each in self._meetings.values() if each.there and each.end_s() is None).begin()
+        first = next(each for each in self._meetings.values() if each.ready_s and each.end_s is None)
+        first.settle(given_up=True)
 
 
 def _together(clocks: Sequence[_Clocks], board: _Board) -> None:
@@ -187,8 +213,8 @@ class _Clocks:
         fabric = fabric_of(self.program, gpu)
         self.taken_s = tuple(exchange_s(each, fabric) or 0.0 for each in self.program.exchanges)
         self.blocking = launches_block(self.program)
-        self.asked_s = timed.host_s(scale)
-        self.host_s = 0.0
+        self.asked_s = sum(self.launches_s) + scale * timed.asked_s
+        self.host_s = self.begin_s = 0.0
         # The host is ahead as far as the program lets it: as if the GPU had a step to do already.
         self.ends: dict[int, _End] = {0: _End(self.asked_s)}
         #: What events were recorded behind, of this step and of the one before.
@@ -209,52 +235,72 @@ class _Clocks:
     def steps(self) -> Iterator[str]:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
         actions = _actions(self.program, len(self.times_s))
-        begin_s = 0.0
         for _ in range(_BEFORE + 1):
-            while (now_s := self._now_s(0)) is None:
+            while (now_s := self.ends[0].known_s()) is None:
                 yield "waits"
-            begin_s = now_s
-            self._begin()
+            self._begin(now_s)
             for action in actions:
                 while not self._take(action):
                     yield "waits"
                 self.taken += 1
-        while (now_s := self._now_s(0)) is None or any(
-            each.end_s() is None for each, *_ in self.exchanged.values()
+        while (now_s := self.ends[0].known_s()) is None or any(
+            each.end_s is None for each, *_ in self.exchanged.values()
         ):
             yield "waits"
-        self._finish(begin_s, now_s)
+        self._finish(now_s)
 
-    def _begin(self) -> None:
-        self.stream = 0
+    def _begin(self, now_s: float) -> None:
+        self.begin_s, self.stream = now_s, 0
         self.earlier, self.events = self.events, {}
         self.exchanged.clear()
         count = len(self.program.exchanges)
         self.made = Streams(exposed_s=[0.0] * count, late_s=[0.0] * count)
 
-    def _finish(self, begin_s: float, now_s: float) -> None:
+    def _finish(self, now_s: float) -> None:
         made = self.made
-        made.time_s = max(self.asked_s, now_s - begin_s)
+        made.time_s = max(self.asked_s, now_s - self.begin_s)
         made.exchange_s = self.taken_s
         for number, (meeting, stream, since) in self.exchanged.items():
-            start_s, end_s, since_s = meeting.start_s(), meeting.end_s(), since.known_s()
+            start_s, end_s, since_s = meeting.start_s, meeting.end_s, since.known_s()
             assert start_s is not None
             assert end_s is not None
             assert since_s is not None
             if not stream:  # it runs where the program computes
                 self._waited(number, since_s, end_s)
-            made.spans.append(Span(stream, start_s, end_s, number, exchange=True))
-        made.spans = [
-            replace(each, start_s=each.start_s - begin_s, end_s=each.end_s - begin_s)
-            for each in sorted(made.spans, key=lambda span: span.start_s)
-        ]
+            made.spans.append(
+                Span(stream, start_s - self.begin_s, end_s - self.begin_s, number, exchange=True)
+            )
+        made.spans.sort(key=lambda span: span.start_s)
 
-    def _now_s(self, stream: int) -> float | None:
-        return self.ends.get(stream, _BEGIN).known_s()
+    def beside_s(self) -> list[float]:
+        """How long each operation of the last step ran beside collectives, also beside those that wait."""
+        made = [0.0] * len(self.times_s)
+        links: list[list[float]] = []
+        for meeting, stream, since in self.exchanged.values():
+            if stream:
+                links.append([(since.known_s() or 0.0) - self.begin_s, (meeting.end_s or 0.0) - self.begin_s])
+        links.sort()
+        union: list[list[float]] = []
+        for begin_s, end_s in links:
+            if union and begin_s <= union[-1][1]:
+                union[-1][1] = max(union[-1][1], end_s)
+            else:
+                union.append([begin_s, end_s])
+        first = 0
+        for span in self.made.spans:  # by their beginnings
+            if span.exchange or span.stream:
+                continue
+            while first < len(union) and union[first][1] <= span.start_s:
+                first += 1
+            for begin_s, end_s in union[first:]:
+                if begin_s >= span.end_s:
+                    break
+                made[span.index] += min(end_s, span.end_s) - max(begin_s, span.start_s)
+        return made
 
-    def _take(self, action: int | Ordered | HostEvent) -> bool:
+    def _take(self, action: range | Ordered | HostEvent) -> bool:
         """What the host asks for next; whether it could be gone through."""
-        if isinstance(action, int):
+        if isinstance(action, range):
             return self._work(action)
         if isinstance(action, HostEvent):
             return self._meet(action)
@@ -268,20 +314,20 @@ class _Clocks:
             return self._exchange(action)
         return True
 
-    def _work(self, index: int) -> bool:
+    def _work(self, operations: range) -> bool:
         stream, now = self.stream, self.ends.get(self.stream, _BEGIN)
-        now_s = now.time_s if now.meeting is None else now.known_s()
-        if now_s is None:
+        if (now_s := now.known_s()) is None:
             return False
-        self.host_s += self.launches_s[index]
-        start_s = max(self.host_s, now_s)
-        end_s = start_s + self.times_s[index]
-        self.ends[stream] = _End(end_s, None, now.why)
-        if self.blocking:
-            self.host_s = end_s
-        self.made.spans.append(Span(stream, start_s, end_s, index))
-        if stream:
-            self.made.aside.append(index)
+        host_s, begin_s, spans = self.host_s, self.begin_s, self.made.spans
+        for index in operations:
+            host_s += self.launches_s[index]
+            start_s = host_s if host_s > now_s else now_s
+            now_s = start_s + self.times_s[index]
+            if self.blocking:
+                host_s = now_s
+            spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
+        self.host_s, self.ends[stream] = host_s, _End(now_s, None, now.why)
+        self.made.aside += operations if stream else ()
         return True
 
     def _meet(self, event: HostEvent) -> bool:
@@ -338,9 +384,13 @@ class _Clocks:
         now = self.ends.get(stream, _BEGIN)
         since = now._replace(time_s=max(now.time_s, self.host_s + self.scale * COLLECTIVE_S))
         meeting = self.board.meeting(group, self.called[group])
-        before = (each for each in (now.meeting, self.groups.get(group)) if each is not None)
-        meeting.there.append((since.time_s, tuple(before)))
+        before = {each for each in (now.meeting, self.groups.get(group)) if each is not None}
         meeting.time_s = meeting.time_s or self.taken_s[number]
+        meeting.ready_s.append(since.time_s)
+        meeting.before += before
+        for each in before:
+            each.later.append(meeting)
+        meeting.settle()
         self.host_s += self.scale * COLLECTIVE_S
         self.called[group] += 1
         self.groups[group] = meeting

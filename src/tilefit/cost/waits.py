@@ -1,23 +1,13 @@
-"""What it costs that a program waits for the GPU: its queue runs empty, and fills again one launch at a time.
-
-Between two waits the host launches ahead of the GPU; at a wait it stands until the GPU has done all that it
-was given, and the GPU then stands until the next launch. Two clocks, the host's and the GPU's, go over the
-operations and :class:`events <tilefit.ops.HostEvent>` in order, step after step. After a wait both show the
-same time, whatever was before: one round from a wait to the same wait of the next step is the time of every
-step. Without a wait the slower of the two sets the pace.
+"""What a program does with the host beside launching: copies to and from the GPU, and work of its own.
 
 A copy runs in the order of its stream, so the GPU does nothing else meanwhile. One that blocks makes the host
 wait for it, and for all before it, too (PyTorch, ``at::cuda::memcpy_and_sync``; CUDA Runtime API, "API
 synchronization behavior": a copy from pageable memory begins with a synchronization of the stream).
+:mod:`tilefit.cost.streams` tells what that costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
-
-from tilefit.cost.launch import FORWARD_S
 from tilefit.gpus import Gpu
 from tilefit.ops import HostEvent, Program
 
@@ -42,14 +32,6 @@ _ELEMENT_S = {
 _PASSED_S = 0.4e-9
 
 
-class _Action(NamedTuple):
-    """What the host does next: its time, the GPU's time for it, and whether the host waits for that."""
-
-    host_s: float
-    gpu_s: float
-    waits: bool
-
-
 def copy_s(event: HostEvent, gpu: Gpu) -> float:
     """Time of a copy between host and GPU; 0 where nothing is copied."""
     return event.bytes / (host_bytes_per_s(gpu) * (1.0 if event.pinned else _PAGEABLE))
@@ -66,53 +48,7 @@ def launches_block(program: Program) -> bool:
     return any(habit.name == "launch_blocking" for habit in program.habits)
 
 
-def call_s(program: Program | None, scale: float) -> float:
-    """Host time of all calls that wait or copy: each takes what a launch takes."""
-    return scale * FORWARD_S * len(program.events) if program else 0.0
-
-
 def own_work_s(program: Program | None) -> float:
     """What the program does on tensors of the host's, on the stated host."""
     work = program.host_work if program else ()
     return sum(_ELEMENT_S.get(name, _PASSED_S) * elements for name, elements in work)
-
-
-def paced_s(
-    program: Program, launches_s: Sequence[float], times_s: Sequence[float], gpu: Gpu, scale: float
-) -> float:
-    """Time of one step among others; 0 where nothing is copied or waited for.
-
-    Args:
-        program: What waits, and where.
-        launches_s: Host time of each operation, in order; the first one's with all that comes before it.
-        times_s: GPU time of each operation.
-        gpu: The GPU.
-        scale: Host time over what :mod:`tilefit.cost.launch` states.
-    """
-    actions = list(_actions(program, launches_s, times_s, gpu, scale))
-    if not program.events and not any(action.waits for action in actions):
-        return 0.0
-    last = max((index for index, action in enumerate(actions) if action.waits), default=None)
-    if last is None:
-        return max(sum(action.host_s for action in actions), sum(action.gpu_s for action in actions))
-    host_s = gpu_s = 0.0
-    for action in (*actions[last + 1 :], *actions[: last + 1]):
-        host_s += action.host_s
-        gpu_s = max(host_s, gpu_s) + action.gpu_s
-        if action.waits:
-            host_s = gpu_s
-    return host_s
-
-
-def _actions(
-    program: Program, launches_s: Sequence[float], times_s: Sequence[float], gpu: Gpu, scale: float
-) -> Iterator[_Action]:
-    blocking = launches_block(program)
-    count = len(launches_s)
-    events = sorted(program.events, key=lambda event: event.index)
-    at = {index: list(same) for index, same in groupby(events, lambda event: min(event.index, count))}
-    for index in range(count + 1):
-        for event in at.get(index, ()):
-            yield _Action(scale * FORWARD_S, copy_s(event, gpu), event.blocks)
-        if index < count:
-            yield _Action(launches_s[index], times_s[index], blocking)

@@ -264,7 +264,7 @@ class _Collectives:
 
     def _pair(self, name: str, ranks: list[int], peer: int | None, group: str) -> tuple[list[int], str]:
         """Who sends to whom, and the name of what goes that way, which is the same for both."""
-        own, other = dist.get_rank(), ranks[peer] if peer is not None else -1
+        own, other = dist.get_rank(), -1 if peer is None else ranks[_existing(peer, len(ranks))]
         way = (own, other) if name == SEND else (other, own)
         return list(way), f"{group} {way[0]}>{way[1]}"
 
@@ -276,6 +276,20 @@ class _Collectives:
         if name == "receive" or (read and written):
             for out, source in zip(written, cycle(read or [None]), strict=False):
                 _take(out, source)
+
+
+def _existing(rank: int, count: int) -> int:
+    """The number of a rank that there is.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    if not 0 <= rank < count:
+        raise CaptureError(
+            f"the program exchanges a message with rank {rank}, and there are {count}: 0 to {count - 1}",
+            hint="--ranks says how many there are.",
+        )
+    return rank
 
 
 def _fill(mail: Mail, rank: int, expected: list[tuple[CudaTensor, str]]) -> None:
@@ -334,9 +348,6 @@ def install(device: Device, streams: Streams, mail: Mail | None) -> None:
             world_size=size if size > 0 else int(os.environ["WORLD_SIZE"]),
         )
 
-    def gather_object(outputs: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
-        outputs[:] = [value] * len(outputs)
-
     def spawn(
         function: Callable[..., Any], args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any
     ) -> None:
@@ -344,13 +355,14 @@ def install(device: Device, streams: Streams, mail: Mail | None) -> None:
         function(local if local < nprocs else 0, *args)
 
     module: Any = dist
-    for name, function in _objects(mail).items():
-        setattr(module, name, function)
+    objects = _Objects(mail)
+    for name in ("send", "recv", "broadcast", "scatter"):
+        setattr(module, f"{name}_object_list", getattr(objects, f"{name}_object_list"))
+    module.all_gather_object = objects.all_gather_object
     module.batch_isend_irecv = partial(collectives.batch, batch)
     for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
         if getattr(sys.modules[name], "init_process_group", None) is begin:
             sys.modules[name].init_process_group = init_process_group  # type: ignore[attr-defined]
-    module.all_gather_object = gather_object
     module.monitored_barrier = lambda *args, **kwargs: None
     device.rules = {**device.rules, **collectives.rules()}
     multiprocessing: Any = torch.multiprocessing
@@ -358,54 +370,88 @@ def install(device: Device, streams: Streams, mail: Mail | None) -> None:
     _answer_variables()
 
 
-def _objects(mail: Mail | None) -> dict[str, Callable[..., Any]]:
-    """What sends objects to other ranks, and gets theirs."""
+class _Objects:
+    """What sends objects to other ranks, and gets theirs; the methods stand for PyTorch's functions."""
 
-    def own(group: Any) -> Any:
-        return dist.group.WORLD if group is None else group
+    def __init__(self, mail: Mail | None) -> None:
+        self._mail = mail
 
-    def global_rank(rank: int | None, group: Any, of_group: int | None) -> int:
-        return rank or 0 if of_group is None else dist.get_global_rank(own(group), of_group)
+    @staticmethod
+    def _rank(rank: int | None, group: Any, of_group: int | None) -> int:
+        """A rank by its number, or by that in a group."""
+        if of_group is None:
+            return _existing(rank or 0, dist.get_world_size())
+        group = dist.group.WORLD if group is None else group
+        return dist.get_global_rank(group, _existing(of_group, dist.get_world_size(group)))
 
     def send_object_list(
-        objects: list[Any],
+        self,
+        object_list: list[Any],
         dst: Any = None,
         group: Any = None,
         device: Any = None,
         group_dst: Any = None,
         **_: Any,
     ) -> None:
-        if mail is not None:
-            mail.send(global_rank(dst, group, group_dst), list(objects))
+        rank = self._rank(dst, group, group_dst)
+        if self._mail is not None:
+            self._mail.send(rank, list(object_list))
 
     def recv_object_list(
-        objects: list[Any],
+        self,
+        object_list: list[Any],
         src: Any = None,
         group: Any = None,
         device: Any = None,
         group_src: Any = None,
         **_: Any,
     ) -> int:
-        if mail is None:
+        if self._mail is None:
             raise CaptureError(
                 "the program waits for an object of another process, and there is none",
                 hint="Check it by its file, with --ranks N: then other ranks run, too.",
             )
-        rank = global_rank(src, group, group_src)
-        objects[:] = mail.receive(rank, mail.expect(rank))
+        rank = self._rank(src, group, group_src)
+        object_list[:] = self._mail.receive(rank, self._mail.expect(rank))
         return rank
 
     def broadcast_object_list(
-        objects: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+        self,
+        object_list: list[Any],
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
     ) -> None:
-        rank = global_rank(src, group, group_src)
-        name = str(own(group).group_name)
-        if mail is not None and rank == dist.get_rank():
-            mail.publish(name, list(objects))
-        elif mail is not None:
-            objects[:] = mail.receive(rank, mail.expect(rank, name))
+        rank = self._rank(src, group, group_src)
+        name = str((dist.group.WORLD if group is None else group).group_name)
+        if self._mail is not None and rank == dist.get_rank():
+            self._mail.publish(name, list(object_list))
+        elif self._mail is not None:
+            object_list[:] = self._mail.receive(rank, self._mail.expect(rank, name))
 
-    return {each.__name__: each for each in (send_object_list, recv_object_list, broadcast_object_list)}
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: Any = None,
+        group: Any = None,
+        group_src: Any = None,
+    ) -> None:
+        rank = self._rank(src, group, group_src)
+        if rank != dist.get_rank():
+            if self._mail is not None:
+                scatter_object_output_list[0] = self._mail.receive(rank, self._mail.expect(rank))
+            return
+        members = dist.get_process_group_ranks(group)
+        for member, each in zip(members, scatter_object_input_list or [], strict=True):
+            if member == rank:
+                scatter_object_output_list[0] = each
+            elif self._mail is not None:
+                self._mail.send(member, each)
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
 
 def _answer_variables() -> None:

@@ -362,6 +362,29 @@ def _ctc_backward_shapes(grad: torch.Tensor, scores: torch.Tensor, *_: Any, **__
     return torch.empty_like(scores)
 
 
+def _channels(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two values of each channel, in fp32 where the input is shorter."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
+
+
+def _reduced_channels(
+    grad: torch.Tensor, x: torch.Tensor, mean: Any, inverse: Any, weight: Any, *_: Any
+) -> Any:
+    """Two sums of each channel, and the gradients of weight and bias."""
+    return *_channels(x), torch.empty_like(mean if weight is None else weight), torch.empty_like(mean)
+
+
+#: What ``SyncBatchNorm`` calls.
+_NORMS = {
+    "batch_norm_stats": _channels,
+    "batch_norm_gather_stats_with_counts": _channels,
+    "batch_norm_elemt": lambda x, *_: torch.empty_like(x),
+    "batch_norm_backward_reduce": _reduced_channels,
+    "batch_norm_backward_elemt": lambda grad, *_: torch.empty_like(grad),
+}
+
+
 def register_shapes() -> None:
     """Give operations a kernel on ``meta`` that have none in PyTorch; what CUDA runs whole stays whole."""
     sparse: Any = torch.library.Library("tilefit", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -379,6 +402,8 @@ def register_shapes() -> None:
     for name in _AS_ON_CPU:
         packet, _, overload = name.partition(".")
         library.impl(name, partial(_as_on_cpu, getattr(getattr(aten, packet), overload or "default")))
+    for name, shapes in _NORMS.items():
+        library.impl(name, shapes)
     # Without kernels of CUDA's, PyTorch would take these apart before anyone is asked.
     own: Any = torch.library.Library("aten", "IMPL", "AutogradCUDA")  # type: ignore[no-untyped-call]
     for name in WHOLE:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import exp, hypot, log
-from statistics import quantiles
+from statistics import median, quantiles
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ _STEPS, _REPEATS = 5, 8
 
 def launch_scale(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     """:attr:`Host.scale`, of turns one after another."""
-    return Host(device, clock).scale
+    return Host(device, clock, _REPEATS).scale
 
 
 class Host:
@@ -33,22 +33,26 @@ class Host:
     Args:
         device: Where the step runs; its tensors are so small that the host is slower than the device.
         clock: Seconds.
+        turns: So many at once, two at least.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter, turns: int = 2
+    ) -> None:
         self._step = reference_step(device)
         self._synchronize: Callable[[], object] = (
             torch.cuda.synchronize if device.type == "cuda" else lambda: None
         )
         self._clock = clock
         self._times: list[float] = []
-        for _ in range(_STEPS):
+        for _ in range(_STEPS - 1):
             self._step()
-        for _ in range(_REPEATS):
+        for _ in range(turns):
             self.turn()
 
     def turn(self) -> None:
-        """Time a few more steps."""
+        """Time a few more steps, after one that allocates anew what capturing a graph has freed since."""
+        self._step()
         self._synchronize()
         began_s = self._clock()
         for _ in range(_STEPS):
@@ -60,8 +64,7 @@ class Host:
     def scale(self) -> float:
         """Host time of the step over :data:`tilefit.cost.launch.REFERENCE_STEP_S`, that of the host whose
         constants the cost model has."""
-        # What else the host does can only make it slower.
-        return quantiles(self._times, n=4)[0] / REFERENCE_STEP_S
+        return median(self._times) / REFERENCE_STEP_S
 
     @property
     def spread(self) -> float:
@@ -77,8 +80,10 @@ class Host:
 
 
 def reference_step(device: torch.device) -> Callable[[], None]:
-    """A training step of a small transformer and a small convolutional network, under bf16 autocast with
-    AdamW: what it takes is the host's time."""
+    """A training step of a small transformer and a small convolutional network with AdamW, under bf16
+    autocast, or fp16 where cuDNN has no bf16 convolution (Turing, Volta): it takes what the host takes."""
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
     encoder = nn.Sequential(
         *(nn.TransformerEncoderLayer(64, 2, 128, activation="gelu", batch_first=True) for _ in range(4))
     )
@@ -90,7 +95,7 @@ def reference_step(device: torch.device) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
             loss = encoder(tokens).float().mean() + images(pixels).float().mean()
         loss.backward()
         optimizer.step()

@@ -188,6 +188,7 @@ class Program:
         per_machine: Of them in one machine.
         network: What joins their machines, as it is asked for; empty for one machine.
         host_work: What the program does on tensors of the host's, beside its loaders: elements by function.
+        split: Modules whose parameters are tensors of several ranks while they compute (``DTensor``).
     """
 
     command: str
@@ -207,6 +208,7 @@ class Program:
     network: str = ""
     rank: int = 0
     host_work: tuple[tuple[str, int], ...] = ()
+    split: tuple[str, ...] = ()
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

@@ -5,12 +5,12 @@ A model of many equal layers is captured with few of them; their blocks are repe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, prod
+from math import prod
 
-from tilefit.cost.launch import COLLECTIVE_S, around_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -19,6 +19,7 @@ from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, S
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import scale_batch
+from tilefit.parallel.lifetimes import Lifetimes, bytes_of
 from tilefit.parallel.pipeline import layer_of, layers_of, places
 from tilefit.parallel.tensor import tensor_parallel
 
@@ -40,11 +41,11 @@ class Block:
         parameters: Elements that the rank holds.
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
-        products_bytes: Results of products and attention, also those that the backward pass does not read:
-            selective checkpointing keeps all of them.
+        surplus_bytes: What the backward pass holds at its fullest moment beyond that.
+        products_bytes: Results that selective checkpointing keeps: of products and attention, also those that
+            the backward pass does not read.
         products_s: Forward time of those.
         input_bytes: What it is handed by the block before.
-        widest_bytes: The largest result of one of its operations.
     """
 
     forward_s: float = 0.0
@@ -58,10 +59,10 @@ class Block:
     parameters: int = 0
     tensors: int = 0
     saved_bytes: int = 0
+    surplus_bytes: int = 0
     products_bytes: int = 0
     products_s: float = 0.0
     input_bytes: int = 0
-    widest_bytes: int = 0
 
     @property
     def pass_s(self) -> tuple[float, float]:
@@ -88,11 +89,15 @@ class Framework:
         bucket_copies: How often they are copied between where they are made and the buckets: once where they
             are views of DistributedDataParallel's buckets, as the settings say; else twice.
         tensor_host_s: What the host needs more for each product and collective of tensor-parallel ranks;
-            the default is that of PyTorch's DTensor (four layers of Llama-8B, 2 H200).
-        again: Share of products that selective checkpointing computes again, too.
+            the default is that of PyTorch's DTensor.
+        again: Selective checkpointing computes every so-manieth matrix product again, too; 0: none.
+        gathers_again: With the sequence split, what tensor-parallel ranks gather for products is gathered
+            again in the backward pass (Megatron-LM, nanotron); else it is kept, as by PyTorch's DTensor.
         late: What tensor-parallel ranks hold of activations beyond those that are needed, as a share: memory
             that a communication stream has used is free when the GPU is done with it, not when the host is
             (``Tensor.record_stream``).
+        receives_apart: A stage of a pipeline has memory for what it is sent of every micro-batch, as by
+            ``torch.distributed.pipelining``.
         bounds: Where the layers of each of so many stages begin, and where the last end; a stage may have
             none. None: the slowest stage is as fast as can be.
     """
@@ -106,9 +111,11 @@ class Framework:
     scatters: bool = True
     gather_host_s: float = 0.0
     bucket_copies: int = 1
-    tensor_host_s: float = 0.3e-3
-    again: float = 0.0
+    tensor_host_s: float = DTENSOR_S
+    again: int = 0
+    gathers_again: bool = False
     late: float = 0.0
+    receives_apart: bool = True
     bounds: Callable[[int], tuple[int, ...]] | None = None
 
     def paced(self, block: Block, layer_host_s: float) -> Block:
@@ -204,6 +211,13 @@ class Model:
         return max((e.op.num_kv_heads for e in self.step.ops if isinstance(e.op, Attention)), default=0)
 
     @cached_property
+    def experts(self) -> int:
+        """Experts of a layer, whose weights lie side by side; 0 where there are none."""
+        weights = {name for name, parameter in self.step.parameters.items() if len(parameter.shape) == 3}
+        products = (e for e in self.step.ops if isinstance(e.op, Gemm) and e.op.batch > 1)
+        return max((e.op.batch for e in products if e.parameter in weights), default=0)
+
+    @cached_property
     def flop(self) -> float:
         """Of the products, for one sample."""
         own = [0] * (self.captured + 2)
@@ -237,13 +251,17 @@ class Model:
             step, entries, fabric, framework if tensor > 1 else replace(framework, tensor_host_s=0.0)
         )
         where = places(step, self.prefix, self.captured)
-        saved = _saved(step)
+        shapes = {parameter.shape for parameter in step.parameters.values()}
+        parts = dict.fromkeys(alone, tensor)
+        lifetimes = Lifetimes(entries, shapes, parts, framework.gathers_again)
         made = []
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
             is_layer = 0 < place <= self.captured
             host_s = framework.layer_host_s if is_layer else 0.0
-            block = self._block(step, entries, members, times, saved, alone, tensor)
+            block = _block([(entries[i], times[i], parts.get(i, 1)) for i in members], framework.again)
+            kept = sum(lifetimes.kept(members).values())
+            block = replace(block, saved_bytes=kept, surplus_bytes=lifetimes.surplus(members))
             made.append(framework.paced(block, host_s))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
@@ -271,54 +289,39 @@ class Model:
             for entry in step.ops
             if entry.phase == FORWARD and layer_of(self.prefix, entry.site.module) == layer and entry.outputs
         ]
-        return _bytes(own[-1].outputs[0]) if own else 0
+        return bytes_of(own[-1].outputs[0]) if own else 0
 
-    def _block(
-        self,
-        step: Step,
-        entries: Sequence[StepOp],
-        members: Sequence[int],
-        times: Sequence[tuple[float, float]],
-        saved: Mapping[int, tuple[int, int]],
-        alone: set[int],
-        tensor: int,
-    ) -> Block:
-        compute = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by direction: of the GPU, of the host
-        link = {True: 0.0, False: 0.0}
-        products_s = 0.0
-        kept = products = widest = 0
-        gradients = {parameter.shape for parameter in step.parameters.values()}
-        for index in members:
-            entry = entries[index]
-            forward = entry.phase == FORWARD
-            gpu_s, host_s = times[index]
-            compute[forward][1] += host_s
-            if isinstance(entry.op, Collective):
-                link[forward] += gpu_s
-                continue
-            compute[forward][0] += gpu_s
-            part = tensor if index in alone else 1
-            multiplies = isinstance(entry.op, (Gemm, Attention))
-            products_s += gpu_s if forward and multiplies else 0.0
-            for ref in entry.outputs:
-                if forward or ref.shape not in gradients:  # parameters' gradients are counted by themselves
-                    widest = max(widest, _bytes(ref) // part)
-                products += _bytes(ref) // part if forward and multiplies else 0
-                if forward and saved.get(ref.id, (-1, 0))[0] == index:
-                    kept += saved[ref.id][1] // part
-        return Block(
-            forward_s=compute[True][0],
-            backward_s=compute[False][0],
-            forward_host_s=compute[True][1],
-            backward_host_s=compute[False][1],
-            forward_link_s=link[True],
-            backward_link_s=link[False],
-            flop=sum(entries[i].op.flop for i in members if entries[i].op.multiplies),
-            saved_bytes=kept,
-            products_bytes=products,
-            products_s=products_s,
-            widest_bytes=widest,
-        )
+
+def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: int) -> Block:
+    """What operations take together; each with its times of GPU and host, and the ranks that share it."""
+    compute = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by direction: of the GPU, of the host
+    link = {True: 0.0, False: 0.0}
+    products_s = 0.0
+    flop = products = multiplied = 0
+    for entry, (gpu_s, host_s), part in members:
+        forward = entry.phase == FORWARD
+        compute[forward][1] += host_s
+        if isinstance(entry.op, Collective):
+            link[forward] += gpu_s
+            continue
+        compute[forward][0] += gpu_s
+        flop += entry.op.flop if entry.op.multiplies else 0
+        multiplied += forward and isinstance(entry.op, Gemm)
+        left_out = isinstance(entry.op, Gemm) and again and multiplied % again == 0
+        if forward and isinstance(entry.op, (Gemm, Attention)) and not left_out:
+            products_s += gpu_s
+            products += sum(bytes_of(ref) for ref in entry.outputs) // part
+    return Block(
+        forward_s=compute[True][0],
+        backward_s=compute[False][0],
+        forward_host_s=compute[True][1],
+        backward_host_s=compute[False][1],
+        forward_link_s=link[True],
+        backward_link_s=link[False],
+        flop=flop,
+        products_bytes=products,
+        products_s=products_s,
+    )
 
 
 def _alone(whole: Step, step: Step, tensor: int) -> set[int]:
@@ -362,26 +365,3 @@ def _messages_s(op: Collective, fabric: Fabric, sequence: bool) -> list[float]:
     large = sequence and op.function == ALL_REDUCE and size > 1 << 20
     functions = (REDUCE_SCATTER, ALL_GATHER) if large else (op.function,)
     return [fabric.time_s(function, size, group) for function in functions]
-
-
-def _saved(step: Step) -> dict[int, tuple[int, int]]:
-    """Of every tensor that the forward pass makes and the backward pass reads, which operation made it last,
-    and its bytes."""
-    read = {
-        ref.id
-        for entry in step.ops
-        if entry.phase not in (FORWARD, OPTIMIZER)
-        for ref in entry.inputs
-        if not ref.parameter
-    }
-    found: dict[int, tuple[int, int]] = {}
-    for index, entry in enumerate(step.ops):
-        if entry.phase == FORWARD and not isinstance(entry.op, Collective):
-            for ref in entry.outputs:
-                if ref.id in read:
-                    found[ref.id] = index, max(_bytes(ref), found.get(ref.id, (0, 0))[1])
-    return found
-
-
-def _bytes(ref: object) -> int:
-    return prod(ref.shape) * ceil(size_bytes(ref.dtype))  # type: ignore[attr-defined]

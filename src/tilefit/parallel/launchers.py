@@ -39,8 +39,8 @@ def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
 
 
 def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if split.pipeline > 1 or split.context > 1:
-        return None
+    if split.pipeline > 1 or split.context > 1 or split.zero == 1:
+        return None  # its ZeRO-1 sends every rank all sums, and takes longer
     lines = [_torchrun(split, per_machine, "train.py"), "# in train.py:"]
     if split.tensor > 1:
         lines.append(
@@ -61,9 +61,6 @@ def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) 
     elif split.data > 1:
         group = f"process_group={data}.get_group(), gradient_as_bucket_view=True"
         lines.append(f"model = DistributedDataParallel(model, {group})")
-        if split.zero:
-            kind = "torch.optim.AdamW"
-            lines.append(f"optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class={kind})")
     lines.append(f"# {split.samples} samples a micro-batch, {split.parts} micro-batches a step")
     if split.parts > 1 and split.data > 1 and split.zero < 3:  # FSDP would hold whole gradients
         lines.append("# all but the last under model.no_sync()")

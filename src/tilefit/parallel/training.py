@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from tilefit.cost.links import Fabric, Group
+from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
@@ -27,9 +27,6 @@ from tilefit.parallel.schedule import Task, cut, in_flight, order, run
 CONTEXT_BYTES = 1.5 * 2**30
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
-#: Share of the multiprocessors that NCCL's kernels take from what runs beside them: computation was 5 to 8 ms
-#: longer for 29 to 34 ms of hidden messages (Llama-1B under DDP and FSDP2 on 2 H200).
-_TAKEN = 0.2
 #: What the host needs for each message of FSDP2, beside the layer's launches: 0.83 to 0.86 ms in four steps
 #: of three models that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
 FSDP_HOST_S = 0.85e-3
@@ -185,8 +182,7 @@ class Training:
         again_s = 0.0
         if self.split.checkpoint != "none" and not self._is_end(block):
             full = self.split.checkpoint == "full"
-            kept_s = 0.0 if full else (1 - self.framework.again) * block.products_s
-            again_s = max(0.0, block.forward_s - kept_s)
+            again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
         return replace(
             block,
@@ -213,10 +209,14 @@ class Training:
 
     def _send_s(self) -> float:
         """Handing a micro-batch's activations to the next stage."""
-        size = max(block.input_bytes for block in (*self.blocks.layers, self.blocks.after))
         stride = self.split.tensor * self.split.replicas
         inside = stride < self.fabric.per_machine
-        return self.fabric.time_s(SEND, size, Group(2, 2 if inside else 1))
+        return self.fabric.time_s(SEND, self._sent_bytes, Group(2, 2 if inside else 1))
+
+    @cached_property
+    def _sent_bytes(self) -> int:
+        """What a stage hands to the next of a micro-batch."""
+        return max(block.input_bytes for block in (*self.blocks.layers, self.blocks.after))
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Training:
 
     def _beside(self, compute_s: float, link_s: float) -> float:
         """Computation that hides messages, which take part of the GPU."""
-        return compute_s + _TAKEN * min(compute_s, link_s)
+        return compute_s + TAKEN * min(compute_s, link_s)
 
     def _sharded(self, parts: int) -> Iterator[Task]:
         """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
@@ -429,6 +429,8 @@ class Training:
         late = 1 + self.framework.late * (split.tensor > 1)
         kept = [late * self._kept(block) for block in blocks]
         parts = split.parts
+        received = 2 * split.chunks - (stage == 0) - (stage == split.pipeline - 1)
+        received *= parts * self._sent_bytes * self.framework.receives_apart
         flight = parts if split.gpipe else in_flight(stage, split.pipeline, split.chunks, parts)
         ends = sum(block.parameters for block in blocks if self._is_end(block))
 
@@ -438,7 +440,7 @@ class Training:
             nearby = sum(each.parameters for each in blocks[max(0, i - 1) : i + 1] if not self._is_end(each))
             gathered = (nearby + ends) * precision.work if split.zero == 3 else 0.0
             message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
-            again = block.saved_bytes if split.checkpoint != "none" and not self._is_end(block) else 0.0
+            again = block.saved_bytes - self._kept(block)  # of an end, nothing
             return RankMemory(
                 parameters=own * (0 if split.zero == 3 and precision.master else precision.weight) * share[2]
                 + copied * sum(each.parameters for each in blocks[: i + 1])
@@ -446,8 +448,8 @@ class Training:
                 gradients=sum(gradients[i if first else 0 :]) + buckets + message,
                 optimizer=own * precision.optimizer * share[0],
                 activations=sum(kept) * (held - 1) + sum(kept[: i + 1]),
-                temporary=max(2.0 * block.widest_bytes, again),
-                other=self.blocks.buffer_bytes + CONTEXT_BYTES,
+                temporary=block.surplus_bytes + max(0.0, again),
+                other=self.blocks.buffer_bytes + received + CONTEXT_BYTES,
             )
 
         # Of the first micro-batch there are no gradients yet; of the second there are.
@@ -461,8 +463,7 @@ class Training:
         """What a micro-batch keeps of a block for the backward pass."""
         if self._is_end(block):
             return block.saved_bytes
-        products_bytes = (1 - self.framework.again) * block.products_bytes
-        kept = {"selective": products_bytes + block.input_bytes, "full": block.input_bytes}
+        kept = {"selective": block.products_bytes + block.input_bytes, "full": block.input_bytes}
         return kept.get(self.split.checkpoint, block.saved_bytes)
 
 

@@ -293,22 +293,21 @@ def explained(ranked: tuple[Priced, ...]) -> Iterator[str]:
 
 def scaling(choice: Choice) -> str:
     """Up to how many GPUs each doubling pays."""
-    doubled = [
-        (first, fewer.time.time_s / more.time.time_s - 1)
+    gains = {
+        second: fewer.time.time_s / more.time.time_s - 1
         for (first, fewer), (second, more) in pairwise(choice.frontier)
         if second == 2 * first
-    ]
-    poor = next((first for first, gain in doubled if gain < LEAST_SCALING), None)
+    }
+    last, fastest = choice.frontier[-1][0], min(choice.frontier, key=lambda each: each[1].time.time_s)[0]
+    slower = f" {last} GPUs take longer than {fastest} at this global batch." * (last > fastest)
+    poor = next((second // 2 for second, gain in gains.items() if gain < LEAST_SCALING), None)
     if poor is not None:
         percent = f"{100 * LEAST_SCALING:.0f} %"
-        return f"Beyond {poor} GPUs at this global batch a doubling gains less than {percent}."
-    if not doubled:
-        return "Fewer GPUs do not hold the model."
-    return (
-        f"Each doubling up to {choice.frontier[-1][0]} GPUs gains {100 * doubled[-1][1]:.0f} % or more."
-        if (doubled[-1][1] == min(gain for _, gain in doubled))
-        else f"Each doubling gains at least {100 * min(gain for _, gain in doubled):.0f} %."
-    )
+        most = units.counted(poor, "GPU")
+        return f"Beyond {most} at this global batch a doubling gains less than {percent}.{slower}"
+    if not gains:
+        return slower.strip() or "Fewer GPUs do not hold the model."
+    return f"Each doubling up to {max(gains)} GPUs gains {100 * min(gains.values()):.0f} % or more.{slower}"
 
 
 def cheapest(plan: SplitPlan, choice: Choice) -> str:

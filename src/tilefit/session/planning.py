@@ -28,6 +28,9 @@ _SAMPLES = 2
 #: The parts of tilefit that the best splits are found by.
 _ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 
+_PREDICTED = "Predicted, not measured; docs/plan.md tells how far off such predictions were."
+_WHOLE = "Every rank has all experts of its layers: plans do not share them (expert parallelism)."
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -168,7 +171,7 @@ class PlanSession:
             model.flop,
             made,
             self.epoch,
-            (*notes, "Predicted, not measured; docs/plan.md tells how far off such predictions were."),
+            (*notes, *([_WHOLE] if model.experts else []), _PREDICTED),
         )
 
     def _choices(self, model: Model) -> tuple[Choice, ...]:

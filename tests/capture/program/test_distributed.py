@@ -183,6 +183,7 @@ def test_what_fully_shard_and_tensor_parallel_layers_exchange(tmp_path: Path) ->
         gathered = [each for each in step.program.exchanges if each.name == "all-gather"]
         assert {each.bytes for each in gathered} == {shard}
         assert step.memory.parameter_bytes == 3 * 2 * 512 * 2048 * 4 // 8
+        assert step.program.split == tuple(f"{i}.{name}" for i in range(3) for name in ("up", "down"))
         weights = {ref.parameter for each in step.ops if each.name == "aten.mm" for ref in each.inputs}
         assert {"0.up.weight", "2.down.weight"} <= weights
     count = [
@@ -461,6 +462,67 @@ def test_the_rank_that_is_looked_at_is_chosen(tmp_path: Path) -> None:
         ProgramOptions("train.py", ranks=2, rank=2)
 
 
+_NORMED = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 8))
+net = nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(16, 3, 8, 8, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_norms_over_all_ranks_exchange_their_sums_and_wait(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_NORMED)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=4), "h100-sxm", 100)
+    assert step.program is not None
+    sums = [(each.name, each.phase, each.bytes) for each in step.program.exchanges]
+    assert sums == [
+        ("all-gather", "forward", 4 * 4 * (2 * 32 + 1)),
+        ("all-reduce", "backward-data", 4 * 2 * 32),
+    ]
+    # Which ranks had samples at all: it looks up counts, means and deviations.
+    assert [each.name for each in step.program.events if each.blocks] == ["nonzero"] * 3
+    norms = [each for each in step.ops if "batch_norm" in each.name]
+    assert len(norms) == 5
+    assert all(each.op.role == "normalization" for each in norms)  # type: ignore[attr-defined]
+
+
+_OBJECTS = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("nccl")
+own = distributed.get_rank()
+told, first = [None], own == 0
+distributed.scatter_object_list(told, ["a", "b"] if first else None, src=0)
+every = [None, None]
+distributed.all_gather_object(object_list=every, obj=own)
+sent = ["c"] if first else [None]
+distributed.broadcast_object_list(object_list=sent, src=0)
+assert (told, every, sent) == (["ab"[own]], [own, own], ["c"])
+net = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(16, 8, device="cuda")).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_objects_go_to_the_ranks_that_they_are_for(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_OBJECTS)
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=2, rank=1), "h100-sxm", 100)
+    assert step.program is not None
+    assert step.program.rank == 1
+
+
 _WAITING = """
 import os
 from torch import distributed
@@ -488,6 +550,24 @@ def test_a_rank_that_fails_is_told_of(other: str, told: str, tmp_path: Path) -> 
     with pytest.raises(TilefitError) as caught:
         capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 15)
     assert re.search(told, caught.value.what)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "recv_object_list([None], src=7)",
+        "send_object_list([1], dst=7)",
+        "broadcast_object_list([None], group_src=7)",
+        "send(torch.ones(3, device='cuda'), dst=7)",
+    ],
+)
+def test_a_rank_that_does_not_exist_is_said_to_be_none(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    lines = "import torch", "from torch import distributed", "distributed.init_process_group('nccl')"
+    path.write_text("\n".join([*lines, f"distributed.{message}"]))
+    with pytest.raises(TilefitError, match="a message with rank 7, and there are 2: 0 to 1") as caught:
+        capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 60)
+    assert str(caught.value.where).endswith("train.py:4")
 
 
 _SPAWNED = """

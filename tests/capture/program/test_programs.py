@@ -145,6 +145,31 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("backward", "said"),
+    [
+        ("for loss in losses: loss.backward()", "3 micro-batches of 8, SGD"),
+        ("sum(losses).backward()", "a batch of 8, SGD"),  # three views of the same samples
+    ],
+)
+def test_several_forward_passes_may_go_ahead_of_their_backward_passes(
+    tmp_path: Path, backward: str, said: str
+) -> None:
+    text = f"""
+import torch
+net = torch.nn.Linear(64, 64).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for _ in range(4):
+    losses = [net(torch.randn(8, 64, device="cuda")).sum() for _ in range(3)]
+    {backward}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    step = _run(tmp_path, text)
+    assert step.program is not None
+    assert step.program.step.startswith(said)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("import torch\nprint('nothing to do')", "without a training step"),

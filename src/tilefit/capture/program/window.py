@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tilefit.capture.inputs import batch_of
-from tilefit.capture.program.distributed import per_machine, rank, ranks, version
+from tilefit.capture.program.distributed import per_machine, rank, ranks, split_modules, version
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -29,15 +30,17 @@ class _Call:
     """A forward pass.
 
     Attributes:
+        number: Calls before it.
         module: Of which model.
-        place: Backward passes before it, and the micro-batch of a pipeline's stage.
+        chunk: The micro-batch of a pipeline's stage.
         version: Of the model's parameters.
         line: Of the program's, that called it.
         inputs: By name.
     """
 
+    number: int
     module: int
-    place: tuple[int, int | None]
+    chunk: int | None
     version: int
     line: str
     inputs: Any
@@ -59,8 +62,11 @@ class Window:
         self._is_trained = False
         #: Of the forward passes that a backward pass followed, how many there were of each model with its
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
-        #: again, as of SAM or of a line search.
+        #: again, as of SAM or of a line search. Those that one backward pass follows are one, as of two views
+        #: of the same samples; several may go forward before the first goes backward.
         self._passes: dict[int, dict[Any, int]] = {}
+        self._placed: set[int] = set()
+        self._numbers = count()
         self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
 
     def watching(self) -> AbstractContextManager[None]:
@@ -77,8 +83,8 @@ class Window:
             if not (self.training and sites.is_outermost(self) and torch.is_grad_enabled()):
                 return call(self, *args, **kwargs)
             inputs = None if window._is_trained else _named(self, args, kwargs)
-            place = window._habits.backwards, window._chunk
-            made = _Call(id(self), place, version(self), sites.source_line(), inputs)
+            number, line = next(window._numbers), sites.source_line()
+            made = _Call(number, id(self), window._chunk, version(self), line, inputs)
             out = call(self, *args, **kwargs)
             _when_trained(out, partial(window._trained, made))
             window._call = window._call or made
@@ -105,7 +111,10 @@ class Window:
     def _trained(self, call: _Call) -> None:
         """A gradient reaches what a call returned: its samples are trained on, unlike those of an agent that
         only acts."""
-        self._passes.setdefault(call.module, {}).setdefault(call.place, call.version)
+        if call.number not in self._placed:
+            self._placed.add(call.number)
+            place = self._habits.backwards, call.chunk
+            self._passes.setdefault(call.module, {}).setdefault(place, call.version)
         if not self._is_trained:
             self._call, self._is_trained = call, True
 
@@ -155,6 +164,7 @@ class Window:
             ranks=ranks(),
             rank=rank(),
             per_machine=per_machine(),
+            split=tuple(dict.fromkeys(split_modules(modes.sites.roots))),
         )
         return replace(step, program=program, batch=batch * passes)
 

@@ -1,0 +1,93 @@
+"""What tensors of a step a rank holds, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import ceil, prod
+
+from tilefit.ops import FORWARD, OPTIMIZER, Collective, Gemm, StepOp, TensorRef
+from tilefit.ops.dtypes import size_bytes
+
+
+class Lifetimes:
+    """The tensors of a step on one rank, but for parameters and their gradients.
+
+    Args:
+        entries: Its operations.
+        parameters: Shapes of parameters: what has one in the backward pass is a gradient.
+        parts: Of each operation that tensor-parallel ranks share along the sequence, how many do.
+        gathers_again: What they gather for products is gathered again in the backward pass, not kept.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[StepOp],
+        parameters: Collection[tuple[int, ...]],
+        parts: dict[int, int],
+        gathers_again: bool,
+    ) -> None:
+        self._entries = entries
+        #: Bytes, the operation that made it last in a pass, and the last one that reads it, by tensor.
+        self._bytes: dict[int, int] = {}
+        self._maker: dict[int, int] = {}
+        self._reader: dict[int, int] = {}
+        multiplied = {ref.id for each in entries if isinstance(each.op, Gemm) for ref in each.inputs}
+        for index, entry in enumerate(entries):
+            if entry.phase == OPTIMIZER:
+                continue
+            self._reader |= {ref.id: index for ref in entry.inputs if not ref.parameter}
+            if isinstance(entry.op, Collective):
+                continue
+            for ref in entry.outputs:
+                if entry.phase == FORWARD or ref.shape not in parameters:
+                    whole = ref.id in multiplied and not gathers_again
+                    size = bytes_of(ref) // (1 if whole else parts.get(index, 1))
+                    self._bytes[ref.id] = max(size, self._bytes.get(ref.id, 0))
+                    self._maker[ref.id] = index
+
+    def _is_backward(self, index: int) -> bool:
+        return index >= 0 and self._entries[index].phase != FORWARD
+
+    def kept(self, members: Collection[int]) -> dict[int, int]:
+        """Bytes of what these operations make in the forward pass and the backward pass reads, by tensor."""
+        own = set(members)
+        return {
+            tensor: self._bytes[tensor]
+            for tensor, maker in self._maker.items()
+            if maker in own
+            and not self._is_backward(maker)
+            and self._is_backward(self._reader.get(tensor, -1))
+        }
+
+    def surplus(self, members: Collection[int]) -> int:
+        """Bytes that their backward pass holds at its fullest moment beyond what they have kept.
+
+        What was kept goes when it has been read; what follows them has handed them gradients; a sum of
+        tensor-parallel ranks is written beside what is summed up.
+        """
+        backward = [index for index in members if self._is_backward(index)]
+        if not backward:
+            return 0
+        kept = self.kept(members)
+        alive = {tensor: size for tensor, size in kept.items() if self._reader[tensor] >= backward[0]}
+        alive |= {
+            ref.id: self._bytes[ref.id]
+            for index in backward
+            for ref in self._entries[index].inputs
+            if self._is_backward(self._maker.get(ref.id, -1)) and self._maker[ref.id] < backward[0]
+        }
+        most = sum(alive.values())
+        for index in backward:
+            entry = self._entries[index]
+            alive |= {ref.id: self._bytes[ref.id] for ref in entry.outputs if ref.id in self._bytes}
+            summed = isinstance(entry.op, Collective) * sum(map(bytes_of, entry.outputs))
+            most = max(most, sum(alive.values()) + summed)
+            for ref in (*entry.inputs, *entry.outputs):
+                if self._reader.get(ref.id, -1) <= index:
+                    alive.pop(ref.id, None)
+        return max(0, most - sum(kept.values()))
+
+
+def bytes_of(ref: TensorRef) -> int:
+    """Bytes of a tensor."""
+    return prod(ref.shape) * ceil(size_bytes(ref.dtype))
