@@ -266,16 +266,19 @@ def test_local_says_when_the_visible_device_is_not_there(machine: pytest.MonkeyP
 
 
 def test_two_gpus_of_one_name_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (lookup.DATA / "h200.toml").read_text()
+    text = (lookup.DATA / "pascal.toml").read_text()
     (tmp_path / "one.toml").write_text(text)
-    (tmp_path / "two.toml").write_text(text)
+    (tmp_path / "two.toml").write_text(text.replace("[gpus.p100-", "[gpus.other-p100-"))
     monkeypatch.setattr(lookup, "DATA", tmp_path)
-    lookup._by_key.cache_clear()
+    caches = (lookup._all, lookup._by_key)
+    for cached in caches:
+        cached.cache_clear()
     try:
         with pytest.raises(UsageError, match="names two GPUs"):
-            gpus.get("one")
+            gpus.get("p100")
     finally:
-        lookup._by_key.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
 
 
 def test_no_torch_is_imported() -> None:

@@ -1,4 +1,4 @@
-"""The facts of GPUs: one sourced file each, looked up by the names people and drivers use."""
+"""The facts of GPUs, each with its source, looked up by the names people and drivers use."""
 
 from tilefit.gpus.gpu import Gpu
 from tilefit.gpus.lookup import get, local, names, of_device, variants

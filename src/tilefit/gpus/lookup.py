@@ -23,7 +23,7 @@ _KEPT_MEMORY = 0.15
 
 def names() -> tuple[str, ...]:
     """The short names of the known GPUs, sorted."""
-    return tuple(sorted(path.stem for path in DATA.glob("*.toml")))
+    return tuple(sorted(gpu.name for gpu, _ in _all()))
 
 
 def get(name: str) -> Gpu:
@@ -138,12 +138,17 @@ def _key(name: str) -> str:
 
 
 @cache
+def _all() -> list[tuple[Gpu, tuple[str, ...]]]:
+    """Every GPU with its aliases."""
+    return [each for path in sorted(DATA.glob("*.toml")) for each in load(path)]
+
+
+@cache
 def _by_key() -> dict[str, Gpu]:
     """Every GPU by each of its names, as :func:`_key` writes them."""
     table: dict[str, Gpu] = {}
-    for name in names():
-        gpu, aliases = load(DATA / f"{name}.toml")
+    for gpu, aliases in _all():
         for known_as in (gpu.name, gpu.title, *aliases):
             if table.setdefault(_key(known_as), gpu) is not gpu:
-                raise UsageError(f"{known_as!r} names two GPUs", where=f"{name}.toml")
+                raise UsageError(f"{known_as!r} names two GPUs", where=gpu.name)
     return table
