@@ -97,10 +97,10 @@ def test_the_error_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA GeForce RTX 3080 Laptop GPU",
+        "NVIDIA GeForce RTX 3070 Ti Laptop GPU",
         "NVIDIA GeForce RTX 2080 with Max-Q Design",
         "NVIDIA RTX A5000 Laptop GPU",
-        "rtx 3080 mobile",
+        "rtx 2080 mobile",
     ],
 )
 def test_a_laptop_gpu_is_never_taken_for_the_card(name: str) -> None:
@@ -133,6 +133,7 @@ def test_variants_are_what_else_a_name_may_mean(name: str, others: list[str]) ->
         ("NVIDIA GeForce RTX 4060 Ti", 15.99, "rtx-4060-ti-16gb"),
         ("NVIDIA A10", 22.5, "a10"),  # error correction takes a sixteenth
         ("Orin", 29.9, "jetson-agx-orin-32gb"),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 16.0, "rtx-3080-laptop-16gb"),
     ],
 )
 def test_a_device_is_told_from_others_of_its_name_by_its_memory(
