@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tilefit import gpus
@@ -68,7 +70,10 @@ def test_doctor_names_the_gpus_and_how_to_check_for_them(tilefit, monkeypatch: p
     names = ["NVIDIA L4", "Unheard-of 9000"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
-    monkeypatch.setattr("torch.cuda.get_device_name", names.__getitem__)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda index: SimpleNamespace(name=names[index], total_memory=22 * 2**30),
+    )
     out = tilefit("doctor").out
     assert "NVIDIA L4: --gpu l4" in out
     assert "Unheard-of 9000: its facts are not known" in out

@@ -51,6 +51,18 @@ from tilefit.gpus import lookup
         ("NVIDIA GeForce RTX 3080", "rtx-3080"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
         ("NVIDIA B300 SXM6 AC", "b300"),
+        ("4070", "rtx-4070"),
+        ("rtx 4070 ti super", "rtx-4070-ti-super"),
+        ("NVIDIA GeForce RTX 3060", "rtx-3060"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx-4090-d"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx-4070-laptop"),
+        ("NVIDIA RTX 4000 Ada Generation", "rtx-4000-ada"),
+        ("NVIDIA RTX A2000 12GB", "rtx-a2000-12gb"),
+        ("NVIDIA RTX PRO 5000 Blackwell", "rtx-pro-5000"),
+        ("NVIDIA TITAN V", "titan-v"),
+        ("NVIDIA GB10", "gb10"),
+        ("orin nano", "jetson-orin-nano-8gb"),
     ],
 )
 def test_names_and_aliases(name: str, found: str) -> None:
@@ -66,17 +78,74 @@ def test_every_gpu_is_found_by_its_name_and_its_title() -> None:
 
 # Products that exist, are not known, and must not be taken for their neighbours.
 @pytest.mark.parametrize(
-    "name", ["L40", "A10G", "H200 PCIe", "RTX 4090 D", "RTX 6000", "V100S-PCIE-32GB", "gpu", ""]
+    "name", ["L2", "A10G", "H200 PCIe", "RTX 4090 Ti", "RTX 6000", "V100S-PCIE-32GB", "gpu", ""]
 )
 def test_an_unknown_name_is_an_error_and_never_a_neighbour(name: str) -> None:
     with pytest.raises(UsageError, match="unknown GPU") as caught:
         gpus.get(name)
-    assert all(known in caught.value.hint for known in gpus.names())
+    assert caught.value.hint.endswith("All that are known: tilefit gpu.")
 
 
 def test_the_error_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"Did you mean h100-sxm\?"):
+    with pytest.raises(UsageError, match=r"Did you mean h100-sxm( or [a-z0-9-]+){0,2}\?"):
         gpus.get("h100-smx")
+    with pytest.raises(UsageError, match=r"Did you mean rtx-4070-ti-super"):
+        gpus.get("RTX 4070 TI SUPERR")
+
+
+# Drivers name a laptop's GPU and a card by the same number.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 3070 Ti Laptop GPU",
+        "NVIDIA GeForce RTX 2080 with Max-Q Design",
+        "NVIDIA RTX A5000 Laptop GPU",
+        "rtx 2080 mobile",
+    ],
+)
+def test_a_laptop_gpu_is_never_taken_for_the_card(name: str) -> None:
+    with pytest.raises(UsageError, match="unknown GPU") as caught:
+        gpus.get(name)
+    assert caught.value.hint.startswith("A laptop's GPU has fewer SMs")
+    assert "Did you mean" not in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("rtx-3080", ["rtx-3080-12gb"]),
+        ("3080", ["rtx-3080-12gb"]),
+        ("rtx-3080-12gb", []),
+        ("RTX 3080 10GB", []),
+        ("rtx-3090", []),
+        ("4060 ti", ["rtx-4060-ti-16gb"]),
+    ],
+)
+def test_variants_are_what_else_a_name_may_mean(name: str, others: list[str]) -> None:
+    assert [gpu.name for gpu in gpus.variants(name)] == others
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "found"),
+    [
+        ("NVIDIA GeForce RTX 3080", 9.8, "rtx-3080"),
+        ("NVIDIA GeForce RTX 3080", 12.0, "rtx-3080-12gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 15.99, "rtx-4060-ti-16gb"),
+        ("NVIDIA A10", 22.5, "a10"),  # error correction takes a sixteenth
+        ("Orin", 29.9, "jetson-agx-orin-32gb"),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 16.0, "rtx-3080-laptop-16gb"),
+    ],
+)
+def test_a_device_is_told_from_others_of_its_name_by_its_memory(
+    name: str, memory_gib: float, found: str
+) -> None:
+    assert gpus.of_device(name, int(memory_gib * 2**30)).name == found
+
+
+def test_a_device_with_other_memory_than_its_name_has_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'Orin', with 15.3 GiB: not the NVIDIA Jetson AGX Orin") as caught:
+        gpus.of_device("Orin", int(15.3 * 2**30))
+    assert caught.value.hint.endswith("jetson-orin-nx-16gb.")
 
 
 class FakeNvml(SimpleNamespace):
@@ -91,8 +160,13 @@ class FakeNvml(SimpleNamespace):
     class NVMLError_DriverNotLoaded(NVMLError):
         pass
 
-    def __init__(self, *devices: str, init_error: type[Exception] | None = None) -> None:
-        super().__init__(devices=devices, init_error=init_error, users=0)
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    def __init__(
+        self, *devices: str, init_error: type[Exception] | None = None, memory_bytes: int | None = 0
+    ) -> None:
+        super().__init__(devices=devices, init_error=init_error, users=0, memory_bytes=memory_bytes)
 
     def nvmlInit(self) -> None:
         if self.init_error:
@@ -116,6 +190,12 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetName(self, handle: int) -> str:
         return self.devices[handle]
 
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        if self.memory_bytes is None:
+            raise self.NVMLError_NotSupported
+        known = {lookup._key(each): gpus.get(each).memory_bytes for each in gpus.names()}
+        return SimpleNamespace(total=self.memory_bytes or known.get(lookup._key(self.devices[handle]), 2**34))
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
@@ -132,6 +212,18 @@ def test_local_is_the_first_gpu(machine: pytest.MonkeyPatch) -> None:
     install(machine, nvml)
     assert gpus.local() is gpus.get("h200")
     assert nvml.users == 0
+
+
+def test_local_is_told_by_its_memory(machine: pytest.MonkeyPatch) -> None:
+    install(machine, FakeNvml("NVIDIA GeForce RTX 5060 Ti", memory_bytes=16_311 * 2**20))
+    assert gpus.local() is gpus.get("rtx-5060-ti-16gb")
+
+
+def test_a_gpu_that_shares_the_hosts_memory_has_as_much(machine: pytest.MonkeyPatch) -> None:
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 30 * 2**18}
+    machine.setattr("os.sysconf", pages.__getitem__)
+    install(machine, FakeNvml("Orin (nvgpu)", memory_bytes=None))
+    assert gpus.local() is gpus.get("jetson-agx-orin-32gb")
 
 
 @pytest.mark.parametrize(
@@ -175,16 +267,19 @@ def test_local_says_when_the_visible_device_is_not_there(machine: pytest.MonkeyP
 
 
 def test_two_gpus_of_one_name_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (lookup.DATA / "h200.toml").read_text()
+    text = (lookup.DATA / "pascal.toml").read_text()
     (tmp_path / "one.toml").write_text(text)
-    (tmp_path / "two.toml").write_text(text)
+    (tmp_path / "two.toml").write_text(text.replace("[gpus.p100-", "[gpus.other-p100-"))
     monkeypatch.setattr(lookup, "DATA", tmp_path)
-    lookup._by_key.cache_clear()
+    caches = (lookup._all, lookup._by_key)
+    for cached in caches:
+        cached.cache_clear()
     try:
         with pytest.raises(UsageError, match="names two GPUs"):
-            gpus.get("one")
+            gpus.get("p100")
     finally:
-        lookup._by_key.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
 
 
 def test_no_torch_is_imported() -> None:

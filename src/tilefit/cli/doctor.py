@@ -54,15 +54,16 @@ def _torch() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [*rows, ("GPU", "none that torch can use; checks work without one: name it with --gpu")]
     for index in range(torch.cuda.device_count()):
-        rows.append((f"GPU {index}", _known(torch.cuda.get_device_name(index))))
+        properties = torch.cuda.get_device_properties(index)
+        rows.append((f"GPU {index}", _known(properties.name, properties.total_memory)))
     return rows
 
 
-def _known(name: str) -> str:
+def _known(name: str, memory_bytes: int) -> str:
     from tilefit import gpus
 
     try:
-        return f"{name}: --gpu {gpus.get(name).name}"
+        return f"{name}: --gpu {gpus.of_device(name, memory_bytes).name}"
     except UsageError:
         return f"{name}: its facts are not known to tilefit"
 

@@ -47,6 +47,7 @@ def _list(devices: list[Gpu]) -> RenderableType:
     from tilefit import units
 
     table = output.table("name", "product", ">memory", ">bandwidth", ">TFLOP/s", ">ops:byte")
+    table.columns[0].no_wrap = True  # it is copied after --gpu
     for device in devices:
         # What the fast 16-bit type is: bf16 from Ampere on, fp16 before.
         dtype = "bf16" if device.supports("bf16") else "fp16"

@@ -1,4 +1,4 @@
-"""Read the file of one GPU."""
+"""Read the files of GPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from tilefit.errors import TilefitError
 from tilefit.gpus.gpu import Gpu
 
-#: Where the files are: one TOML each, its name the name users type.
+#: Where the files are: a TOML for each kind of multiprocessor (SM), with what its GPUs share, and with them.
 DATA = Path(__file__).parent / "data"
 
 _DTYPES = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"})
 # What a product is called needs no document to quote.
-_UNSOURCED = frozenset({"title", "aliases", "architecture", "sources"})
+_UNSOURCED = frozenset({"title", "aliases", "source", "sources"})
 
 _EXPECTED: dict[type, str] = {
     str: "a text",
@@ -27,46 +27,67 @@ _EXPECTED: dict[type, str] = {
 _Value = TypeVar("_Value")
 
 
-def load(path: Path) -> tuple[Gpu, tuple[str, ...]]:
-    """The GPU a file describes, and its other names.
+def load(path: Path) -> list[tuple[Gpu, tuple[str, ...]]]:
+    """The GPUs a file describes, each with its other names.
 
     Raises:
         TilefitError: the file is not TOML, lacks a field or the source of one, has a field nobody knows, or
-            a value is not what its field needs; the error names the file and the field.
+            a value is not what its field needs; the error names the file, the GPU and the field.
     """
     try:
         root = _Table(tomllib.loads(path.read_text("utf-8")), path.name)
     except tomllib.TOMLDecodeError as error:
         raise TilefitError(f"not TOML: {error}", where=path.name) from error
-    needs_source = root.values.keys() - _UNSOURCED
+    gpus = root.table("gpus")
+    fields = root.values.keys() - _UNSOURCED
     sources = root.table("sources")
+    shared = {
+        "architecture": root.take("architecture", str),
+        "compute_capability": root.version("compute_capability"),
+        "shared_memory_bytes_per_sm": root.take("shared_memory_bytes_per_sm", int),
+        "flop_per_clock_per_sm": root.rates("flop_per_clock_per_sm", int, required=("fp32", "fp64")),
+        "sources": {key: sources.take(key, str) for key in fields - {"architecture"}},
+    }
+    for table in (root, sources):
+        table.finish()
+    return [
+        _gpu(name, _Table(gpus.take(name, dict), f"{path.name} [{name}]"), shared) for name in [*gpus.values]
+    ]
+
+
+def _gpu(name: str, root: _Table, shared: dict[str, Any]) -> tuple[Gpu, tuple[str, ...]]:
+    # Each field is from the GPU's one source, if ``sources`` does not name another.
+    sources = dict.fromkeys(sorted(root.values.keys() - _UNSOURCED), root.take("source", str))
+    own_sources, own_rates, own_clocks, link = map(
+        root.optional, ("sources", "flop_per_clock_per_sm", "clock_hz", "link")
+    )
+    sources |= {key: own_sources.take(key, str) for key in sources if key in own_sources.values}
     datasheet = root.table("datasheet")
-    link = root.table("link") if "link" in root.values else None
     bus_width_bits = root.take("memory_bus_width_bits", int)
     data_rate_bits_per_s = root.take("memory_data_rate_bits_per_s", float)
+    facts = shared | {
+        "flop_per_clock_per_sm": shared["flop_per_clock_per_sm"] | own_rates.by_dtype(int),
+        "sources": shared["sources"] | sources,
+    }
     gpu = Gpu(
-        name=path.stem,
+        name=name,
         title=root.take("title", str),
-        architecture=root.take("architecture", str),
-        compute_capability=root.version("compute_capability"),
         sms=root.take("sms", int),
         boost_clock_hz=root.take("boost_clock_hz", float),
-        flop_per_clock_per_sm=root.table("flop_per_clock_per_sm").by_dtype(int, required=("fp32", "fp64")),
         memory_bytes=root.take("memory_bytes", int),
         memory_bandwidth_bytes_per_s=bus_width_bits * data_rate_bits_per_s / 8,
         l2_bytes=root.take("l2_bytes", int),
-        shared_memory_bytes_per_sm=root.take("shared_memory_bytes_per_sm", int),
         memory_bus_width_bits=bus_width_bits,
         memory_data_rate_bits_per_s=data_rate_bits_per_s,
-        link=link.take("name", str) if link else "",
-        link_bandwidth_bytes_per_s=link.take("bandwidth_bytes_per_s", float) if link else 0.0,
-        clock_hz_by_dtype=root.table("clock_hz").by_dtype(float) if "clock_hz" in root.values else {},
-        datasheet_peak_flop_per_s=datasheet.table("peak_flop_per_s").by_dtype(float, required=("fp32",)),
+        link=link.take("name", str) if link.values else "",
+        link_bandwidth_bytes_per_s=link.take("bandwidth_bytes_per_s", float) if link.values else 0.0,
+        clock_hz_by_dtype=own_clocks.by_dtype(float),
+        datasheet_peak_flop_per_s=datasheet.rates("peak_flop_per_s", float, required=("fp32",)),
         datasheet_bandwidth_bytes_per_s=datasheet.take("memory_bandwidth_bytes_per_s", float),
-        sources={key: sources.take(key, str) for key in sorted(needs_source)},
+        **facts,
     )
     aliases = root.texts("aliases")
-    for table in (root, datasheet, sources, *([link] if link else [])):
+    for table in (root, datasheet, own_sources, link):
         table.finish()
     return gpu, aliases
 
@@ -92,6 +113,13 @@ class _Table:
     def table(self, key: str) -> _Table:
         values: dict[str, Any] = self.take(key, dict)
         return _Table(values, f"{self.where} [{key}]")
+
+    def optional(self, key: str) -> _Table:
+        """A table that may be absent, which is an empty one."""
+        return self.table(key) if key in self.values else _Table({}, self.where)
+
+    def rates(self, key: str, kind: type[_Value], required: tuple[str, ...]) -> dict[str, _Value]:
+        return self.table(key).by_dtype(kind, required)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of texts that may be absent."""

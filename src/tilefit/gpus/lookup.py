@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from functools import cache
+from typing import Any
 
 from tilefit.errors import UsageError
 from tilefit.gpus.gpu import Gpu
@@ -13,11 +14,16 @@ from tilefit.gpus.load import DATA, load
 
 # Words of drivers' and shops' names that tell no two GPUs apart.
 _NOISE = re.compile(r"nvidia|tesla|geforce|generation|[^a-z0-9]")
+_LAPTOP = re.compile(r"laptop|mobile|max-?q")
+# The last part of the name of a product that is sold with more than one size of memory.
+_MEMORY = re.compile(r"-\d+gb$")
+# What error correction and the driver keep of it, at most, and the host of memory that it shares.
+_KEPT_MEMORY = 0.15
 
 
 def names() -> tuple[str, ...]:
     """The short names of the known GPUs, sorted."""
-    return tuple(sorted(path.stem for path in DATA.glob("*.toml")))
+    return tuple(sorted(gpu.name for gpu, _ in _all()))
 
 
 def get(name: str) -> Gpu:
@@ -28,23 +34,61 @@ def get(name: str) -> Gpu:
     else is guessed: a product with a similar name is another product.
 
     Raises:
-        UsageError: no such GPU is known; the error names the nearest one and lists all.
+        UsageError: no such GPU is known; the error names the nearest ones.
     """
     key = _key(name)
     by_key = _by_key()
     if key in by_key:
         return by_key[key]
-    hint = f"Known: {', '.join(names())}."
-    if near := difflib.get_close_matches(key, by_key, n=1):
-        hint = f"Did you mean {by_key[near[0]].name}? {hint}"
+    near = dict.fromkeys(by_key[each].name for each in difflib.get_close_matches(key, by_key))
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    if _LAPTOP.search(name.lower()):
+        laptops = ", ".join(each for each in names() if each.endswith("-laptop"))
+        hint = (
+            "A laptop's GPU has fewer SMs, less memory and a lower clock than the card of the same number: "
+            f"name one that comes close. Those of laptops: {laptops}. "
+        )
+    hint += "All that are known: tilefit gpu."
     raise UsageError(f"unknown GPU {name!r}", hint=hint)
 
 
 def variants(name: str) -> tuple[Gpu, ...]:
-    """What else a name that is no GPU's own may mean: ``"h100"`` is ``h100-sxm``, or ``h100-pcie``."""
-    taken, known = get(name), f"{re.sub('[^a-z0-9]+', '-', name.lower())}-"
-    others = (get(each) for each in names() if each.startswith(known))
-    return () if known == f"{taken.name}-" else tuple(gpu for gpu in others if gpu is not taken)
+    """What else a name may mean: ``"h100"`` is ``h100-sxm``, or ``h100-pcie``; ``"3080"`` has 10 GB or 12."""
+    taken, typed = get(name), re.sub("[^a-z0-9]+", "-", name.lower())
+    others = {each for each in names() if each.startswith(f"{typed}-") and typed != taken.name}
+    if not _MEMORY.search(typed):
+        others |= {gpu.name for gpu in _of_product(taken)}
+    return tuple(get(each) for each in sorted(others - {taken.name}))
+
+
+def of_device(name: str, memory_bytes: int) -> Gpu:
+    """The GPU a driver calls so, of what is sold under that name the one with so much memory.
+
+    Raises:
+        UsageError: no such GPU is known, or none of that name with so much memory.
+    """
+    gpu = min(_of_product(get(name)), key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+    if _holds(gpu, memory_bytes):
+        return gpu
+    alike = [
+        each.name
+        for each in map(get, names())
+        if each.compute_capability == gpu.compute_capability and _holds(each, memory_bytes)
+    ]
+    hint = f"Name the GPU with --gpu. Alike, with as much memory: {', '.join(alike) or 'none'}."
+    raise UsageError(
+        f"the driver names {name!r}, with {memory_bytes / 2**30:.1f} GiB: not the {gpu.title}", hint=hint
+    )
+
+
+def _of_product(gpu: Gpu) -> list[Gpu]:
+    """A GPU and those that only the memory in their names tells apart from it."""
+    product = _MEMORY.sub("", gpu.name)
+    return [get(name) for name in names() if _MEMORY.sub("", name) == product]
+
+
+def _holds(gpu: Gpu, memory_bytes: int) -> bool:
+    return abs(gpu.memory_bytes - memory_bytes) <= _KEPT_MEMORY * gpu.memory_bytes
 
 
 def local() -> Gpu | None:
@@ -71,7 +115,7 @@ def local() -> Gpu | None:
             handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
         else:
             handle = pynvml.nvmlDeviceGetHandleByUUID(visible)
-        name = pynvml.nvmlDeviceGetName(handle)
+        name, memory_bytes = pynvml.nvmlDeviceGetName(handle), _memory_bytes(pynvml, handle)
     except pynvml.NVMLError as error:
         raise UsageError(
             f"the driver cannot name GPU {visible!r}: {error}",
@@ -79,7 +123,14 @@ def local() -> Gpu | None:
         ) from error
     finally:
         pynvml.nvmlShutdown()
-    return get(name)
+    return of_device(name, memory_bytes)
+
+
+def _memory_bytes(pynvml: Any, handle: object) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError_NotSupported:  # it shares the host's
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _key(name: str) -> str:
@@ -87,12 +138,17 @@ def _key(name: str) -> str:
 
 
 @cache
+def _all() -> list[tuple[Gpu, tuple[str, ...]]]:
+    """Every GPU with its aliases."""
+    return [each for path in sorted(DATA.glob("*.toml")) for each in load(path)]
+
+
+@cache
 def _by_key() -> dict[str, Gpu]:
     """Every GPU by each of its names, as :func:`_key` writes them."""
     table: dict[str, Gpu] = {}
-    for name in names():
-        gpu, aliases = load(DATA / f"{name}.toml")
+    for gpu, aliases in _all():
         for known_as in (gpu.name, gpu.title, *aliases):
             if table.setdefault(_key(known_as), gpu) is not gpu:
-                raise UsageError(f"{known_as!r} names two GPUs", where=f"{name}.toml")
+                raise UsageError(f"{known_as!r} names two GPUs", where=gpu.name)
     return table

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tilefit import gpus
+from tilefit.errors import UsageError
 from tilefit.measure.clocks import driver_version
 
 if TYPE_CHECKING:
@@ -29,9 +31,20 @@ def current(device: torch.device) -> Environment:
     if device.type != "cuda":
         return Environment("cpu", "", torch.__version__, "", "")
     return Environment(
-        torch.cuda.get_device_properties(device).name,
+        _name(torch.cuda.get_device_properties(device)),
         driver_version(),
         torch.__version__,
         torch.version.cuda or "",
         str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
     )
+
+
+def _name(properties: Any) -> str:
+    """What the driver calls the GPU, or its title where that is another product's name, too."""
+    name = str(properties.name)
+    try:
+        usual = gpus.get(name)
+    except UsageError:
+        return name
+    found = gpus.of_device(name, properties.total_memory)
+    return name if found is usual else found.title

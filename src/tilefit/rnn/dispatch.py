@@ -219,7 +219,8 @@ def in_graph(call: Call, backend: str | None) -> Call:
 def gpu_of(device: torch.device) -> Gpu | None:
     """The facts of a CUDA device; None if they are not known."""
     try:
-        return gpus.get(torch.cuda.get_device_name(device))
+        properties = torch.cuda.get_device_properties(device)
+        return gpus.of_device(properties.name, properties.total_memory)
     except UsageError:
         return None
 
