@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameter_of: dict[int, str] = {}
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
+        #: Numbers of the memory of what the step returns.
+        self.returned: set[int] = set()
         #: Lines of products on another device, which are not recorded.
         self.host_products: dict[str, None] = {}
         # By the number of the autograd node of each product: None if no parameter is multiplied, else the
@@ -217,9 +219,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reference(self, tensor: torch.Tensor) -> TensorRef:
         """How the step names a tensor."""
         number = self.identify(tensor)
-        return TensorRef(
-            number, tuple(tensor.shape), DTYPES.get(tensor.dtype, "fp32"), self._parameter_of.get(number, "")
-        )
+        dtype = DTYPES.get(tensor.dtype, "fp32")
+        name = self._parameter_of.get(number, "")
+        return TensorRef(number, tuple(tensor.shape), dtype, name, tensor.storage_offset())
 
     @property
     def current_phase(self) -> str:

@@ -87,7 +87,7 @@ def capture(
             modes.sites.name_modules(model)
             _step(modes, model, inputs, options, loss)
         else:
-            call(model, inputs)
+            modes.returning(call(model, inputs))
             modes.check_something_ran()
     if not options.compile and (is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)):
         notes = (*notes, _EAGER)
@@ -177,7 +177,7 @@ def _step(
         with autocast:
             before = modes.semantic.values_read
             with compiling:
-                output = call(model, inputs)
+                output = modes.returning(call(model, inputs))
             modes.note_graph_breaks(modes.semantic.values_read - before if options.compile else 0)
             if not options.train:
                 return

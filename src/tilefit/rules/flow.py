@@ -20,10 +20,12 @@ class Flow:
     Attributes:
         writers: By operation: for each tensor it reads, by id, the operation that wrote it last.
         readers: By operation: the later operations that read what it wrote, in order.
+        returned: Numbers of the memory that the caller reads.
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.returned = frozenset(step.returned)
         self.writers: list[dict[int, int]] = []
         self.readers: list[list[int]] = [[] for _ in step.ops]
         last: dict[int, int] = {}
@@ -47,8 +49,21 @@ class Flow:
         operand = activation(self.step.ops[index])
         return self.writers[index].get(operand.id) if operand else None
 
+    def operand(self, index: int) -> tuple[int, int, int | None] | None:
+        """What an operation works on, its largest operand before any casts: the number of its memory, where
+        in it, and the operation that wrote it."""
+        ref, at = activation(self.step.ops[index]), index
+        while ref is not None:
+            writer = self.writers[at].get(ref.id)
+            if writer is None or not is_cast(self.step.ops[writer]):
+                return ref.id, ref.offset, writer
+            (ref,), at = self.step.ops[writer].inputs, writer
+        return None
+
     def after(self, index: int, phase: str = "") -> int | None:
-        """The only operation, of a phase if one is given, that reads what an operation wrote."""
+        """The only reader, an operation of a phase if one is given, of what an operation wrote."""
+        if not self.returned.isdisjoint(ref.id for ref in self.step.ops[index].outputs):
+            return None
         readers = [i for i in self.readers[index] if phase in ("", self.step.ops[i].phase)]
         return readers[0] if len(readers) == 1 else None
 

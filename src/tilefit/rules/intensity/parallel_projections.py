@@ -14,7 +14,6 @@ from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
     Flow,
     LinearCall,
-    activation,
     bias_gradient,
     is_add,
     is_cast,
@@ -115,20 +114,20 @@ class ParallelProjections(Rule):
 
 
 def groups(flow: Flow) -> Iterator[list[LinearCall]]:
-    """Calls of sibling layers that multiply the same input, in products of one form."""
+    """Calls of sibling layers that multiply the same input, in products of one form, all of them trained or
+    none."""
     step = flow.step
     groups: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
     for call in linear_calls(step):
         entry = step.ops[call.forward]
         op = gemm(step, call.forward)
-        operand = activation(entry)
+        operand = flow.operand(call.forward)
         if operand is None or op.batch != 1:
             continue
-        number, writer = operand.id, flow.writers[call.forward].get(operand.id)
-        while writer is not None and is_cast(step.ops[writer]):
-            number = step.ops[writer].inputs[0].id
-            writer = flow.writers[writer].get(number)
-        key = (number, writer, op.m, op.k, op.dtype, op.layout, parent(entry.site.module), entry.recomputed)
+        parameter = step.parameters.get(call.layer.parameter)
+        trained = parameter is None or parameter.trainable
+        form = op.m, op.k, op.dtype, op.layout
+        key = (*operand, *form, parent(entry.site.module), entry.recomputed, trained)
         groups[key].append(call)
     for group in groups.values():
         if len(group) > 1 and len({call.layer.parameter for call in group}) == len(group):
