@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -32,6 +34,35 @@ def test_weights_that_are_returned_cannot_stay_on_chip() -> None:
 
     x = torch.empty(8, 512, 1024, device="meta")
     assert not findings(capture(Returning(), x, amp="bf16"), "NTC002", min_gain=0)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda scores, v: torch.softmax(50 * torch.tanh(scores / 50), -1) @ v,
+        lambda scores, v: torch.softmax(scores, -2) @ v,
+        lambda scores, v: (torch.softmax(scores, -1) * torch.sigmoid(scores)) @ v,
+        lambda scores, v: torch.softmax(scores * scores, -1) @ v,
+        lambda scores, v: (weights := torch.softmax(scores, -1), weights @ v),
+    ],
+    ids=["soft cap", "over the queries", "gated", "squared", "returned"],
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_what_no_fused_kernel_does_is_left_alone(
+    attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], train: bool
+) -> None:
+    class Attending(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (layer(x).unflatten(-1, (16, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            return attend(q @ k.transpose(-1, -2), v)
+
+    x = torch.empty(8, 512, 1024, device="meta")
+    step = capture(Attending(), x, amp="bf16", train=train, loss=_last_mean)
+    assert not findings(step, "NTC002", min_gain=0)
+
+
+def _last_mean(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return (output[-1] if isinstance(output, tuple) else output).mean()
 
 
 def test_a_softmax_over_classes_is_not_attention() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,13 +15,18 @@ from tilefit.units import size
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
 _LARGEST_HEAD = 256
+#: What scales, masks and adds to the scores before the softmax, and what a fused kernel does after it (names
+#: without namespace and ``_``).
+_BEFORE = frozenset("add sub rsub mul div where masked_fill maximum copy to_copy clone".split())
+_AFTER = frozenset("native_dropout masked_fill copy to_copy clone".split())
 
 
 class AttentionByHand(Rule):
     """Attention is computed as two batched products with a softmax in between, each a kernel of its own.
 
     What it sees: A batched product whose result goes through scaling, masking and casts into a softmax
-    over its last dimension, and from there, through dropout and casts, into a second batched product.
+    over its last dimension, and from there, through dropout and casts, into a second batched product. What
+    else is done to the scores, such as a soft cap by `tanh`, no fused kernel does, nor does one return them.
 
     Why it costs time: The matrix of scores, queries x keys for every head, is written to memory and read
     back by every one of these kernels, and kept for the backward pass. A fused kernel keeps a tile of it on
@@ -107,12 +112,18 @@ def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
 
 def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
     step = flow.step
-    scores = step.ops[softmax].inputs[0]
-    phase = step.ops[softmax].phase
-    ends = partial(flow.way, ends=_is_gemm, passes=partial(_keeps_scores, scores=elements(scores)), most=9)
-    before = ends(softmax, flow.before)
+    entry = step.ops[softmax]
+    scores = entry.inputs[0]
+    if isinstance(entry.op, Streaming) and entry.op.strided:  # not over the last dimension
+        return None
+
+    def to_product(follow: Callable[[int], int | None], of: frozenset[str]) -> list[int] | None:
+        passes = partial(_keeps_scores, scores=elements(scores), of=of)
+        return flow.way(softmax, follow, _is_gemm, passes, most=9)
+
+    before = to_product(flow.before, _BEFORE)
     # Else the weights are returned to the caller, or read by something that a fused kernel does not do.
-    after = ends(softmax, lambda index: flow.after(index, phase))
+    after = to_product(lambda index: flow.after(index, entry.phase), _AFTER)
     if before is None or after is None:
         return None
     first, second = _gemm(step.ops[before[-1]]), _gemm(step.ops[after[-1]])
@@ -158,10 +169,18 @@ def _is_gemm(entry: StepOp) -> bool:
     return isinstance(entry.op, Gemm)
 
 
-def _keeps_scores(entry: StepOp, scores: int) -> bool:
-    """An elementwise operation or a copy over as many elements as there are scores."""
-    op = entry.op
-    return op.category in ("pointwise", "copy") and any(elements(ref) == scores for ref in entry.outputs)
+def _keeps_scores(entry: StepOp, scores: int, of: frozenset[str] = frozenset()) -> bool:
+    """An elementwise operation or a copy over as many elements as there are scores; of these names, if any
+    are given. Scores are not multiplied with each other, or with what is as large."""
+    name = entry.name.removeprefix("aten.").strip("_")
+    if of and (name not in of or (name in ("mul", "div") and _large(entry, scores) > 1)):
+        return False
+    is_streamed = entry.op.category in ("pointwise", "copy")
+    return is_streamed and any(elements(ref) == scores for ref in entry.outputs)
+
+
+def _large(entry: StepOp, scores: int) -> int:
+    return sum(elements(ref) == scores for ref in entry.inputs)
 
 
 def _with_copies(flow: Flow, own: set[int]) -> set[int]:
