@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from builders import StepBuilder, resnet
+from tilefit.capture import capture
 from tilefit.gpus import Gpu
 from tilefit.rules import run
+from whatif import findings
 
 
 def test_a_healthy_resnet_is_left_alone(h200: Gpu, a100: Gpu) -> None:
@@ -36,3 +40,13 @@ def test_the_first_convolution_gains_nothing_worth_a_finding(channels_last: bool
     b = StepBuilder(batch=256)
     b.conv("conv1", 3, 64, 224, 7, 2, channels_last=channels_last)
     assert run(b.step(), h200, select=["ALN"]) == []
+
+
+def test_groups_that_are_normalized_together_are_chosen_before_training() -> None:
+    def network(norm: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(64, 60, 3), norm, nn.ReLU(), nn.Conv2d(60, 60, 3))
+
+    x = torch.empty(256, 64, 56, 56, device="meta")
+    for norm, safety in ((nn.BatchNorm2d(60), "safe"), (nn.GroupNorm(6, 60), "unsafe")):
+        (finding,) = findings(capture(network(norm), x, amp="bf16", channels_last=True), "ALN004")
+        assert finding.safety == safety
