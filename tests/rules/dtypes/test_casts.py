@@ -109,3 +109,35 @@ def test_a_region_per_micro_batch_casts_again() -> None:
     assert finding.safety == "safe"
     assert finding.message.startswith("6 casts")
     assert not findings(capture(MicroBatches(apart=False), x, fused_optimizer=True), "PRC005", min_gain=0)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_weights_that_an_optimizer_has_changed_are_cast_anew(steps: bool) -> None:
+    network = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3))).to("meta")
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def twice(x: torch.Tensor) -> None:
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = network(x).float().mean()
+            loss.backward()
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    step = capture(twice, torch.empty(64, 4096, device="meta"))
+    assert bool(findings(step, "PRC005", min_gain=0)) is not steps
+
+
+def test_weights_cast_by_hand_are_cast_once_by_hand() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4096, 4096))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.to(x.dtype) @ self.weight.to(x.dtype)
+
+    x = torch.empty(64, 4096, device="meta", dtype=torch.bfloat16)
+    (finding,) = findings(capture(Shared(), x), "PRC005")
+    assert "autocast" not in finding.fix
