@@ -78,7 +78,7 @@ class FirstConvolution(Rule):
             message=f"the first convolution reads {first.in_channels} channels; {new} would be faster",
             fix=(
                 f"Give it {new} input channels and pad the images with {new - first.in_channels} zero "
-                "channels, in the data loader or by F.pad(x, (0, 0, 0, 0, 0, "
+                f"channels, in the data loader or by F.pad(x, ({'0, 0, ' * len(first.input_size)}0, "
                 f"{new - first.in_channels}))."
             ),
             safety=SAFE,
@@ -90,6 +90,7 @@ class FirstConvolution(Rule):
 def few_channels(step: Step) -> dict[str, list[int]]:
     """Convolutions of images whose pixels have fewer channels than 16 bytes hold, by module."""
     layers: dict[str, list[int]] = {}
+    transposed = set()
     for index, entry in enumerate(step.ops):
         op = entry.op
         if (
@@ -99,7 +100,9 @@ def few_channels(step: Step) -> dict[str, list[int]]:
             and op.in_channels < elements_per_access(op.dtype)
         ):
             layers.setdefault(entry.site.module, []).append(index)
-    return layers
+            if entry.phase == FORWARD != op.direction:  # it writes the image, as a decoder's last one does
+                transposed.add(entry.site.module)
+    return {module: indices for module, indices in layers.items() if module not in transposed}
 
 
 def padded(step: Step, indices: list[int]) -> dict[int, dict[int, tuple[StepOp, ...]]]:
