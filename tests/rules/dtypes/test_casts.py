@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,3 +143,21 @@ def test_weights_cast_by_hand_are_cast_once_by_hand() -> None:
     x = torch.empty(64, 4096, device="meta", dtype=torch.bfloat16)
     (finding,) = findings(capture(Shared(), x), "PRC005")
     assert "autocast" not in finding.fix
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_wide_activation_that_the_caller_gets_is_no_detour(returned: bool) -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2048, 2048)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            out = self.layer(wide.to(x.dtype))
+            return (out, wide) if returned else out
+
+    x = torch.empty(16384, 2048, device="meta", dtype=torch.bfloat16)
+    step = capture(Norm().bfloat16(), x, train=False)
+    assert bool(findings(step, "PRC004", min_gain=0)) is not returned

@@ -152,6 +152,9 @@ def _region(flow: Flow, start: int) -> list[int] | None:
                 ends.add(index)
             else:
                 todo.append(index)
+    kept = {ref.id for i in inside - ends for ref in step.ops[i].outputs}
+    if not flow.returned.isdisjoint(kept):
+        return None
     # Where several upcasts meet, as on an fp32 residual stream, fp32 is a choice and not a detour; a cast
     # alone has nothing to be fused with.
     if not ends or len(inside) < 3 or sum(_is_upcast(step.ops[i]) for i in inside) > 1:
