@@ -374,3 +374,9 @@ def test_rare_element_types_are_called_what_they_are(dtype: torch.dtype) -> None
     assert size_bytes(read.dtype) == dtype.itemsize
     assert read.dtype != "fp32"
     assert copy.op.moved_bytes == 64 * 64 * (dtype.itemsize + 8)
+
+
+def test_a_product_that_makes_nothing_takes_no_time() -> None:
+    idle = {"expert": nn.Linear(8, 16)}
+    step = captured(lambda self, x: self.expert(x[:0]), rows(4, 8), parts=idle, train=False)
+    assert not step.ops

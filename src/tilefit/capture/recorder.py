@@ -328,8 +328,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = self._in_channels_last(call)
             call = Call(func, args, kwargs, out)
         seen = (*call.inputs, *call.outputs)
-        if not any(t.device.type == self.device and t.numel() for t in seen):
-            if call.packet in PRODUCTS:
+        is_empty = call.outputs and not any(t.numel() for t in call.outputs)  # such as of an idle expert
+        if is_empty or not any(t.device.type == self.device and t.numel() for t in seen):
+            if call.packet in PRODUCTS and not is_empty:
                 self.host_products[self.sites.source_line()] = None
             return out  # the host's work, or none
         if self._on_host and call.inputs and self.identify(call.inputs[0]) in self._on_host:
