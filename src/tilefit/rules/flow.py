@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, prod
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
@@ -201,18 +201,6 @@ def copy_op(source: TensorRef, result: TensorRef) -> Streaming:
         elements(result) * size_bytes(result.dtype),
         wider,
     )
-
-
-def together(entries: list[StepOp]) -> StepOp:
-    """Streaming operations of one kind as one: their bytes, one kernel's fixed cost."""
-    parts = [entry.op for entry in entries if isinstance(entry.op, Streaming)]
-    op = replace(
-        parts[0],
-        elements=sum(part.elements for part in parts),
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-    )
-    return replace(entries[0], op=op)
 
 
 def bias_gradient(flow: Flow, call: LinearCall) -> int | None:

@@ -10,6 +10,7 @@ from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import Flow, elements, is_cast, tensor_bytes
+from tilefit.rules.merging import instead
 from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.units import counted, share, size
 
@@ -85,8 +86,7 @@ def _detours(flow: Flow) -> Proposals:
         replaced: dict[int, tuple[StepOp, ...]] = {}
         saved = 0
         for region, fused in regions:
-            replaced.update((i, ()) for i in region)
-            replaced[region[-1]] = (fused,)
+            replaced |= instead(region, fused, at=region[-1])
             saved += sum(step.ops[i].op.moved_bytes for i in region) - fused.op.moved_bytes
         first, fused = regions[0]
         half = step.ops[first[0]].inputs[0].dtype

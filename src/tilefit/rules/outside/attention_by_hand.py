@@ -11,6 +11,7 @@ from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, Ste
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, elements, tensor_bytes
+from tilefit.rules.merging import instead
 from tilefit.units import size
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
@@ -281,4 +282,4 @@ def in_one_kernel(
         tuple(reads.values()),
         tuple(writes.values()),
     )
-    return dict.fromkeys(indices, ()) | {indices[-1]: (kernel,)}
+    return instead(indices, kernel, at=indices[-1])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tilefit.ops import OPTIMIZER, Fallback, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.merging import instead
 from tilefit.units import count, size
 
 #: Optimizers with a fused kernel on CUDA (torch.optim, the ``fused`` argument).
@@ -44,8 +45,7 @@ class UnfusedOptimizer(Rule):
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for fused, indices in calls:
                 site = replace(context.step.ops[indices[0]].site, fallback=None)
-                replaced |= dict.fromkeys(indices, ())
-                replaced[indices[0]] = (StepOp(fused, OPTIMIZER, site, f"fused_{name}"),)
+                replaced |= instead(indices, StepOp(fused, OPTIMIZER, site, f"fused_{name}"))
             entries = [context.step.ops[index] for index in replaced]
             moved = sum(entry.op.moved_bytes for entry in entries)
             less = sum(fused.moved_bytes for fused, _ in calls)

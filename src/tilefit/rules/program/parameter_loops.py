@@ -8,6 +8,7 @@ from tilefit.ops import Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.merging import instead
 from tilefit.units import count, counted, size
 
 #: So many alike from one line are a loop.
@@ -80,7 +81,7 @@ class ParameterLoop(Rule):
         for source, loops in _loops(step).items():
             replaced: dict[int, tuple[StepOp, ...]] = {}
             for indices in loops:
-                replaced |= dict.fromkeys(indices, ()) | {indices[0]: (_together(step, indices),)}
+                replaced |= instead(indices, _together(step, indices))
             entries = [step.ops[index] for index in replaced]
             moved = sum(entry.op.moved_bytes for entry in entries)
             each = max(map(len, loops))

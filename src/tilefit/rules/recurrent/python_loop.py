@@ -8,7 +8,8 @@ from dataclasses import replace
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, is_add, is_cast, together
+from tilefit.rules.flow import Flow, is_add, is_cast
+from tilefit.rules.merging import together
 from tilefit.rules.recurrent.loops import CellLoop, cell_loops
 
 _WIDENING = ("aten.select_backward", "aten.slice_backward")
