@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tilefit.ops import Conv, Streaming
+from tilefit.ops import Conv, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
+from tilefit.rules.flow import elements
 from tilefit.units import seconds, size
 
 
@@ -52,7 +53,7 @@ class LayoutCopies(Rule):
         ops = context.step.ops
         groups: dict[tuple[str, str], list[int]] = {}
         for index, entry in enumerate(ops):
-            if isinstance(entry.op, Streaming) and entry.op.role == "copy" and entry.op.strided:
+            if _only_lays_out(entry):
                 place = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.site.module)
                 groups.setdefault((place, entry.site.source), []).append(index)
         # Copies around NCHW convolutions go away with LAY001's change.
@@ -87,3 +88,11 @@ class LayoutCopies(Rule):
                     ),
                 ),
             )
+
+
+def _only_lays_out(entry: StepOp) -> bool:
+    """A copy of one whole tensor: what joins several (``cat``) or is put into a larger one is no layout's."""
+    op = entry.op
+    is_copy = isinstance(op, Streaming) and op.role == "copy" and op.strided
+    sizes = [[elements(ref) for ref in refs] for refs in (entry.inputs, entry.outputs)]
+    return is_copy and len(sizes[0]) == 1 and sizes[0] == sizes[1]
