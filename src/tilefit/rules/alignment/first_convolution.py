@@ -11,7 +11,7 @@ from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.units import seconds
+from tilefit.units import counted, seconds
 
 #: The least share of the layer's time that is worth a word: the model errs by several per cent on what
 #: distinguishes 3, 4 and 8 channels.
@@ -61,6 +61,7 @@ class FirstConvolution(Rule):
         if not options:
             return
         new = min(options, key=lambda c: context.replaced_s(options[c]))
+        added = new - first.in_channels
         change = options[new]
         before_s = context.time_s(indices)
         if context.replaced_s(change) > (1 - _CLEAR_GAIN) * before_s:
@@ -77,9 +78,8 @@ class FirstConvolution(Rule):
             place=context.place(indices),
             message=f"the first convolution reads {first.in_channels} channels; {new} would be faster",
             fix=(
-                f"Give it {new} input channels and pad the images with {new - first.in_channels} zero "
-                f"channels, in the data loader or by F.pad(x, ({'0, 0, ' * len(first.input_size)}0, "
-                f"{new - first.in_channels}))."
+                f"Give it {new} input channels and pad the images with {counted(added, 'zero channel')}, in "
+                f"the data loader or by F.pad(x, ({'0, 0, ' * len(first.input_size)}0, {added}))."
             ),
             safety=SAFE,
             change=Change(change),

@@ -70,10 +70,11 @@ class LayoutCopies(Rule):
             time_s = context.time_s(indices)
             if not time_s:
                 continue  # a profiled run did without them
+            many = f"{len(indices):,} copies" if len(indices) > 1 else "1 copy"
             names = ", ".join(dict.fromkeys(ops[index].name for index in indices if ops[index].name))
             yield Proposal(
                 place=context.place(indices, source),
-                message=f"{len(indices):,} copies only change the layout of tensors ({names})",
+                message=f"{many} only change{'s' * (len(indices) == 1)} the layout of tensors ({names})",
                 fix="Keep one layout: write the tensor in the order it is read in, without contiguous().",
                 safety=ADVICE,
                 change=Change(dict.fromkeys(indices, ())),
