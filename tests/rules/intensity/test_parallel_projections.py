@@ -60,3 +60,19 @@ def test_a_layer_that_is_trained_is_not_merged_with_one_that_is_not() -> None:
 def test_layers_in_sequence_are_not_parallel() -> None:
     chain = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     assert not findings(capture(chain, tokens(64, 512).float(), amp="bf16"), "INT004", min_gain=0)
+
+
+def test_weights_of_one_module_go_by_their_names() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = (nn.Parameter(torch.empty(1024, 1024)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.up) * torch.sigmoid(x @ self.gate)
+
+    x = torch.empty(8192, 1024, device="meta")
+    (alone,) = findings(capture(Gated(), x, amp="bf16"), "INT004")
+    assert alone.message.startswith("up, gate multiply")
+    (nested,) = findings(capture(nn.Sequential(Gated(), Gated()), x, amp="bf16"), "INT004")
+    assert (nested.message, nested.module, nested.sites) == (alone.message, "*", 2)

@@ -74,7 +74,7 @@ class ParallelProjections(Rule):
         flow = Flow(step)
         by_form: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)
         for group in groups(flow):
-            names = tuple(call.layer.module.rpartition(".")[2] for call in group)
+            names = _names(group)
             sizes = tuple(gemm(step, call.forward) for call in group)
             by_form[(names, sizes)].append(group)
         for alike in by_form.values():
@@ -87,10 +87,10 @@ class ParallelProjections(Rule):
             replaced.update(_merged(flow, group))
         first = groups[0]
         products = [gemm(step, call.forward) for call in first]
-        names = [call.layer.module.rpartition(".")[2] for call in first]
+        names = _names(first)
         outputs = [product.n for product in products]
         m, k = products[0].m, products[0].k
-        parents = list(dict.fromkeys(parent(group[0].layer.module) for group in groups))
+        parents = list(dict.fromkeys(parent(group[0].layer.path) for group in groups))
         lines = [
             f"forward {m} x n x {k} for n in {', '.join(map(str, outputs))} -> {m}x{sum(outputs)}x{k}: "
             f"the input is read once, not {len(outputs)} times"
@@ -130,6 +130,10 @@ def groups(flow: Flow) -> Iterator[list[LinearCall]]:
     for group in groups.values():
         if len(group) > 1 and len({call.layer.parameter for call in group}) == len(group):
             yield group
+
+
+def _names(group: list[LinearCall]) -> tuple[str, ...]:
+    return tuple(call.layer.path.rpartition(".")[2] for call in group)
 
 
 def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]]:
