@@ -20,6 +20,7 @@ from tilefit.errors import UsageError
 from tilefit.ops import Settings, Step
 from tilefit.options import StepKeywords, StepOptions
 
+_NOTHING = "The step does nothing on the GPU: its model or its inputs are empty, or it only makes views."
 _EAGER = "The model was compiled, and is looked at as it runs eagerly: add --compile (compile=True)."
 
 
@@ -91,6 +92,8 @@ def capture(
             modes.check_something_ran()
     if not options.compile and (is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)):
         notes = (*notes, _EAGER)
+    if not modes.recorder.ops:
+        notes = (*notes, _NOTHING)
     trained = options.train if is_module else any(op.phase != "forward" for op in modes.recorder.ops)
     _refuse_settings({"--infer (train=False)": trained and not options.train}, function)
     settings = Settings(

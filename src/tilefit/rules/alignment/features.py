@@ -83,7 +83,8 @@ def groups(step: Step) -> list[Group]:
             if sizes:
                 join(sizes, op.dtype).recurrent.append(index)
     for group in groups:
-        group.vocabularies = [size for size in group.sizes if size in scores]
+        scored = scores & {layer.out_features for layer in group.layers}
+        group.vocabularies = [size for size in group.sizes if size in scored]
     return groups
 
 
