@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self.identify(tensor)
         dtype = DTYPES.get(tensor.dtype, "fp32")
         name = self._parameter_of.get(number, "")
-        return TensorRef(number, tuple(tensor.shape), dtype, name, tensor.storage_offset())
+        return TensorRef(number, tuple(tensor.shape), dtype, name, int(tensor.storage_offset()))
 
     @property
     def current_phase(self) -> str:
