@@ -44,8 +44,10 @@ def test_weights_that_are_returned_cannot_stay_on_chip() -> None:
         lambda scores, v: (torch.softmax(scores, -1) * torch.sigmoid(scores)) @ v,
         lambda scores, v: torch.softmax(scores * scores, -1) @ v,
         lambda scores, v: (weights := torch.softmax(scores, -1), weights @ v),
+        lambda scores, v: torch.softmax(scores, -1).masked_fill(scores.new_zeros((), dtype=bool), 0) @ v,
+        lambda scores, v: torch.softmax(scores.masked_fill(scores < scores.mean(-1, True), -1e9), -1) @ v,
     ],
-    ids=["soft cap", "over the queries", "gated", "squared", "returned"],
+    ids=["soft cap", "over the queries", "gated", "squared", "returned", "masked after", "masked by scores"],
 )
 @pytest.mark.parametrize("train", [True, False])
 def test_what_no_fused_kernel_does_is_left_alone(

@@ -20,6 +20,8 @@ _LARGEST_HEAD = 256
 #: without namespace and ``_``).
 _BEFORE = frozenset("add sub rsub mul div where masked_fill maximum copy to_copy clone".split())
 _AFTER = frozenset("native_dropout masked_fill copy to_copy clone".split())
+#: What hides positions before the softmax; after it, only what is hidden already.
+_MASKS = frozenset("add sub where masked_fill".split())
 
 
 class AttentionByHand(Rule):
@@ -122,10 +124,16 @@ def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
         passes = partial(_keeps_scores, scores=elements(scores), of=of)
         return flow.way(softmax, follow, _is_gemm, passes, most=9)
 
+    def only_reader(index: int) -> int | None:
+        return flow.after(index, entry.phase)
+
+    # Else scores or weights are returned to the caller, or read by something that a fused kernel does not do.
     before = to_product(flow.before, _BEFORE)
-    # Else the weights are returned to the caller, or read by something that a fused kernel does not do.
-    after = to_product(lambda index: flow.after(index, entry.phase), _AFTER)
-    if before is None or after is None:
+    if before is None or [only_reader(index) for index in before] != [softmax, *before[:-1]]:
+        return None
+    is_masked = any(_name(step.ops[index]) in _MASKS for index in before)
+    after = to_product(only_reader, _AFTER if is_masked else _AFTER - _MASKS)
+    if after is None:
         return None
     first, second = _gemm(step.ops[before[-1]]), _gemm(step.ops[after[-1]])
     if first is None or second is None:
@@ -173,11 +181,15 @@ def _is_gemm(entry: StepOp) -> bool:
 def _keeps_scores(entry: StepOp, scores: int, of: frozenset[str] = frozenset()) -> bool:
     """An elementwise operation or a copy over as many elements as there are scores; of these names, if any
     are given. Scores are not multiplied with each other, or with what is as large."""
-    name = entry.name.removeprefix("aten.").strip("_")
+    name = _name(entry)
     if of and (name not in of or (name in ("mul", "div") and _large(entry, scores) > 1)):
         return False
     is_streamed = entry.op.category in ("pointwise", "copy")
     return is_streamed and any(elements(ref) == scores for ref in entry.outputs)
+
+
+def _name(entry: StepOp) -> str:
+    return entry.name.removeprefix("aten.").strip("_")
 
 
 def _large(entry: StepOp, scores: int) -> int:
