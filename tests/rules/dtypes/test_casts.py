@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tilefit.capture import capture
 from toys import Attention, LanguageModel, tokens
@@ -161,3 +162,18 @@ def test_a_wide_activation_that_the_caller_gets_is_no_detour(returned: bool) -> 
     x = torch.empty(16384, 2048, device="meta", dtype=torch.bfloat16)
     step = capture(Norm().bfloat16(), x, train=False)
     assert bool(findings(step, "PRC004", min_gain=0)) is not returned
+
+
+def test_checkpointed_blocks_cast_again_whatever_regions_there_are() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    x = torch.empty(64, 4096, device="meta")
+    assert not findings(capture(Checkpointed(), x, amp="bf16"), "PRC005", min_gain=0)

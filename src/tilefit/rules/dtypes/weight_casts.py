@@ -15,8 +15,7 @@ class WeightCasts(Rule):
 
     What it sees: In inference: any cast of a weight to half precision. In training: casts of a weight
     that was already cast since the optimizer's last step, because the autocast region was left and entered
-    again (each exit of the outermost region empties the cache: micro-batches, checkpointed blocks), or
-    because its cache is off.
+    again (each exit of the outermost region empties the cache: micro-batches), or because its cache is off.
 
     Why it costs time: A cast reads 4 bytes and writes 2 per weight and computes nothing. In inference
     with a small batch the weights are most of the traffic: reading them as half moves 2 bytes per weight,
@@ -46,7 +45,8 @@ class WeightCasts(Rule):
         for index, entry in enumerate(step.ops):
             if entry.phase == OPTIMIZER:
                 seen.clear()  # the weights are others now, as between the two steps of a GAN
-            if not _is_weight_cast(entry):
+            # What is computed again in the backward pass casts again, whatever regions there are.
+            if entry.recomputed or not _is_weight_cast(entry):
                 continue
             name = entry.inputs[0].parameter
             if name in seen or not step.settings.training:
