@@ -8,17 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
+from tilefit.rules.base import Edits
 from tilefit.rules.layers import gemm
 
-_Replaced = dict[int, tuple[StepOp, ...]]
 
-
-def instead(indices: Sequence[int], *entries: StepOp, at: int | None = None) -> _Replaced:
+def instead(indices: Sequence[int], *entries: StepOp, at: int | None = None) -> Edits:
     """Entries in the place of operations: where the first of these was, or ``at`` another."""
     return {**dict.fromkeys(indices, ()), indices[0] if at is None else at: entries}
 
 
-def one_product(step: Step, indices: Sequence[int], size: str, at: int) -> _Replaced:
+def one_product(step: Step, indices: Sequence[int], size: str, at: int) -> Edits:
     """Products that are alike but for a size (``m``, ``n`` or ``k``) as one, in which the sizes add up."""
     products = [gemm(step, index) for index in indices]
     entries = [step.ops[index] for index in indices]
@@ -33,14 +32,14 @@ def one_product(step: Step, indices: Sequence[int], size: str, at: int) -> _Repl
     return instead(indices, merged, at=at)
 
 
-def one_stream(step: Step, indices: Iterable[int], at: int = -1) -> _Replaced:
+def one_stream(step: Step, indices: Iterable[int], at: int = -1) -> Edits:
     """Streaming operations as one, those on matrices and those on vectors apart: in the place of the last one
     of its kind, or of that ``at`` a number."""
     kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index in dict.fromkeys(indices):
         entry = step.ops[index]
         kinds[entry.name, len(entry.inputs[0].shape)].append(index)
-    replaced: _Replaced = {}
+    replaced: Edits = {}
     for same in kinds.values():
         replaced |= instead(same, together([step.ops[index] for index in same]), at=same[at])
     return replaced

@@ -14,7 +14,7 @@ from tilefit.rules.alignment.padding import (
     misfit,
     with_zeros,
 )
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Replaced, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Replaced, Rule
 from tilefit.rules.resize import CHANNEL, resize_streams, resized
 from tilefit.units import seconds
 
@@ -124,7 +124,7 @@ def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:
     return resized(entry, sizes, "out_channels", *own)
 
 
-def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> dict[int, tuple[StepOp, ...]]:
+def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> Edits:
     """The depthwise convolutions between, which carry the same channels."""
     return {
         index: (resized(entry, sizes, "in_channels", "out_channels", "groups"),)

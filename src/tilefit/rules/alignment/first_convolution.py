@@ -9,7 +9,7 @@ from tilefit.cost import estimate
 from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import counted, seconds
 
@@ -105,7 +105,7 @@ def few_channels(step: Step) -> dict[str, list[int]]:
     return {module: indices for module, indices in layers.items() if module not in transposed}
 
 
-def padded(step: Step, indices: list[int]) -> dict[int, dict[int, tuple[StepOp, ...]]]:
+def padded(step: Step, indices: list[int]) -> dict[int, Edits]:
     """By the number of channels that a layer's images can be padded to: its operations then."""
     first = step.ops[indices[0]].op
     assert isinstance(first, Conv)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import Flow, elements, is_cast, tensor_bytes
 from tilefit.rules.merging import instead
@@ -83,7 +83,7 @@ def _detours(flow: Flow) -> Proposals:
         # The gradient of a detour belongs to the same finding.
         by_owner[step.modules.get(fused.site.module, "") or fused.site.module].append((region, fused))
     for regions in by_owner.values():
-        replaced: dict[int, tuple[StepOp, ...]] = {}
+        replaced: Edits = {}
         saved = 0
         for region, fused in regions:
             replaced |= instead(region, fused, at=region[-1])

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, LinearCall, is_add, linear_calls
 from tilefit.rules.layers import gemm
@@ -59,7 +59,7 @@ class NarrowPair(Rule):
             return
         flow = Flow(step)
         calls = {call.forward: call for call in linear_calls(step)}
-        pairs: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, dict[int, tuple[StepOp, ...]]]]]
+        pairs: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, Edits]]]
         pairs = defaultdict(list)
         for index, call in calls.items():
             pair = _second(flow, calls, index)
@@ -67,7 +67,7 @@ class NarrowPair(Rule):
                 continue
             between, second = pair
             narrow, wide = gemm(step, index), gemm(step, second)
-            replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys((index, *between, second), ())
+            replaced: Edits = dict.fromkeys((index, *between, second), ())
             after = _added_to_full(flow, calls, index, second)
             if after is None:
                 folded = replace(narrow, n=wide.n, bias=wide.bias, ld_a=0, ld_b=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tilefit.ops import BACKWARD_DATA, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
     Flow,
@@ -82,7 +82,7 @@ class ParallelProjections(Rule):
 
     def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
         step = flow.step
-        replaced: dict[int, tuple[StepOp, ...]] = {}
+        replaced: Edits = {}
         for group in groups:
             replaced.update(_merged(flow, group))
         first = groups[0]
@@ -136,7 +136,7 @@ def _names(group: list[LinearCall]) -> tuple[str, ...]:
     return tuple(call.layer.path.rpartition(".")[2] for call in group)
 
 
-def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]]:
+def _merged(flow: Flow, group: list[LinearCall]) -> Edits:
     """The operations of one group of parallel products, merged."""
     step = flow.step
     forward = [call.forward for call in group]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from tilefit.ops import Gemm, StepOp
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.ops import Gemm
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, bias_gradient, is_add
 from tilefit.rules.layers import gemm
@@ -63,7 +63,7 @@ class TimeSteps(Rule):
             if group.calls[0].forward not in in_cells:
                 by_product[len(group.calls), gemm(flow.step, group.calls[0].forward)].append(group)
         for (count, op), groups in by_product.items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for group in groups:
                 replaced.update(_at_once(flow, group))
             layers = [group.calls[0].layer for group in groups]
@@ -78,7 +78,7 @@ class TimeSteps(Rule):
             )
 
 
-def _at_once(flow: Flow, group: Repeated) -> dict[int, tuple[StepOp, ...]]:
+def _at_once(flow: Flow, group: Repeated) -> Edits:
     step = flow.step
     forward = [call.forward for call in group.calls]
     replaced = one_product(step, forward, "m", forward[0])

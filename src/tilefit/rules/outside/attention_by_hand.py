@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, elements, tensor_bytes
 from tilefit.rules.merging import instead
@@ -74,7 +74,7 @@ class AttentionByHand(Rule):
             site = context.step.ops[chain.softmax].site
             by_kernel[chain.fused, context.step.modules.get(site.module, "")].append(chain)
         for (fused, _), chains in by_kernel.items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for chain in chains:
                 replaced.update(_fused(flow, chain))
             scores = context.step.ops[chains[0].softmax].inputs[0]
@@ -267,16 +267,14 @@ def _written(flow: Flow, indices: list[int]) -> set[int]:
     return {ref.id for index in indices for ref in flow.step.ops[index].outputs}
 
 
-def _fused(flow: Flow, chain: AttentionChain) -> dict[int, tuple[StepOp, ...]]:
+def _fused(flow: Flow, chain: AttentionChain) -> Edits:
     site = flow.step.ops[chain.softmax].site
     return in_one_kernel(flow.step, chain.forward, chain.fused, site) | in_one_kernel(
         flow.step, chain.backward, replace(chain.fused, direction=BACKWARD_DATA), site
     )
 
 
-def in_one_kernel(
-    step: Step, indices: Sequence[int], fused: Attention, site: Site
-) -> dict[int, tuple[StepOp, ...]]:
+def in_one_kernel(step: Step, indices: Sequence[int], fused: Attention, site: Site) -> Edits:
     """The operations of one pass of an attention, in order, as its fused kernel, at the place of the last."""
     if not indices:
         return {}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from tilefit.ops import OPTIMIZER, Fallback, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.merging import instead
 from tilefit.units import count, size
@@ -42,7 +42,7 @@ class UnfusedOptimizer(Rule):
 
     def check(self, context: Context) -> Proposals:
         for name, calls in unfused_updates(context.step).items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for fused, indices in calls:
                 site = replace(context.step.ops[indices[0]].site, fallback=None)
                 replaced |= instead(indices, StepOp(fused, OPTIMIZER, site, f"fused_{name}"))

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from tilefit.ops import Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.merging import instead
 from tilefit.units import count, counted, size
@@ -79,7 +79,7 @@ class ParameterLoop(Rule):
         if step.program is None:
             return
         for source, loops in _loops(step).items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for indices in loops:
                 replaced |= instead(indices, _together(step, indices))
             entries = [step.ops[index] for index in replaced]
