@@ -19,8 +19,8 @@ TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
 #: A full cache line is preferred to 16 bytes unless it is slower by this share: on an H200 it measured a few
 #: per cent faster, never slower.
 _TIE = 0.01
-#: Roles of what depends on all features together, in words.
-_TOGETHER = {"normalization": "normalization", "softmax": "softmax", "loss": "loss"}
+#: Roles of what depends on all features together.
+_TOGETHER = ("normalization", "softmax", "loss")
 
 
 def is_misaligned(size: int, dtype: str) -> bool:
@@ -66,7 +66,7 @@ def with_zeros(step: Step, sizes: Collection[int]) -> tuple[str, str]:
         if not any(shape[at] in sizes for shape in shapes):
             continue
         if role in _TOGETHER or (function == "mean" and entry.op.inner in sizes):
-            what = _TOGETHER.get(role, "mean")
+            what = role if role in _TOGETHER else "mean"
             return f"before training: zeros among trained weights would change the {what} over them", UNSAFE
     return "pad trained weights with zeros", SAFE
 
