@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -60,11 +60,11 @@ class Flow:
             (ref,), at = self.step.ops[writer].inputs, writer
         return None
 
-    def after(self, index: int, phase: str = "") -> int | None:
-        """The only reader, an operation of a phase if one is given, of what an operation wrote."""
+    def after(self, index: int, phase: str = "", but: Collection[int] = ()) -> int | None:
+        """The only reader, of a phase if one is given, of what an operation wrote; ``but`` some."""
         if not self.returned.isdisjoint(ref.id for ref in self.step.ops[index].outputs):
             return None
-        readers = [i for i in self.readers[index] if phase in ("", self.step.ops[i].phase)]
+        readers = [i for i in self.readers[index] if phase in ("", self.step.ops[i].phase) and i not in but]
         return readers[0] if len(readers) == 1 else None
 
     def way(

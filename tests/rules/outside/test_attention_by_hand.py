@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from tilefit.capture import capture
 from toys import Attention, LanguageModel, tokens
@@ -65,6 +66,31 @@ def test_what_no_fused_kernel_does_is_left_alone(
 
 def _last_mean(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (output[-1] if isinstance(output, tuple) else output).mean()
+
+
+class Block(nn.Module):
+    """PyTorch's own module, asked for its weights or not."""
+
+    def __init__(self, returned: slice = slice(0, 1), **options: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(512, 8, batch_first=True)
+        self.returned, self.options = returned, options
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.attention(x, x, x, **self.options)[self.returned]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_weights_that_nobody_reads_need_not_be_returned(train: bool) -> None:
+    x = torch.empty(8, 512, 512, device="meta")
+    asked = capture(Block(), x, amp="bf16", train=train)
+    spared = capture(Block(need_weights=False), x, amp="bf16", train=train)
+    (finding,) = findings(asked, "NTC002")
+    assert "need_weights=False" in finding.fix
+    # The query that is scaled by an operation of its own is left so.
+    assert 0.6 * saved_s(asked, spared) < finding.gain_s < 1.05 * saved_s(asked, spared)
+    assert not findings(spared, "NTC002", min_gain=0)
+    assert not findings(capture(Block(slice(0, 2)), x, amp="bf16", train=train), "NTC002", min_gain=0)
 
 
 def test_a_softmax_over_classes_is_not_attention() -> None:

@@ -16,6 +16,8 @@ from tilefit.units import size
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
 _LARGEST_HEAD = 256
+#: PyTorch's own module, which fuses where nobody wants its weights.
+_RETURNS_WEIGHTS = "MultiheadAttention"
 #: What scales, masks and adds to the scores before the softmax, and what a fused kernel does after it (names
 #: without namespace and ``_``).
 _BEFORE = frozenset("add sub rsub mul div where masked_fill maximum copy to_copy clone".split())
@@ -29,7 +31,8 @@ class AttentionByHand(Rule):
 
     What it sees: A batched product whose result goes through scaling, masking and casts into a softmax
     over its last dimension, and from there, through dropout and casts, into a second batched product. What
-    else is done to the scores, such as a soft cap by `tanh`, no fused kernel does, nor does one return them.
+    else is done to the scores, such as a soft cap by `tanh`, no fused kernel does, nor does one return them;
+    but `nn.MultiheadAttention` averages its weights for a caller who does not read them.
 
     Why it costs time: The matrix of scores, queries x keys for every head, is written to memory and read
     back by every one of these kernels, and kept for the backward pass. A fused kernel keeps a tile of it on
@@ -73,7 +76,7 @@ class AttentionByHand(Rule):
         for chain in attention_chains(flow):
             site = context.step.ops[chain.softmax].site
             by_kernel[chain.fused, context.step.modules.get(site.module, "")].append(chain)
-        for (fused, _), chains in by_kernel.items():
+        for (fused, owner), chains in by_kernel.items():
             replaced: Edits = {}
             for chain in chains:
                 replaced.update(_fused(flow, chain))
@@ -83,7 +86,9 @@ class AttentionByHand(Rule):
                 place=context.place(chain.softmax for chain in chains),
                 message=f"attention runs as {kernels:,} kernels that pass the scores "
                 f"{'x'.join(map(str, scores.shape))} through memory",
-                fix="Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
+                fix="Call it with need_weights=False, as nobody reads its weights."
+                if owner == _RETURNS_WEIGHTS
+                else "Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(
@@ -124,8 +129,10 @@ def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
         passes = partial(_keeps_scores, scores=elements(scores), of=of)
         return flow.way(softmax, follow, _is_gemm, passes, most=9)
 
+    averages = _unread_averages(flow)
+
     def only_reader(index: int) -> int | None:
-        return flow.after(index, entry.phase)
+        return flow.after(index, entry.phase, averages)
 
     # Else scores or weights are returned to the caller, or read by something that a fused kernel does not do.
     before = to_product(flow.before, _BEFORE)
@@ -164,9 +171,23 @@ def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
         dropout_p=0.1 if any("dropout" in step.ops[i].name for i in after) else 0.0,
         dtype=first.dtype,
     )
-    forward = _with_copies(flow, {*before, softmax, *after})
+    own = {*before, softmax, *after}
+    own |= {i for index in own for i in flow.readers[index] if i in averages}
+    forward = _with_copies(flow, own)
     backward = _backward(flow, softmax, after)
     return AttentionChain(softmax, tuple(sorted(forward)), tuple(sorted(backward)), fused)
+
+
+def _unread_averages(flow: Flow) -> set[int]:
+    """The averages of weights that ``nn.MultiheadAttention`` returns unless it is told not to, and nobody
+    reads."""
+    ops, modules = flow.step.ops, flow.step.modules
+    return {
+        index
+        for index, entry in enumerate(ops)
+        if entry.name == "aten.mean" and modules.get(entry.site.module) == _RETURNS_WEIGHTS
+        if not flow.readers[index] and flow.returned.isdisjoint(ref.id for ref in entry.outputs)
+    }
 
 
 def _gemm(entry: StepOp) -> Gemm | None:
