@@ -380,3 +380,11 @@ def test_a_product_that_makes_nothing_takes_no_time() -> None:
     idle = {"expert": nn.Linear(8, 16)}
     step = captured(lambda self, x: self.expert(x[:0]), rows(4, 8), parts=idle, train=False)
     assert not step.ops
+
+
+def test_derivatives_forward_launch_what_they_compute_alone() -> None:
+    layer = {"layer": nn.Linear(8, 8)}
+    step = captured(
+        lambda self, x: torch.func.jvp(self.layer, (x,), (x,))[1], rows(4, 8), parts=layer, train=False
+    )
+    assert not {"aten._has_same_storage_numel", "aten._efficientzerotensor"} & set(names(step))

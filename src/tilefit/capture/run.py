@@ -90,10 +90,9 @@ def capture(
         else:
             modes.returning(call(model, inputs))
             modes.check_something_ran()
-    if not options.compile and (is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)):
-        notes = (*notes, _EAGER)
-    if not modes.recorder.ops:
-        notes = (*notes, _NOTHING)
+    is_compiled = is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)
+    said = {_EAGER: is_compiled and not options.compile, _NOTHING: not modes.recorder.ops}
+    notes = (*notes, *(note for note, is_true in said.items() if is_true))
     trained = options.train if is_module else any(op.phase != "forward" for op in modes.recorder.ops)
     _refuse_settings({"--infer (train=False)": trained and not options.train}, function)
     settings = Settings(
