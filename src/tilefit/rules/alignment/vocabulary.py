@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, pairs, run_on, with_zeros
+from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, pairs, run_on
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.finding import SAFE
 from tilefit.units import size as bytes_text
 
 
@@ -92,7 +93,7 @@ class Vocabulary(Rule):
                 "where outputs must not change."
             )
             + (f" It pays together with {pairs(sizes)}, which the same layers have." if sizes else ""),
-            safety=with_zeros(step, sizes)[1],
+            safety=SAFE,
             change=Change({**streams, **resized}),
             arithmetic=(
                 *arithmetic(context, resized, products),
