@@ -13,6 +13,7 @@ import tilefit
 from small_calibration import made
 from tilefit.cost.calibration import write
 from tilefit.errors import UsageError
+from tilefit.report import FORMATS, render
 
 
 def _model(features: int) -> torch.nn.Module:
@@ -140,3 +141,13 @@ def test_an_optimizer_that_has_parameters_is_refused() -> None:
             model, torch.empty(8, 4096), gpu="h200", optimizer=torch.optim.AdamW(model.parameters())
         )
     assert "optimizer=lambda parameters" in error.value.hint
+
+
+@pytest.mark.parametrize("model", [torch.nn.Identity(), torch.nn.Flatten()])
+def test_a_model_that_does_nothing_takes_no_time(model: torch.nn.Module) -> None:
+    report = tilefit.check(model, torch.empty(4, 2, 2), gpu="h200", train=False)
+    assert report.step.time_s == 0
+    assert report.findings == ()
+    assert "nothing on the GPU" in report.notes[0]
+    for name in FORMATS:
+        render(report, name, show_all=True, ops=True, prices={"": 2.0})

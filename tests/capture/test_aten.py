@@ -12,6 +12,7 @@ from torch import nn
 from capturing import captured, entries, names, products, rows
 from tilefit.cost import fuse
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Step, StepOp, Streaming
+from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.streaming import multi_tensor_launches
 
 
@@ -361,3 +362,29 @@ def test_a_kernel_that_takes_packed_rows_has_others_copied_first(function: Any) 
     (copy,) = copies(rows(48, 32).t())
     assert (copy.op.read_bytes, copy.op.write_bytes) == (4 * 32 * 48, 4 * 32 * 48)
     assert copy.op.strided
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint64, torch.complex32, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+)
+def test_rare_element_types_are_called_what_they_are(dtype: torch.dtype) -> None:
+    step = captured(lambda self, x: x.to(torch.int64), torch.empty(64, 64, dtype=dtype), train=False)
+    (copy,) = step.ops
+    (read,) = copy.inputs
+    assert size_bytes(read.dtype) == dtype.itemsize
+    assert read.dtype != "fp32"
+    assert copy.op.moved_bytes == 64 * 64 * (dtype.itemsize + 8)
+
+
+def test_a_product_that_makes_nothing_takes_no_time() -> None:
+    idle = {"expert": nn.Linear(8, 16)}
+    step = captured(lambda self, x: self.expert(x[:0]), rows(4, 8), parts=idle, train=False)
+    assert not step.ops
+
+
+def test_derivatives_forward_launch_what_they_compute_alone() -> None:
+    layer = {"layer": nn.Linear(8, 8)}
+    step = captured(
+        lambda self, x: torch.func.jvp(self.layer, (x,), (x,))[1], rows(4, 8), parts=layer, train=False
+    )
+    assert not {"aten._has_same_storage_numel", "aten._efficientzerotensor"} & set(names(step))

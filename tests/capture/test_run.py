@@ -415,6 +415,13 @@ def test_the_batch_of_a_time_first_recurrent_model_is_not_its_length() -> None:
     assert capture(TimeFirst(batch_first=True), torch.empty(20, 35, 8)).batch == 20
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_batch_of_a_time_first_transformer_is_not_its_length(batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, batch_first=batch_first)
+    x = torch.empty(6, 50, 32) if batch_first else torch.empty(50, 6, 32)
+    assert capture(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), x).batch == 6
+
+
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(UsageError, match="of type int, which cannot be called"):
         capture(3, torch.empty(2))

@@ -98,6 +98,7 @@ def test_a_name_of_several_gpus_says_which_it_took(tilefit) -> None:
         (["fix", "hf:gpt2", "--gpu", "h200", "--gpu", "l4"], "--gpu is given 2 times"),
         (["curve", "gemm", "1:8", "8", "8", "--over", "m", "--over", "n"], "--over is given 2 times"),
         (["rule", "ALN999"], "There are ALN001, ALN002,"),
+        (["rule", "aln"], "There are ALN001, ALN002,"),
         (["check", "hf:gpt2", "--gpu", "h200", "--select", " , "], "--select names nothing"),
         (["check", "hf:gpt2", "--gpu", "h200", "--output-file", "x.docx"], "end it in .txt"),
         (

@@ -39,7 +39,7 @@ def full(report: Report) -> Report:
     measured = MeasuredStep(
         source="a run",
         steps=3,
-        overhead=None,
+        overhead=-0.01,  # noise: the steps under the profiler were the faster ones
         kernels=9,
         waits=(HostWait("cudaStreamSynchronize", "item", "", "train.py:3", 1, 1e-3),),
         **times,

@@ -50,6 +50,20 @@ def test_a_finding_comes_with_its_operation(report: Report) -> None:
     assert "tilefit rule ALN002" in shown
 
 
+def test_a_finding_without_a_price_has_no_interval(report: Report) -> None:
+    unpriced = replace(report.findings[0], gain_s=0.0, gain_low_s=0.0, gain_high_s=0.0)
+    text = str(explain(replace(report, findings=(unpriced,)), unpriced.code))
+    assert "not priced" in text
+    assert "not priced:" not in text
+
+
+def test_operations_outside_of_all_modules_name_none(report: Report) -> None:
+    ops = [replace(op, module="") for op in report.ops]
+    text = str(explain(replace(report, ops=(ops[0], *ops))))
+    assert "alike" in text
+    assert "(in )" not in text
+
+
 def test_a_layer_lists_what_runs_in_it(report: Report) -> None:
     assert "What runs: 4 operations" in words(report, "lm_head")
     assert "What runs: 13 operations" in words(report, "transformer.h.*.mlp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -250,6 +251,13 @@ def test_paths_are_relative_to_the_root_of_the_repository(report: Report) -> Non
     assert "uriBaseId" in _place(report, path)["artifactLocation"]
     installed = _place(report, path, environment={"transformers": "5.0"})
     assert installed["artifactLocation"] == {"uri": "transformers/models/gpt2.py"}
+
+
+def test_a_file_whose_name_is_no_text_has_an_address(report: Report) -> None:
+    path = os.fsdecode(b"m\xff.py")
+    named = replace(report, findings=(replace(report.findings[0], source=f"{path}:3", origin=""),))
+    (result,) = json.loads(render(named, "sarif"))["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "m%FF.py"
 
 
 def test_what_concerns_the_whole_step_is_at_its_target(report: Report) -> None:

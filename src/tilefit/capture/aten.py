@@ -338,7 +338,7 @@ def _stream(
         dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
         strided=strided,
     )
-    return replace(op, **fields), phase, read, written
+    return replace(op, **fields), phase, reads, written
 
 
 def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: Any) -> list[Described]:
@@ -361,8 +361,7 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
     if "ctc_loss" in call.packet:  # its steps follow each other
         return next(t.shape[0] for t in call.inputs if t.dim() == 3), False
     if role == "softmax":
-        dim = next((a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1)
-        return (int(x.shape[dim]) if x.dim() else 1), False
+        return _normalized(x, next((a for a in call.args[1:] if type(a) is int), -1))
     if role == "pooling":
         return 0, any(map(is_channels_last, call.inputs))
     if role == "normalization":
@@ -385,6 +384,13 @@ def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int,
             return prod(x.shape[d] for d in reduced), False
         return 0, True
     return 0, None
+
+
+def _normalized(x: torch.Tensor, dim: int) -> tuple[int, bool]:
+    """What a softmax over a dimension takes together; 0 and across, where it is not the last."""
+    if not x.dim():
+        return 1, False
+    return (int(x.shape[dim]), False) if dim % x.dim() == x.dim() - 1 else (0, True)
 
 
 @_describes(

@@ -11,7 +11,7 @@ import torch
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.trees import tensors
 from tilefit.errors import UsageError
-from tilefit.ops import Recurrent, StepOp
+from tilefit.ops import Attention, Recurrent, StepOp
 
 #: Sizes of synthesised inputs where the user gives none.
 DEFAULT_TEXT_BATCH = 16
@@ -121,7 +121,7 @@ def _range(extents: Sequence[int]) -> str:
 
 def batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
     """Samples: the length of a list of images, or of samples of different lengths; or the first size of the
-    first input, or what a recurrent layer that reads time first says."""
+    first input, or what a recurrent layer or an attention that reads time first says."""
     arguments = inputs.values() if isinstance(inputs, Mapping) else inputs
     # A tensor is no list of arguments; iterating over it would make a view of every row.
     several = isinstance(arguments, Iterable) and not isinstance(arguments, torch.Tensor)
@@ -131,9 +131,9 @@ def batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
     first = next((t for t in tensors(inputs) if t.dim() > 0), None)
     if first is None:
         return 0
-    recurrent = next((entry.op for entry in ops if isinstance(entry.op, Recurrent)), None)
-    if recurrent is not None and tuple(first.shape[:2]) == (recurrent.seq_len, recurrent.batch):
-        return recurrent.batch
+    layer = next((entry.op for entry in ops if isinstance(entry.op, Recurrent | Attention)), None)
+    if layer is not None and tuple(first.shape[:2]) == (layer.seq_len, layer.batch):
+        return layer.batch
     return int(first.shape[0])
 
 

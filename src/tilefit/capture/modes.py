@@ -24,7 +24,7 @@ from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
 from tilefit.capture.trees import own_part, tensors
 from tilefit.errors import CaptureError, TilefitError
-from tilefit.ops import Memory, Parameter, Settings, Step
+from tilefit.ops import FORWARD, Memory, Parameter, Settings, Step
 from tilefit.ops.scaling import tensors_that_stay
 from tilefit.ops.timeline import BUFFERS, GRADIENTS, INPUTS
 
@@ -130,6 +130,11 @@ class Modes:
         self.recorder.own(tensors(inputs), INPUTS)
         self._held_bytes = self.recorder.live_bytes
 
+    def returning(self, output: Any) -> Any:
+        """What the step returns, which is noted."""
+        self.recorder.returned.update(map(self.recorder.number_of, tensors(output)))
+        return output
+
     def note_graph_breaks(self, values_read: int) -> None:
         """Say where the compiler splits the model, and count the layers that it compiles each for itself.
 
@@ -180,6 +185,8 @@ class Modes:
         parameter_bytes = sum(own_part(p).nbytes for p in names)
         gradient_bytes = sum(own_part(p).nbytes for p in names if p.requires_grad)
         buffer_bytes = sum(b.numel() * b.element_size() for b in buffers)
+        forward = (entry for entry in self.recorder.ops if entry.phase == FORWARD)
+        made = {ref.id for entry in forward for ref in entry.outputs}
         stay = tensors_that_stay(self.recorder.ops, parameters)
         memory = Memory(
             parameter_bytes=parameter_bytes,
@@ -203,6 +210,7 @@ class Modes:
             libraries=tuple(self.sites.libraries),
             model=name,
             notes=(*notes, *self.notes, *self.semantic.fused.notes),
+            returned=tuple(sorted(made & self.recorder.returned)),
         )
 
 

@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameter_of: dict[int, str] = {}
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
+        #: Numbers of the memory of what the step returns.
+        self.returned: set[int] = set()
         #: Lines of products on another device, which are not recorded.
         self.host_products: dict[str, None] = {}
         # By the number of the autograd node of each product: None if no parameter is multiplied, else the
@@ -217,9 +219,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reference(self, tensor: torch.Tensor) -> TensorRef:
         """How the step names a tensor."""
         number = self.identify(tensor)
-        return TensorRef(
-            number, tuple(tensor.shape), DTYPES.get(tensor.dtype, "fp32"), self._parameter_of.get(number, "")
-        )
+        dtype = DTYPES.get(tensor.dtype, "fp32")
+        name = self._parameter_of.get(number, "")
+        return TensorRef(number, tuple(tensor.shape), dtype, name, int(tensor.storage_offset()))
 
     @property
     def current_phase(self) -> str:
@@ -340,8 +342,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = self._in_channels_last(call)
             call = Call(func, args, kwargs, out)
         seen = (*call.inputs, *call.outputs)
-        if not any(t.device.type == self.device and t.numel() for t in seen):
-            if call.packet in PRODUCTS:
+        is_empty = call.outputs and not any(t.numel() for t in call.outputs)  # such as of an idle expert
+        if is_empty or not any(t.device.type == self.device and t.numel() for t in seen):
+            if call.packet in PRODUCTS and not is_empty:
                 self.host_products[self.sites.source_line()] = None
             return out  # the host's work, or none
         if self._on_host and call.inputs and self.identify(call.inputs[0]) in self._on_host:

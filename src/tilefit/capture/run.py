@@ -20,6 +20,7 @@ from tilefit.errors import UsageError
 from tilefit.ops import Settings, Step
 from tilefit.options import StepKeywords, StepOptions
 
+_NOTHING = "The step does nothing on the GPU: its model or its inputs are empty, or it only makes views."
 _EAGER = "The model was compiled, and is looked at as it runs eagerly: add --compile (compile=True)."
 
 
@@ -87,10 +88,11 @@ def capture(
             modes.sites.name_modules(model)
             _step(modes, model, inputs, options, loss)
         else:
-            call(model, inputs)
+            modes.returning(call(model, inputs))
             modes.check_something_ran()
-    if not options.compile and (is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)):
-        notes = (*notes, _EAGER)
+    is_compiled = is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)
+    said = {_EAGER: is_compiled and not options.compile, _NOTHING: not modes.recorder.ops}
+    notes = (*notes, *(note for note, is_true in said.items() if is_true))
     trained = options.train if is_module else any(op.phase != "forward" for op in modes.recorder.ops)
     _refuse_settings({"--infer (train=False)": trained and not options.train}, function)
     settings = Settings(
@@ -177,7 +179,7 @@ def _step(
         with autocast:
             before = modes.semantic.values_read
             with compiling:
-                output = call(model, inputs)
+                output = modes.returning(call(model, inputs))
             modes.note_graph_breaks(modes.semantic.values_read - before if options.compile else 0)
             if not options.train:
                 return

@@ -10,10 +10,14 @@ import torch
 from tilefit.capture.dtypes import DTYPES
 from tilefit.errors import TilefitError
 
+#: PyTorch draws no random numbers of these.
+_NOT_DRAWN = (torch.uint16, torch.uint32, torch.uint64)
 #: The torch type that stores each of the project's element types; of two, the first.
-TORCH_DTYPES = {name: dtype for dtype, name in reversed(DTYPES.items()) if not dtype.is_complex} | {
-    "tf32": torch.float32
-}
+TORCH_DTYPES = {
+    name: dtype
+    for dtype, name in reversed(DTYPES.items())
+    if not dtype.is_complex and dtype not in _NOT_DRAWN
+} | {"tf32": torch.float32}
 
 # Tensors of PyTorch's own CUDA allocator start at multiples of 512 bytes; ours do too.
 _ALIGNMENT_BYTES = 512

@@ -19,7 +19,11 @@ _BITS: dict[str, int] = {
     "int16": 16,
     "int8": 8,
     "uint8": 8,
+    "uint16": 16,
+    "uint32": 32,
+    "uint64": 64,
     "bool": 8,
+    "complex32": 32,
     "complex64": 64,
     "complex128": 128,
 }

@@ -51,12 +51,14 @@ class TensorRef:
         shape: Sizes of this view.
         dtype: Element type.
         parameter: Name of the parameter this is, or is a lower-precision copy of; else empty.
+        offset: Elements of the memory before this view's first.
     """
 
     id: int
     shape: tuple[int, ...]
     dtype: str
     parameter: str = ""
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
 def _entry(entry: StepOp, op: Op, shapes: Sequence[_Shape]) -> StepOp:
     """The operation with other numbers and other shapes of its inputs and outputs."""
     refs = [
-        ref if ref.shape == shape else TensorRef(ref.id, shape, ref.dtype, ref.parameter)
+        ref if ref.shape == shape else TensorRef(ref.id, shape, ref.dtype, ref.parameter, ref.offset)
         for ref, shape in zip((*entry.inputs, *entry.outputs), shapes, strict=True)
     ]
     count = len(entry.inputs)

@@ -33,7 +33,9 @@ def scale_batch(step: Step, factor: float) -> Step:
     larger = cache(lambda shape: _larger(shape, factor))
 
     def scaled_ref(ref: TensorRef) -> TensorRef:
-        return ref if _stays(ref, fixed) else TensorRef(ref.id, larger(ref.shape), ref.dtype, ref.parameter)
+        if _stays(ref, fixed):
+            return ref
+        return TensorRef(ref.id, larger(ref.shape), ref.dtype, ref.parameter, ref.offset)
 
     ops = []
     for entry in step.ops:

@@ -26,6 +26,7 @@ class Step:
         modules: Class name of each module, by path.
         model: What was captured, for headings.
         notes: What a reader must know about the capture (assumptions, things not seen).
+        returned: Numbers of the memory of what its forward pass makes and returns to the caller.
         shards: Of one tensor-parallel rank's step, how sizes are divided; empty for a whole step.
         program: The program around it, where a whole program was run.
         made: The user's line that made a module, by its path; of the modules inside it only where it is
@@ -44,6 +45,7 @@ class Step:
     modules: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     notes: tuple[str, ...] = ()
+    returned: tuple[int, ...] = ()
     shards: tuple[Shard, ...] = ()
     program: Program | None = None
     made: Mapping[str, str] = field(default_factory=dict)

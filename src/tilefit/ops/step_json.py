@@ -58,7 +58,7 @@ def dump(step: Mapping[str, Any]) -> str:
             "schema": SCHEMA,
             "operations": [[op.kind, op.values] for op in operations],
             "sites": places,
-            "tensors": [[ref.id, ref.shape, ref.dtype, ref.parameter] for ref in tensors],
+            "tensors": [[ref.id, ref.shape, ref.dtype, ref.parameter, ref.offset] for ref in tensors],
             "rows": rows,
             **{name: changed.get(name, value) for name, value in step.items() if name != "ops"},
         },

@@ -198,7 +198,7 @@ def renumbered(unit: Unit, numbers: count[int]) -> tuple[tuple[TensorRef, ...], 
     def fresh(ref: TensorRef) -> TensorRef:
         if ref.id not in new:
             new[ref.id] = next(numbers)
-        return TensorRef(new[ref.id], ref.shape, ref.dtype, ref.parameter)
+        return TensorRef(new[ref.id], ref.shape, ref.dtype, ref.parameter, ref.offset)
 
     return tuple(map(fresh, unit.inputs)), tuple(map(fresh, unit.outputs))
 

@@ -145,11 +145,11 @@ def batch_curve(step: Step, gpu: Gpu, estimate: StepEstimate) -> tuple[BatchPoin
 
     Returns:
         The points by increasing batch, the step's own among them; nothing where the batch or the memory is
-        not known, or where no other batch fits.
+        not known, where no other batch fits, or of a step that does nothing.
     """
     most = min(step.largest_batch(gpu.memory_bytes) or 0, _LARGEST_FACTOR * step.batch)
     others = {1 << power for power in range(most.bit_length())} - {step.batch}
-    if not others:
+    if not others or not estimate.time_s:
         return ()
     points = [_point(step, estimate)]
     for batch in others:

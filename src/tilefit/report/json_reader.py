@@ -32,8 +32,9 @@ WORDS: dict[tuple[type, str], tuple[str, ...]] = {
     (StepSummary, "provenance"): (DATASHEET, TRANSFERRED, ESTIMATED, MEASURED, ""),
 }
 
-#: In the names of the fields whose numbers may be below 0: what a change saves may be less than nothing.
-SIGNED = "gain"
+#: In the names of the fields whose numbers may be below 0: what a change saves, and what a profiler adds, may
+#: be less than nothing.
+SIGNED = ("gain", "overhead")
 
 _HINT = "Name a file that tilefit check, profile or precision wrote with --output-format json."
 
@@ -162,12 +163,17 @@ class _Reader:
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             self._wrong(_NAMES[kind], path)
-        if isinstance(value, int | float) and not (0 <= value < inf or (SIGNED in path and isfinite(value))):
+        if isinstance(value, int | float) and not (0 <= value < inf or (is_signed(path) and isfinite(value))):
             self._wrong("a finite number from 0 on", path)
         return value
 
     def _wrong(self, wanted: str, path: str) -> NoReturn:
         raise _no_report(f"{path or 'the whole'} is not {wanted}", self._where)
+
+
+def is_signed(name: str) -> bool:
+    """Whether a field's number may be below 0."""
+    return any(word in name for word in SIGNED)
 
 
 def required(kind: Any) -> list[str]:

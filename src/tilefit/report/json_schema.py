@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from tilefit.report.json_reader import SIGNED, WORDS, required
+from tilefit.report.json_reader import WORDS, is_signed, required
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Report
 from tilefit.report.watched import Watched
 
@@ -57,7 +57,7 @@ def _describe(kind: Any, definitions: dict[str, Any], name: str = "") -> dict[st
         _define(kind, definitions)
         return {"$ref": f"#/$defs/{kind.__name__}"}
     if kind in _SCALARS:
-        has_least = kind in (int, float) and SIGNED not in name
+        has_least = kind in (int, float) and not is_signed(name)
         return {"type": _SCALARS[kind], **({"minimum": 0} if has_least else {})}
     options = get_args(kind)
     if get_origin(kind) is dict:

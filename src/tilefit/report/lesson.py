@@ -162,13 +162,14 @@ def _listed(report: Report, groups: Sequence[OpGroup]) -> Stage:
 def _of_finding(report: Report, finding: Finding) -> Lesson:
     """What was found, then the longest operation of the place: of the line it names, if any is there."""
     page = next((page for page in report.rules if page.code == finding.code), None)
+    between = units.interval(finding.gain_low_s, finding.gain_high_s)
     first = Stage(
         page.title if page else "What was found",
         (
             f"{text.site(finding)} {finding.source}".rstrip(),
             finding.message,
             *finding.arithmetic,
-            f"{text.gain(finding)}: {units.interval(finding.gain_low_s, finding.gain_high_s)}, 80 %",
+            text.gain(finding) + (f": {between}, 80 %" if finding.gain_s else ""),
             f"→ {finding.fix} ({finding.safety})",
         ),
     )
@@ -202,7 +203,8 @@ def _stages(report: Report, group: OpGroup, *, findings: bool = True) -> Iterato
 def _what(group: OpGroup) -> Iterator[str]:
     op = group.op
     place = f"{op.module or 'the whole step'} {op.source}".rstrip()
-    more = f", one of {group.count} alike (in {group.module})" if group.count > 1 else ""
+    others = f" (in {group.module})" if group.module else ""
+    more = f", one of {group.count} alike{others}" if group.count > 1 else ""
     yield f"{place}, {op.phase}{more}"
     if op.product:
         m, n, k, batch = op.product

@@ -92,7 +92,9 @@ def _results(subject: Subject, codes: list[str]) -> Iterator[dict[str, Any]]:
 def _physical(remark: Remark, subject: Subject) -> dict[str, Any]:
     """Where it is; code scanning wants a file and a line of everything, so the whole step is the target's."""
     path = PurePath(remark.path or subject.path)
-    artifact = {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())}
+    artifact = {
+        "uri": path.as_uri() if path.is_absolute() else quote(path.as_posix(), errors="surrogateescape")
+    }
     if not path.is_absolute() and not set(path.parts[:1]) & set(subject.libraries):
         artifact["uriBaseId"] = _ROOT
     return {"artifactLocation": artifact, "region": {"startLine": remark.line or 1}}

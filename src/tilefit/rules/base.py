@@ -14,6 +14,8 @@ from tilefit.rules.sites import pattern
 
 #: New operations by index into ``Step.ops``; an empty tuple removes the operation.
 Replaced = Mapping[int, tuple[StepOp, ...]]
+#: The same while it is made.
+Edits = dict[int, tuple[StepOp, ...]]
 
 
 @dataclass(frozen=True, slots=True)

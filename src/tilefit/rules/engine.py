@@ -16,7 +16,7 @@ from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
 from tilefit.options import Selection, SelectionKeywords, taken
-from tilefit.rules.base import Change, Context, Proposal
+from tilefit.rules.base import Change, Context, Edits, Proposal
 from tilefit.rules.finding import ERROR, NOTE, SAFE, THROUGHPUT, WARNING, Finding
 from tilefit.rules.registry import select as select_rules
 
@@ -113,7 +113,7 @@ def together_s(context: Context, found: Iterable[Found]) -> float:
         for each in sorted(found, key=lambda each: -each.finding.gain_s)
         if each.change is not None and each.change.work_ratio == 1.0
     ]
-    together: dict[int, tuple[StepOp, ...]] = {}
+    together: Edits = {}
     for change in changes:
         if change.step is None and together.keys().isdisjoint(change.replace):
             together |= change.replace

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from math import inf, prod
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
@@ -20,10 +20,12 @@ class Flow:
     Attributes:
         writers: By operation: for each tensor it reads, by id, the operation that wrote it last.
         readers: By operation: the later operations that read what it wrote, in order.
+        returned: Numbers of the memory that the caller reads.
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.returned = frozenset(step.returned)
         self.writers: list[dict[int, int]] = []
         self.readers: list[list[int]] = [[] for _ in step.ops]
         last: dict[int, int] = {}
@@ -47,9 +49,22 @@ class Flow:
         operand = activation(self.step.ops[index])
         return self.writers[index].get(operand.id) if operand else None
 
-    def after(self, index: int, phase: str = "") -> int | None:
-        """The only operation, of a phase if one is given, that reads what an operation wrote."""
-        readers = [i for i in self.readers[index] if phase in ("", self.step.ops[i].phase)]
+    def operand(self, index: int) -> tuple[int, int, int | None] | None:
+        """What an operation works on, its largest operand before any casts: the number of its memory, where
+        in it, and the operation that wrote it."""
+        ref, at = activation(self.step.ops[index]), index
+        while ref is not None:
+            writer = self.writers[at].get(ref.id)
+            if writer is None or not is_cast(self.step.ops[writer]):
+                return ref.id, ref.offset, writer
+            (ref,), at = self.step.ops[writer].inputs, writer
+        return None
+
+    def after(self, index: int, phase: str = "", but: Collection[int] = ()) -> int | None:
+        """The only reader, of a phase if one is given, of what an operation wrote; ``but`` some."""
+        if not self.returned.isdisjoint(ref.id for ref in self.step.ops[index].outputs):
+            return None
+        readers = [i for i in self.readers[index] if phase in ("", self.step.ops[i].phase) and i not in but]
         return readers[0] if len(readers) == 1 else None
 
     def way(
@@ -186,18 +201,6 @@ def copy_op(source: TensorRef, result: TensorRef) -> Streaming:
         elements(result) * size_bytes(result.dtype),
         wider,
     )
-
-
-def together(entries: list[StepOp]) -> StepOp:
-    """Streaming operations of one kind as one: their bytes, one kernel's fixed cost."""
-    parts = [entry.op for entry in entries if isinstance(entry.op, Streaming)]
-    op = replace(
-        parts[0],
-        elements=sum(part.elements for part in parts),
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-    )
-    return replace(entries[0], op=op)
 
 
 def bias_gradient(flow: Flow, call: LinearCall) -> int | None:

@@ -35,6 +35,12 @@ class Linear:
     outputs: set[int] = field(default_factory=set)
 
     @property
+    def path(self) -> str:
+        """Its module's, or the weight's own where it is one of several parameters of a module."""
+        own = self.parameter.removesuffix(".weight")
+        return own if own.startswith(self.module) else self.module
+
+    @property
     def indices(self) -> list[int]:
         """All its products, in order."""
         return sorted(self.forward + self.backward_data + self.backward_weight)

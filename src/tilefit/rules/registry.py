@@ -117,7 +117,8 @@ def _unknown(code: str, rules: Sequence[Coded]) -> UsageError:
     codes = [rule.code for rule in rules]
     families = sorted({known[:3] for known in codes})
     if family := [known for known in codes if known[:3] == code[:3].upper()]:
-        hint = near(code.upper(), codes, f"There are {', '.join(family)}.")
+        there = f"There are {', '.join(family)}."
+        hint = there if code.upper() in families else near(code.upper(), codes, there)
     else:
         hint = near(code.upper(), codes + families, f"The families are {', '.join(families)}.")
     return UsageError(f"no rule is called {code!r}", hint=hint)

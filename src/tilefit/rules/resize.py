@@ -9,6 +9,7 @@ from typing import Any
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.base import Edits
 from tilefit.rules.layers import Linear, products
 
 #: Which dimension of an activation holds a size: its last (features), its second (channels), any.
@@ -27,11 +28,9 @@ def resized(entry: StepOp, sizes: Mapping[int, int], *names: str, **others: int)
     return replace(entry, op=replace(entry.op, **changed))  # type: ignore[type-var]
 
 
-def resize_features(
-    step: Step, layers: Iterable[Linear], sizes: Mapping[int, int]
-) -> dict[int, tuple[StepOp, ...]]:
+def resize_features(step: Step, layers: Iterable[Linear], sizes: Mapping[int, int]) -> Edits:
     """The products of the given layers with their feature sizes exchanged as ``sizes`` says (old: new)."""
-    replaced: dict[int, tuple[StepOp, ...]] = {}
+    replaced: Edits = {}
     for layer in layers:
         in_features = sizes.get(layer.in_features, layer.in_features)
         out_features = sizes.get(layer.out_features, layer.out_features)
@@ -42,12 +41,12 @@ def resize_features(
     return replaced
 
 
-def resize_streams(step: Step, sizes: Mapping[int, int], where: str = LAST) -> dict[int, tuple[StepOp, ...]]:
+def resize_streams(step: Step, sizes: Mapping[int, int], where: str = LAST) -> Edits:
     """The streaming operations on tensors with such dimensions, with the bytes that the new ones need.
 
     Any dimension of a parameter counts; of an activation, the one that ``where`` names.
     """
-    replaced: dict[int, tuple[StepOp, ...]] = {}
+    replaced: Edits = {}
     for index, entry in enumerate(step.ops):
         op = entry.op
         if not isinstance(op, Streaming):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
+import torch
+from torch import nn
 
 from builders import StepBuilder
+from tilefit.capture import capture
 from tilefit.cost import estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import Attention
 from tilefit.rules import get, run
 from tilefit.rules.base import Context
+from whatif import findings
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(12, 64), (16, 128)])
@@ -30,3 +37,24 @@ def test_other_heads_keep_the_width(h200: Gpu) -> None:
         assert isinstance(entry.op, Attention)
         assert entry.op.num_heads * entry.op.head_dim == 2560
         assert entry.op.head_dim in (64, 128)
+
+
+class Products(nn.Module):
+    """A product over 1001 positions, of scores or of something else."""
+
+    def __init__(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.weights = nn.Linear(1024, 1024), weights
+
+    def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.weights(a) @ self.layer(x)
+
+
+@pytest.mark.parametrize("is_attention", [True, False])
+def test_what_is_no_attention_is_not_called_so(is_attention: bool) -> None:
+    inputs = (torch.empty(64, 1001, 1001, device="meta"), torch.empty(64, 1001, 1024, device="meta"))
+    weights = partial(torch.softmax, dim=-1) if is_attention else torch.relu
+    (finding,) = findings(capture(Products(weights), inputs, amp="bf16"), "ALN006")
+    assert ("attention" in finding.message) == is_attention
+    assert ("F.scaled_dot_product_attention" in finding.fix) == is_attention
+    assert "1001 to 1024" in finding.fix

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from builders import StepBuilder, resnet
+from tilefit.capture import capture
 from tilefit.gpus import Gpu
 from tilefit.rules import run
+from whatif import findings
 
 
 def test_a_healthy_resnet_is_left_alone(h200: Gpu, a100: Gpu) -> None:
@@ -36,3 +43,33 @@ def test_the_first_convolution_gains_nothing_worth_a_finding(channels_last: bool
     b = StepBuilder(batch=256)
     b.conv("conv1", 3, 64, 224, 7, 2, channels_last=channels_last)
     assert run(b.step(), h200, select=["ALN"]) == []
+
+
+def test_groups_that_are_normalized_together_are_chosen_before_training() -> None:
+    def network(norm: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(64, 60, 3), norm, nn.ReLU(), nn.Conv2d(60, 60, 3))
+
+    x = torch.empty(256, 64, 56, 56, device="meta")
+    for norm, safety in ((nn.BatchNorm2d(60), "safe"), (nn.GroupNorm(6, 60), "unsafe")):
+        (finding,) = findings(capture(network(norm), x, amp="bf16", channels_last=True), "ALN004")
+        assert finding.safety == safety
+
+
+def test_a_decoder_that_writes_the_image_reads_no_few_channels() -> None:
+    decoder = nn.Sequential(
+        nn.ConvTranspose2d(256, 64, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(64, 3, 4, 2, 1)
+    )
+    x = torch.empty(128, 256, 56, 56, device="meta")
+    step = capture(decoder, x, amp="bf16", channels_last=True)
+    assert not findings(step, "ALN005", min_gain=0)
+
+
+def test_channels_are_padded_where_they_are() -> None:
+    video = nn.Conv3d(3, 64, (3, 7, 7), stride=(1, 2, 2), padding=(1, 3, 3))
+    (finding,) = findings(
+        capture(video, torch.empty(8, 3, 16, 224, 224, device="meta"), amp="bf16"), "ALN005"
+    )
+    (pad,) = re.findall(r"F\.pad\(x, \(([\d, ]+)\)\)", finding.fix)
+    padded = F.pad(torch.empty(8, 3, 16, 224, 224, device="meta"), [*map(int, pad.split(", "))])
+    assert padded.shape[1] in (4, 8)
+    assert padded.shape[2:] == (16, 224, 224)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from builders import StepBuilder, gpt2, llama
+from tilefit.capture import capture
 from tilefit.cost import estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.rules import get, run
 from tilefit.rules.base import Context
+from whatif import findings
 
 
 def test_layers_that_share_a_size_are_one_finding(h200: Gpu) -> None:
@@ -85,10 +92,10 @@ def test_fp32_without_tf32_has_no_tensor_cores_to_lose(h200: Gpu) -> None:
 
 
 def test_tf32_needs_multiples_of_four(h200: Gpu) -> None:
-    for size, findings in ((2044, 0), (2046, 1)):
+    for size, count in ((2044, 0), (2046, 1)):
         b = StepBuilder(dtype="tf32")
         b.linear("a", 16384, size, size)
-        assert len(run(b.step(), h200, select=["ALN001"])) == findings
+        assert len(run(b.step(), h200, select=["ALN001"])) == count
 
 
 @pytest.mark.parametrize("gpu_name", ["h200", "a100"])
@@ -96,3 +103,49 @@ def test_healthy_models_are_left_alone(gpu_name: str, request: pytest.FixtureReq
     gpu = request.getfixturevalue(gpu_name)
     assert run(gpt2(50304, layers=12), gpu, select=["ALN", "QNT", "LAY"]) == []
     assert run(llama(), gpu, select=["ALN", "QNT", "LAY"]) == []
+
+
+class Between(nn.Module):
+    """A layer that is padded, and what its features go through."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], features: int = 4097) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(4096, features), nn.Linear(features, 64), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "together"),
+    [
+        (F.gelu, ""),
+        (lambda y: F.layer_norm(y, y.shape[-1:]), "normalization"),
+        (lambda y: torch.softmax(y, -1), "softmax"),
+        (lambda y: y * torch.rsqrt(y.square().mean(-1, keepdim=True)), "mean"),
+    ],
+    ids=["gelu", "layer norm", "softmax", "rms by hand"],
+)
+def test_zeros_among_trained_weights_are_advised_where_nothing_takes_all_features_together(
+    between: Callable[[torch.Tensor], torch.Tensor], together: str
+) -> None:
+    step = capture(Between(between), torch.empty(8192, 4096, device="meta"), amp="bf16")
+    (finding,) = findings(step, "ALN001")
+    assert ("pad trained weights with zeros" in finding.fix) is not bool(together)
+    assert (f"would change the {together} over them; tilefit fix" in finding.fix) is bool(together)
+
+
+def test_outputs_that_are_compared_with_numbers_are_no_vocabulary() -> None:
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4096, 8193)
+
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.head(x), targets)
+
+    inputs = (torch.empty(8192, 4096, device="meta"), torch.empty(8192, 8193, device="meta"))
+    step = capture(Regression(), inputs, amp="bf16")
+    (finding,) = findings(step, "ALN")
+    assert finding.code == "ALN001"
+    assert "would change the loss over them" in finding.fix

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from builders import StepBuilder, gpt2, llama
@@ -48,6 +50,16 @@ def test_features_that_are_padded_too_are_named_with_the_vocabulary(h200: Gpu) -
     (finding,) = run(b.step(), h200, select=["ALN"])
     assert finding.message.startswith("a vocabulary of 21841 and 766 features are no multiple of 8")
     assert "pays together with 766 -> 768" in finding.fix
+
+
+def test_a_layer_that_reads_a_vocabulary_in_another_type_scores_none(h200: Gpu) -> None:
+    b, wide = StepBuilder(), StepBuilder(dtype="tf32")
+    b.linear("reads", 16384, 21841, 768)
+    wide.head("scores", 16384, 768, 21841)
+    step = replace(b.step(), ops=(*b.step().ops, *wide.step().ops))
+    first, second = sorted(run(step, h200, select=["ALN"]), key=lambda finding: finding.code)
+    assert (first.code, first.module) == ("ALN001", "reads")
+    assert (second.code, second.module) == ("ALN002", "scores")
 
 
 @pytest.mark.parametrize("vocabulary", [50304, 50264, 32008])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tilefit.capture import capture
 from toys import Attention, LanguageModel, tokens
@@ -109,3 +112,68 @@ def test_a_region_per_micro_batch_casts_again() -> None:
     assert finding.safety == "safe"
     assert finding.message.startswith("6 casts")
     assert not findings(capture(MicroBatches(apart=False), x, fused_optimizer=True), "PRC005", min_gain=0)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_weights_that_an_optimizer_has_changed_are_cast_anew(steps: bool) -> None:
+    network = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3))).to("meta")
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def twice(x: torch.Tensor) -> None:
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = network(x).float().mean()
+            loss.backward()
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    step = capture(twice, torch.empty(64, 4096, device="meta"))
+    assert bool(findings(step, "PRC005", min_gain=0)) is not steps
+
+
+def test_weights_cast_by_hand_are_cast_once_by_hand() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4096, 4096))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.to(x.dtype) @ self.weight.to(x.dtype)
+
+    x = torch.empty(64, 4096, device="meta", dtype=torch.bfloat16)
+    (finding,) = findings(capture(Shared(), x), "PRC005")
+    assert "autocast" not in finding.fix
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_wide_activation_that_the_caller_gets_is_no_detour(returned: bool) -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2048, 2048)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            out = self.layer(wide.to(x.dtype))
+            return (out, wide) if returned else out
+
+    x = torch.empty(16384, 2048, device="meta", dtype=torch.bfloat16)
+    step = capture(Norm().bfloat16(), x, train=False)
+    assert bool(findings(step, "PRC004", min_gain=0)) is not returned
+
+
+def test_checkpointed_blocks_cast_again_whatever_regions_there_are() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    x = torch.empty(64, 4096, device="meta")
+    assert not findings(capture(Checkpointed(), x, amp="bf16"), "PRC005", min_gain=0)

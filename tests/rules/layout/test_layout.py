@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
 
 from builders import StepBuilder, gpt2, resnet
+from tilefit.capture import capture
 from tilefit.gpus import Gpu
 from tilefit.rules import run
+from whatif import findings
 
 
 def test_nchw_convolutions_are_turned(h200: Gpu, a100: Gpu) -> None:
@@ -73,3 +80,23 @@ def test_layout_copies_of_all_blocks_are_one_finding(h200: Gpu) -> None:
 def test_large_aligned_products_do_not_care(h200: Gpu, a100: Gpu) -> None:
     for gpu in (h200, a100):
         assert run(gpt2(), gpu, select=["LAY003"]) == []
+
+
+@pytest.mark.parametrize(
+    ("copied", "found"),
+    [(lambda x: x.transpose(1, 2).contiguous(), True), (lambda x: torch.cat([x.mT, x.mT + 1], 1), False)],
+    ids=["contiguous", "joined"],
+)
+def test_what_joins_tensors_is_no_copy_of_one(
+    copied: Callable[[torch.Tensor], torch.Tensor], found: bool
+) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1024, 1024)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return copied(self.layer(x))
+
+    step = capture(Turned(), torch.empty(64, 1024, 1024, device="meta"), amp="bf16", train=False)
+    assert bool(findings(step, "LAY002")) is found

@@ -322,6 +322,14 @@ class TestZeroedGradients:
         other = replace(self.gradient(0, "aten.zero_", FORWARD), outputs=(TensorRef(1, (7,), "fp32"),))
         assert not findings(self.zeroed(other), h200, "GRD001")
 
+    def test_a_buffer_that_is_cleared_is_no_gradient(self, h200: Gpu) -> None:
+        buffer = (TensorRef(70_000, (512, 512), "fp32"),)
+        cleared = replace(self.gradient(0, "aten.zero_", FORWARD), outputs=buffer)
+        assert not findings(self.zeroed(cleared), h200, "GRD001")
+        op = Streaming("pointwise", 16 << 18, 0, 16 << 20, function="_foreach_zero")
+        every = StepOp(op, FORWARD, Site("", "train.py:40"), "aten._foreach_zero_")
+        assert not findings(made(train(rows=64), every, at=0), h200, "GRD001")
+
 
 class TestParameterLoop:
     def loop(self, step: Step, *names: str, shape: tuple[int, ...] = (512, 512), times: int = 16) -> Step:

@@ -49,7 +49,7 @@ def capture_function(target: str, options: TargetOptions) -> Step | None:
             function(*arguments, **keywords)  # makes the optimizer's state
             known = len(modes.steps.known)
             window.begin()
-            function(*arguments, **keywords)
+            modes.returning(function(*arguments, **keywords))
         except TilefitError:
             raise
         except Exception as error:

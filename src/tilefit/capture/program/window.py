@@ -132,6 +132,7 @@ class Window:
         """
         modes = self._modes
         modes.recorder.muted = True
+        modes.recorder.returned |= modes.recorder.alive  # what the program may still read
         check_step(modes, stepped)
         inputs = self._call.inputs if self._call else None
         batch = batch_of(inputs, modes.recorder.ops)

@@ -27,7 +27,7 @@ class AttentionSizes(Rule):
 
     What it sees: fused attention whose head size another number of heads of the same total width would
     make faster; and attention written out as two batched products whose head size or sequence length is
-    no multiple of 16 bytes.
+    no multiple of 16 bytes, or other batched products of activations over such a size.
 
     Why it costs time: fused kernels are compiled for a few head sizes (64, 96, 128, 256) and fill up the
     others. Written out, the scores are a
@@ -126,16 +126,18 @@ class AttentionSizes(Rule):
             },
         )
         new = sizes[size]
+        modules = {step.ops[index].site.module for index in indices}
+        if any(entry.op.category == "softmax" and entry.site.module in modules for entry in step.ops):
+            what = "attention is written out"
+            fix = f"Use F.scaled_dot_product_attention; or pad {size} to {new} inside the attention and mask "
+            fix += "the added positions."
+        else:
+            what = "batched products run"
+            fix = f"Pad {size} to {new} with zeros, and cut off what they add to the result."
         return Proposal(
             place=context.place(indices),
-            message=(
-                f"attention is written out over {size} positions or features, {misfit(dtype)}: "
-                f"{run_on(context, indices)}"
-            ),
-            fix=(
-                f"Use F.scaled_dot_product_attention; or pad {size} to {new} inside the attention and "
-                "mask the added positions."
-            ),
+            message=f"{what} over {size} positions or features, {misfit(dtype)}: {run_on(context, indices)}",
+            fix=fix,
             safety=SAFE,
             change=Change({**resize_streams(step, sizes), **products}),
             arithmetic=arithmetic(context, products, indices),

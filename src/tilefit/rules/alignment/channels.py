@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from tilefit.cost import estimate
 from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import best_padding, counted_lines, is_misaligned, misfit
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Replaced, Rule
-from tilefit.rules.finding import SAFE
+from tilefit.rules.alignment.padding import (
+    best_padding,
+    counted_lines,
+    is_misaligned,
+    misfit,
+    with_zeros,
+)
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Replaced, Rule
 from tilefit.rules.resize import CHANNEL, resize_streams, resized
 from tilefit.units import seconds
 
@@ -32,7 +37,7 @@ class ConvChannels(Rule):
     Example: ``nn.Conv2d(60, 60, 3)`` -> ``nn.Conv2d(64, 64, 3)``.
 
     Fix: choose a multiple of 8 (better 64) when you design or train the model; in a trained one, pad
-    weights, biases and normalisation with zeros.
+    weights, biases and normalisation with zeros (a group normalisation's groups would be others).
 
     Sources: NVIDIA, "Convolutional Layers User's Guide", channels in and out; the times are measurements
     on an H200 with cuDNN 9.19.
@@ -54,6 +59,7 @@ class ConvChannels(Rule):
     def _proposal(self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]) -> Proposal:
         step = context.step
         padding, convolutions = padded(context, sizes, dtype, indices)
+        how, safety = with_zeros(step, padding)
         place = context.place(indices)
         lines = []
         for index in indices:
@@ -68,8 +74,8 @@ class ConvChannels(Rule):
         return Proposal(
             place=place,
             message=f"{odd} channels are {misfit(dtype)} in {place.sites} convolutions",
-            fix=f"Use {changes} (pad trained weights with zeros).",
-            safety=SAFE,
+            fix=f"Use {changes} ({how}).",
+            safety=safety,
             change=Change(
                 {**resize_streams(step, padding, CHANNEL), **_depthwise(step.ops, padding), **convolutions}
             ),
@@ -118,7 +124,7 @@ def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:
     return resized(entry, sizes, "out_channels", *own)
 
 
-def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> dict[int, tuple[StepOp, ...]]:
+def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> Edits:
     """The depthwise convolutions between, which carry the same channels."""
     return {
         index: (resized(entry, sizes, "in_channels", "out_channels", "groups"),)

@@ -10,6 +10,9 @@ from tilefit.rules.base import Context, Replaced
 from tilefit.rules.layers import Linear, linears
 from tilefit.rules.resize import ANY, LAST, resize_features, resize_streams, resized
 
+#: Losses that take scores of classes.
+_OF_CLASSES = ("aten.nll_loss", "aten.cross_entropy")
+
 
 @dataclass(slots=True)
 class Group:
@@ -80,7 +83,8 @@ def groups(step: Step) -> list[Group]:
             if sizes:
                 join(sizes, op.dtype).recurrent.append(index)
     for group in groups:
-        group.vocabularies = [size for size in group.sizes if size in scores]
+        scored = scores & {layer.out_features for layer in group.layers}
+        group.vocabularies = [size for size in group.sizes if size in scored]
     return groups
 
 
@@ -88,7 +92,7 @@ def _vocabularies(step: Step, layers: list[Linear]) -> set[int]:
     """The sizes over which a layer gives scores.
 
     Such a layer shares its weight with an embedding table, or is wider than its input and either has as
-    many outputs as a table has rows or ends in the loss.
+    many outputs as a table has rows or ends in a loss over classes.
     """
     tables = {
         ref.parameter: ref.shape[0]
@@ -110,13 +114,13 @@ def _vocabularies(step: Step, layers: list[Linear]) -> set[int]:
 
 
 def _tensors_of_loss(step: Step) -> set[int]:
-    """Ids of the tensors a loss is computed from, through casts and softmaxes."""
+    """Ids of the tensors a loss over classes is computed from, through casts and softmaxes."""
     tensors: set[int] = set()
     for entry in reversed(step.ops):
         op = entry.op
         if entry.phase != FORWARD or not isinstance(op, Streaming):
             continue
         passes_on = op.role in ("softmax", "copy") and any(ref.id in tensors for ref in entry.outputs)
-        if op.role == "loss" or passes_on:
+        if entry.name.startswith(_OF_CLASSES) or passes_on:
             tensors.update(ref.id for ref in entry.inputs if not ref.parameter)
     return tensors

@@ -9,9 +9,9 @@ from tilefit.cost import estimate
 from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.units import seconds
+from tilefit.units import counted, seconds
 
 #: The least share of the layer's time that is worth a word: the model errs by several per cent on what
 #: distinguishes 3, 4 and 8 channels.
@@ -61,6 +61,7 @@ class FirstConvolution(Rule):
         if not options:
             return
         new = min(options, key=lambda c: context.replaced_s(options[c]))
+        added = new - first.in_channels
         change = options[new]
         before_s = context.time_s(indices)
         if context.replaced_s(change) > (1 - _CLEAR_GAIN) * before_s:
@@ -77,9 +78,8 @@ class FirstConvolution(Rule):
             place=context.place(indices),
             message=f"the first convolution reads {first.in_channels} channels; {new} would be faster",
             fix=(
-                f"Give it {new} input channels and pad the images with {new - first.in_channels} zero "
-                "channels, in the data loader or by F.pad(x, (0, 0, 0, 0, 0, "
-                f"{new - first.in_channels}))."
+                f"Give it {new} input channels and pad the images with {counted(added, 'zero channel')}, in "
+                f"the data loader or by F.pad(x, ({'0, 0, ' * len(first.input_size)}0, {added}))."
             ),
             safety=SAFE,
             change=Change(change),
@@ -90,6 +90,7 @@ class FirstConvolution(Rule):
 def few_channels(step: Step) -> dict[str, list[int]]:
     """Convolutions of images whose pixels have fewer channels than 16 bytes hold, by module."""
     layers: dict[str, list[int]] = {}
+    transposed = set()
     for index, entry in enumerate(step.ops):
         op = entry.op
         if (
@@ -99,10 +100,12 @@ def few_channels(step: Step) -> dict[str, list[int]]:
             and op.in_channels < elements_per_access(op.dtype)
         ):
             layers.setdefault(entry.site.module, []).append(index)
-    return layers
+            if entry.phase == FORWARD != op.direction:  # it writes the image, as a decoder's last one does
+                transposed.add(entry.site.module)
+    return {module: indices for module, indices in layers.items() if module not in transposed}
 
 
-def padded(step: Step, indices: list[int]) -> dict[int, dict[int, tuple[StepOp, ...]]]:
+def padded(step: Step, indices: list[int]) -> dict[int, Edits]:
     """By the number of channels that a layer's images can be padded to: its operations then."""
     first = step.ops[indices[0]].op
     assert isinstance(first, Conv)

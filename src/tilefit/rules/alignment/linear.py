@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, run_on
+from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, run_on, with_zeros
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
@@ -31,7 +31,9 @@ class LinearFeatures(Rule):
 
     Fix: choose the padded size when you design or train the model. In a trained one, pad the weights with
     zeros: the added outputs are zero, and after an activation that maps zero to zero they meet zero
-    columns of the next weight, so outputs and gradients stay the same.
+    columns of the next weight, so outputs and gradients stay the same. Not so where a normalization, a
+    softmax or a loss takes all of them together: then the size is to be chosen before training, or the
+    products alone are padded (``tilefit fix``).
 
     Sources: NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements, and
     "Linear/Fully-Connected Layers User's Guide"; the times are measurements on an H200 with cuBLAS 13.
@@ -55,6 +57,9 @@ class LinearFeatures(Rule):
     def _proposal(self, context: Context, group: Group) -> Proposal:
         products = group.products()
         sizes, resized, streams = group.padded(context)
+        how, safety = with_zeros(context.step, sizes)
+        if safety != SAFE:
+            how += "; tilefit fix pads the products alone"
         changes = []
         for old, new in sizes.items():
             for name in ("out_features", "in_features"):
@@ -68,7 +73,7 @@ class LinearFeatures(Rule):
                 f"{' and '.join(map(str, sizes))} features are {misfit(group.dtype)}: "
                 f"{run_on(context, products)}"
             ),
-            fix=f"Change {', '.join(changes)} (pad trained weights with zeros).",
+            fix=f"Change {', '.join(changes)} ({how}).",
             safety=SAFE,
             change=Change({**streams, **resized}),
             arithmetic=arithmetic(context, resized, products),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tilefit.cost import estimate
-from tilefit.ops import Gemm
+from tilefit.ops import FORWARD, Gemm, Step, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 from tilefit.rules.base import Context, Replaced
+from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.layers import gemm
 from tilefit.rules.resize import pad
 from tilefit.units import seconds, share
@@ -18,6 +19,8 @@ TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
 #: A full cache line is preferred to 16 bytes unless it is slower by this share: on an H200 it measured a few
 #: per cent faster, never slower.
 _TIE = 0.01
+#: Roles of what depends on all features together.
+_TOGETHER = ("normalization", "softmax", "loss")
 
 
 def is_misaligned(size: int, dtype: str) -> bool:
@@ -49,6 +52,23 @@ def best_padding(
     if context.replaced_s(access) < (1 - _TIE) * context.replaced_s(line):
         return by_access, access
     return by_line, line
+
+
+def with_zeros(step: Step, sizes: Collection[int]) -> tuple[str, str]:
+    """How a trained model gets larger sizes, in words, and the change's safety: by zeros, unless they change
+    what an operation makes of all features (or of a group of channels) together."""
+    for entry in step.ops:
+        if entry.phase != FORWARD or not isinstance(entry.op, Streaming) or "batch_norm" in entry.name:
+            continue
+        role, function = entry.op.role, entry.op.function
+        at = 1 if function == "native_group_norm" else -1
+        shapes = (ref.shape for ref in entry.inputs if not ref.parameter and len(ref.shape) > 1)
+        if not any(shape[at] in sizes for shape in shapes):
+            continue
+        if role in _TOGETHER or (function == "mean" and entry.op.inner in sizes):
+            what = role if role in _TOGETHER else "mean"
+            return f"before training: zeros among trained weights would change the {what} over them", UNSAFE
+    return "pad trained weights with zeros", SAFE
 
 
 def misaligned_operands(op: Gemm) -> str:

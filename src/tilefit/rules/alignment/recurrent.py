@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import misfit, pairs
+from tilefit.rules.alignment.padding import misfit, pairs, with_zeros
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
-from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
 
@@ -42,16 +41,14 @@ class RecurrentSizes(Rule):
     def _proposal(self, context: Context, group: Group) -> Proposal:
         step = context.step
         sizes, resized, streams = group.padded(context)
+        how, safety = with_zeros(step, sizes)
         first = step.ops[group.recurrent[0]]
         before_s = context.time_s(resized)
         return Proposal(
             place=context.place(group.recurrent),
             message=f"recurrent sizes of {' and '.join(map(str, sizes))} are {misfit(group.dtype)}",
-            fix=(
-                f"Change {pairs(sizes)}, also in the embedding or layer before and after it (pad trained "
-                "weights with zeros)."
-            ),
-            safety=SAFE,
+            fix=(f"Change {pairs(sizes)}, also in the embedding or layer before and after it ({how})."),
+            safety=safety,
             change=Change({**streams, **resized}),
             arithmetic=(
                 f"{first.op.shape} {group.dtype}, all passes and the linear layers beside it: "

@@ -46,7 +46,7 @@ class BatchBelowKnee(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        if not step.batch:
+        if not step.batch or not context.estimate.time_s:
             return
         known = step.memory.peak_bytes > 0
         most = largest_batch(step, context.gpu) if known else _LARGEST_FACTOR * step.batch

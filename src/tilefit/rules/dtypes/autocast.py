@@ -7,6 +7,7 @@ from math import prod
 
 from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.base import Edits
 from tilefit.rules.flow import copy_op, tensor_bytes
 
 # Streaming operations whose inputs autocast widens to fp32. Batch normalisation is not among them: it
@@ -27,7 +28,7 @@ _FP32_NAMES = (
 )
 
 
-def under_autocast(step: Step, half: str) -> dict[int, tuple[StepOp, ...]]:
+def under_autocast(step: Step, half: str) -> Edits:
     """The operations that autocast to ``half`` changes, with the casts it adds, by index.
 
     The element type of every tensor is followed through the step: products make half results, other
@@ -49,7 +50,7 @@ class _Autocast:
         self.cast_inputs: set[tuple[str, int]] = set()
         self.next_id = 1 + max((ref.id for e in step.ops for ref in (*e.inputs, *e.outputs)), default=0)
 
-    def run(self) -> dict[int, tuple[StepOp, ...]]:
+    def run(self) -> Edits:
         replaced = {}
         for index, entry in enumerate(self.step.ops):
             if entry.phase == OPTIMIZER:
@@ -171,7 +172,7 @@ def _scaled(moved: int, old: tuple[TensorRef, ...], new: tuple[TensorRef, ...]) 
     return round(moved * tensor_bytes(new) / before) if before else moved
 
 
-def _add_scaler(step: Step, replaced: dict[int, tuple[StepOp, ...]]) -> None:
+def _add_scaler(step: Step, replaced: Edits) -> None:
     """The gradient scaler divides every gradient by the scale before the optimizer runs."""
     first = next((i for i, entry in enumerate(step.ops) if entry.phase == OPTIMIZER), None)
     sizes = [prod(p.shape) * size_bytes(p.dtype) for p in step.parameters.values() if p.trainable]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilefit import units
-from tilefit.ops import Conv, Gemm, Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.ops import Conv, Gemm, Recurrent
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import UNSAFE
 
 
@@ -40,7 +40,7 @@ class Tf32(Rule):
         step, gpu = context.step, context.gpu
         if step.settings.amp or not gpu.supports("tf32"):
             return
-        replaced: dict[int, tuple[StepOp, ...]] = {}
+        replaced: Edits = {}
         for index, entry in enumerate(step.ops):
             op = entry.op
             if isinstance(op, Gemm | Conv | Recurrent) and op.dtype == "fp32":

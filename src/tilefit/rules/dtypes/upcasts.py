@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
 from tilefit.rules.flow import Flow, elements, is_cast, tensor_bytes
+from tilefit.rules.merging import instead
 from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.units import counted, share, size
 
@@ -82,11 +83,10 @@ def _detours(flow: Flow) -> Proposals:
         # The gradient of a detour belongs to the same finding.
         by_owner[step.modules.get(fused.site.module, "") or fused.site.module].append((region, fused))
     for regions in by_owner.values():
-        replaced: dict[int, tuple[StepOp, ...]] = {}
+        replaced: Edits = {}
         saved = 0
         for region, fused in regions:
-            replaced.update((i, ()) for i in region)
-            replaced[region[-1]] = (fused,)
+            replaced |= instead(region, fused, at=region[-1])
             saved += sum(step.ops[i].op.moved_bytes for i in region) - fused.op.moved_bytes
         first, fused = regions[0]
         half = step.ops[first[0]].inputs[0].dtype
@@ -152,6 +152,9 @@ def _region(flow: Flow, start: int) -> list[int] | None:
                 ends.add(index)
             else:
                 todo.append(index)
+    kept = {ref.id for i in inside - ends for ref in step.ops[i].outputs}
+    if not flow.returned.isdisjoint(kept):
+        return None
     # Where several upcasts meet, as on an fp32 residual stream, fp32 is a choice and not a detour; a cast
     # alone has nothing to be fused with.
     if not ends or len(inside) < 3 or sum(_is_upcast(step.ops[i]) for i in inside) > 1:

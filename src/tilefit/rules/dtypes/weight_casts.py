@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.ops import StepOp
+from tilefit.ops import OPTIMIZER, StepOp
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
@@ -14,9 +14,8 @@ class WeightCasts(Rule):
     """Autocast casts weights from fp32 that could be cast once.
 
     What it sees: In inference: any cast of a weight to half precision. In training: casts of a weight
-    that was already cast in the same step, because the autocast region was left and entered again (each
-    exit of the outermost region empties the cache: micro-batches, checkpointed blocks), or because its
-    cache is off.
+    that was already cast since the optimizer's last step, because the autocast region was left and entered
+    again (each exit of the outermost region empties the cache: micro-batches), or because its cache is off.
 
     Why it costs time: A cast reads 4 bytes and writes 2 per weight and computes nothing. In inference
     with a small batch the weights are most of the traffic: reading them as half moves 2 bytes per weight,
@@ -44,7 +43,10 @@ class WeightCasts(Rule):
         seen: set[str] = set()
         extra: list[int] = []
         for index, entry in enumerate(step.ops):
-            if not _is_weight_cast(entry):
+            if entry.phase == OPTIMIZER:
+                seen.clear()  # the weights are others now, as between the two steps of a GAN
+            # What is computed again in the backward pass casts again, whatever regions there are.
+            if entry.recomputed or not _is_weight_cast(entry):
                 continue
             name = entry.inputs[0].parameter
             if name in seen or not step.settings.training:
@@ -57,15 +59,18 @@ class WeightCasts(Rule):
         half = entries[0].outputs[0].dtype
         training = step.settings.training
         name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
+        once = (
+            "Open one torch.autocast region around all forward passes of the step, with its cache on."
+            if step.settings.amp
+            else "Cast each weight once in a step, and use the result."
+        )
         yield Proposal(
             place=context.place(extra),
             message=f"{len(entries):,} casts of weights to {half} repeat one that was already made in this "
             "step"
             if training
             else f"{len(entries):,} weights are cast to {half} in every call",
-            fix="Open one torch.autocast region around all forward passes of the step, with its cache on."
-            if training
-            else f"Convert the model once: model.to({name}).",
+            fix=once if training else f"Convert the model once: model.to({name}).",
             safety=SAFE if training else UNSAFE,
             change=Change(dict.fromkeys(extra, ())),
             arithmetic=(f"{size(moved)} moved by these casts",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Streaming
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import Flow
 from tilefit.units import number
@@ -108,7 +108,7 @@ class _Block:
     index: int
     expand: Conv
     depthwise: Conv
-    replaced: dict[int, tuple[StepOp, ...]]
+    replaced: Edits
 
 
 def _merged(expand: Conv, depthwise: Conv) -> Conv:
@@ -138,7 +138,7 @@ def _block(flow: Flow, index: int) -> _Block | None:
     if expand.out_channels != depthwise.in_channels or depthwise.out_channels != depthwise.in_channels:
         return None
     merged = _merged(expand, depthwise)
-    replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys((index, *between), ())
+    replaced: Edits = dict.fromkeys((index, *between), ())
     replaced[first] = (replace(step.ops[first], op=merged),)
     module, outer = step.ops[index].site.module, step.ops[first].site.module
     for i, entry in enumerate(step.ops):

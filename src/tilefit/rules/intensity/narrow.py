@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import replace
 
 from tilefit.ops import Gemm, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, LinearCall, activation, is_add, linear_calls
+from tilefit.rules.flow import Flow, LinearCall, is_add, linear_calls
 from tilefit.rules.layers import gemm
 
 #: A product narrower than this does not fill the columns of one efficient tile.
@@ -59,7 +59,7 @@ class NarrowPair(Rule):
             return
         flow = Flow(step)
         calls = {call.forward: call for call in linear_calls(step)}
-        pairs: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, dict[int, tuple[StepOp, ...]]]]]
+        pairs: dict[tuple[Gemm, Gemm, bool], list[tuple[LinearCall, Edits]]]
         pairs = defaultdict(list)
         for index, call in calls.items():
             pair = _second(flow, calls, index)
@@ -67,7 +67,7 @@ class NarrowPair(Rule):
                 continue
             between, second = pair
             narrow, wide = gemm(step, index), gemm(step, second)
-            replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys((index, *between, second), ())
+            replaced: Edits = dict.fromkeys((index, *between, second), ())
             after = _added_to_full(flow, calls, index, second)
             if after is None:
                 folded = replace(narrow, n=wide.n, bias=wide.bias, ld_a=0, ld_b=0)
@@ -117,9 +117,9 @@ def _added_to_full(flow: Flow, calls: dict[int, LinearCall], index: int, second:
     """The scaling and the addition after a pair, if the other term is a linear layer of the same input."""
     step = flow.step
     after = flow.way(second, flow.after, is_add, _is_scaling)
-    own = activation(step.ops[index])
+    own = flow.operand(index)
     if not after or own is None:
         return None
     others = {*flow.writers[after[-1]].values()} & {*calls} - {second, *after}
-    inputs = [activation(step.ops[other]) for other in others if gemm(step, other).k == gemm(step, index).k]
-    return after if any(full is not None and full.id == own.id for full in inputs) else None
+    full = (other for other in others if gemm(step, other).k == gemm(step, index).k)
+    return after if any(flow.operand(other) == own for other in full) else None

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
 
-from tilefit.ops import BACKWARD_DATA, Gemm, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import BACKWARD_DATA, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
     Flow,
     LinearCall,
-    activation,
     bias_gradient,
     is_add,
     is_cast,
     linear_calls,
     parent,
-    together,
 )
 from tilefit.rules.layers import gemm
+from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.sites import pattern
 
 
@@ -77,7 +74,7 @@ class ParallelProjections(Rule):
         flow = Flow(step)
         by_form: dict[tuple[object, ...], list[list[LinearCall]]] = defaultdict(list)
         for group in groups(flow):
-            names = tuple(call.layer.module.rpartition(".")[2] for call in group)
+            names = _names(group)
             sizes = tuple(gemm(step, call.forward) for call in group)
             by_form[(names, sizes)].append(group)
         for alike in by_form.values():
@@ -85,15 +82,15 @@ class ParallelProjections(Rule):
 
     def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
         step = flow.step
-        replaced: dict[int, tuple[StepOp, ...]] = {}
+        replaced: Edits = {}
         for group in groups:
             replaced.update(_merged(flow, group))
         first = groups[0]
         products = [gemm(step, call.forward) for call in first]
-        names = [call.layer.module.rpartition(".")[2] for call in first]
+        names = _names(first)
         outputs = [product.n for product in products]
         m, k = products[0].m, products[0].k
-        parents = list(dict.fromkeys(parent(group[0].layer.module) for group in groups))
+        parents = list(dict.fromkeys(parent(group[0].layer.path) for group in groups))
         lines = [
             f"forward {m} x n x {k} for n in {', '.join(map(str, outputs))} -> {m}x{sum(outputs)}x{k}: "
             f"the input is read once, not {len(outputs)} times"
@@ -115,71 +112,58 @@ class ParallelProjections(Rule):
 
 
 def groups(flow: Flow) -> Iterator[list[LinearCall]]:
-    """Calls of sibling layers that multiply the same input, in products of one form."""
+    """Calls of sibling layers that multiply the same input, in products of one form, all of them trained or
+    none."""
     step = flow.step
     groups: dict[tuple[object, ...], list[LinearCall]] = defaultdict(list)
     for call in linear_calls(step):
         entry = step.ops[call.forward]
         op = gemm(step, call.forward)
-        operand = activation(entry)
+        operand = flow.operand(call.forward)
         if operand is None or op.batch != 1:
             continue
-        number, writer = operand.id, flow.writers[call.forward].get(operand.id)
-        while writer is not None and is_cast(step.ops[writer]):
-            number = step.ops[writer].inputs[0].id
-            writer = flow.writers[writer].get(number)
-        key = (number, writer, op.m, op.k, op.dtype, op.layout, parent(entry.site.module), entry.recomputed)
+        parameter = step.parameters.get(call.layer.parameter)
+        trained = parameter is None or parameter.trainable
+        form = op.m, op.k, op.dtype, op.layout
+        key = (*operand, *form, parent(entry.site.module), entry.recomputed, trained)
         groups[key].append(call)
     for group in groups.values():
         if len(group) > 1 and len({call.layer.parameter for call in group}) == len(group):
             yield group
 
 
-def _merged(flow: Flow, group: list[LinearCall]) -> dict[int, tuple[StepOp, ...]]:
+def _names(group: list[LinearCall]) -> tuple[str, ...]:
+    return tuple(call.layer.path.rpartition(".")[2] for call in group)
+
+
+def _merged(flow: Flow, group: list[LinearCall]) -> Edits:
     """The operations of one group of parallel products, merged."""
     step = flow.step
-    replaced: dict[int, tuple[StepOp, ...]] = {}
-    outputs = sum(gemm(step, call.forward).n for call in group)
-
-    def merge(indices: list[int], at: int, size: str) -> None:
-        entries = [step.ops[index] for index in indices]
-        replaced.update((index, ()) for index in indices)
-        sizes: dict[str, Any] = {size: outputs}
-        bias = any(gemm(step, index).bias for index in indices)
-        merged = replace(
-            entries[0],
-            op=replace(gemm(step, indices[0]), bias=bias, ld_a=0, ld_b=0, **sizes),
-            inputs=_distinct(ref for entry in entries for ref in entry.inputs),
-            outputs=_distinct(ref for entry in entries for ref in entry.outputs),
-        )
-        replaced[at] = (merged,)
-
     forward = [call.forward for call in group]
-    merge(forward, forward[0], "n")
+    replaced = one_product(step, forward, "n", forward[0])
     before = [w for i in forward for w in flow.writers[i].values() if is_cast(step.ops[w])]
     activations = [w for w in before if not step.ops[w].inputs[0].parameter]
-    replaced.update((index, ()) for index in activations[1:])
-    _join(step, replaced, [w for w in before if w not in activations], at=0)
+    replaced |= dict.fromkeys(activations[1:], ())
+    # Weights are cast before the merged product, which waits for them.
+    replaced |= one_stream(step, [w for w in before if w not in activations], at=0)
 
     weight = [call.backward_weight for call in group if call.backward_weight is not None]
     if len(weight) == len(group):
-        features = gemm(step, forward[0]).k
-        op = gemm(step, weight[0])
-        merge(weight, max(weight), "m" if op.n == features else "n")
+        size = "m" if gemm(step, weight[0]).n == gemm(step, forward[0]).k else "n"
+        replaced |= one_product(step, weight, size, max(weight))
         biases = [index for call in group if (index := bias_gradient(flow, call)) is not None]
-        _join(step, replaced, biases)
-        _join(
-            step, replaced, [i for w in (*weight, *biases) for i in flow.readers[w] if is_cast(step.ops[i])]
-        )
+        casts = [i for w in (*weight, *biases) for i in flow.readers[w] if is_cast(step.ops[i])]
+        replaced |= one_stream(step, biases) | one_stream(step, casts)
 
     data = [call.backward_data for call in group if call.backward_data is not None]
     if len(data) == len(group):
-        merge(data, max(data), "k")
-        replaced.update((index, ()) for index in _sums(flow, data))
+        replaced |= one_product(step, data, "k", max(data))
+        replaced |= dict.fromkeys(_sums(flow, data), ())
     ends = [max(rows) for rows in (data, weight) if len(rows) == len(group)]
     if ends:
         # The merged gradients read the parts' output gradients side by side.
         at = min(ends)
+        outputs = sum(gemm(step, index).n for index in forward)
         replaced[at] = (_concatenation(step.ops[at], gemm(step, forward[0]), outputs), *replaced[at])
     return replaced
 
@@ -200,18 +184,6 @@ def _sums(flow: Flow, gradients: list[int]) -> list[int]:
     return adds + casts[1:]
 
 
-def _join(step: Step, replaced: dict[int, tuple[StepOp, ...]], indices: list[int], at: int = -1) -> None:
-    """Casts of weights and sums for biases run once for all parts: for matrices and for vectors apart; in the
-    place of the last one, or of the first (``at=0``), where the merged product waits for them."""
-    kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for index in dict.fromkeys(indices):
-        entry = step.ops[index]
-        kinds[entry.name, len(entry.inputs[0].shape)].append(index)
-    for same in kinds.values():
-        replaced.update((index, ()) for index in same)
-        replaced[same[at]] = (together([step.ops[index] for index in same]),)
-
-
 def _concatenation(reader: StepOp, product: Gemm, outputs: int) -> StepOp:
     """The copy that puts the output gradients of the parts side by side."""
     size = product.m * outputs
@@ -219,7 +191,3 @@ def _concatenation(reader: StepOp, product: Gemm, outputs: int) -> StepOp:
     return StepOp(
         Streaming("copy", size, moved, moved, product.dtype), BACKWARD_DATA, reader.site, "aten.cat"
     )
-
-
-def _distinct(refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
-    return tuple({ref.id: ref for ref in refs}.values())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
-from tilefit.ops import Gemm, StepOp
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.ops import Gemm
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, bias_gradient, is_add, together
+from tilefit.rules.flow import Flow, bias_gradient, is_add
 from tilefit.rules.layers import gemm
+from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.recurrent.loops import Repeated, cell_loops, repeated_weights
 
 
@@ -63,7 +63,7 @@ class TimeSteps(Rule):
             if group.calls[0].forward not in in_cells:
                 by_product[len(group.calls), gemm(flow.step, group.calls[0].forward)].append(group)
         for (count, op), groups in by_product.items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for group in groups:
                 replaced.update(_at_once(flow, group))
             layers = [group.calls[0].layer for group in groups]
@@ -78,28 +78,18 @@ class TimeSteps(Rule):
             )
 
 
-def _at_once(flow: Flow, group: Repeated) -> dict[int, tuple[StepOp, ...]]:
+def _at_once(flow: Flow, group: Repeated) -> Edits:
     step = flow.step
-    replaced: dict[int, tuple[StepOp, ...]] = {}
-
-    def merge(indices: list[int], at: int, size: str) -> None:
-        op = gemm(flow.step, indices[0])
-        total = sum(getattr(gemm(flow.step, index), size) for index in indices)
-        replaced.update((index, ()) for index in indices)
-        replaced[at] = (replace(step.ops[at], op=replace(op, ld_a=0, ld_b=0, **{size: total})),)
-
     forward = [call.forward for call in group.calls]
-    merge(forward, forward[0], "m")
+    replaced = one_product(step, forward, "m", forward[0])
     data = [call.backward_data for call in group.calls if call.backward_data is not None]
     if data:
-        merge(data, max(data), "m")
+        replaced |= one_product(step, data, "m", max(data))
     weight = [call.backward_weight for call in group.calls if call.backward_weight is not None]
     if weight:
-        merge(weight, max(weight), "k")
+        replaced |= one_product(step, weight, "k", max(weight))
         biases = [index for call in group.calls if (index := bias_gradient(flow, call)) is not None]
-        if biases:
-            replaced.update((index, ()) for index in biases)
-            replaced[biases[-1]] = (together([step.ops[index] for index in biases]),)
+        replaced |= one_stream(step, biases)
         sums = flow.reachable([*weight, *biases], lambda index: is_add(step.ops[index]))
-        replaced.update((index, ()) for index in sums)
+        replaced |= dict.fromkeys(sums, ())
     return replaced

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tilefit.ops import Conv, Step, StepOp, Streaming
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
@@ -78,7 +78,7 @@ class ChannelsLast(Rule):
         )
 
 
-def channels_last(step: Step) -> dict[int, tuple[StepOp, ...]]:
+def channels_last(step: Step) -> Edits:
     """The convolutions that Tensor Cores would rather have in NHWC, in NHWC."""
     return {
         index: (replace(entry, op=replace(entry.op, channels_last=True)),)
@@ -90,7 +90,7 @@ def channels_last(step: Step) -> dict[int, tuple[StepOp, ...]]:
     }
 
 
-def _followers(ops: tuple[StepOp, ...]) -> dict[int, tuple[StepOp, ...]]:
+def _followers(ops: tuple[StepOp, ...]) -> Edits:
     """Batch normalization and pooling of images take the format of what they read."""
     return {
         index: (replace(entry, op=replace(op, strided=True)),)

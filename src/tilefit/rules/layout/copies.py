@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tilefit.ops import Conv, Streaming
+from tilefit.ops import Conv, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
+from tilefit.rules.flow import elements
 from tilefit.units import seconds, size
 
 
@@ -52,7 +53,7 @@ class LayoutCopies(Rule):
         ops = context.step.ops
         groups: dict[tuple[str, str], list[int]] = {}
         for index, entry in enumerate(ops):
-            if isinstance(entry.op, Streaming) and entry.op.role == "copy" and entry.op.strided:
+            if _only_lays_out(entry):
                 place = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.site.module)
                 groups.setdefault((place, entry.site.source), []).append(index)
         # Copies around NCHW convolutions go away with LAY001's change.
@@ -69,10 +70,11 @@ class LayoutCopies(Rule):
             time_s = context.time_s(indices)
             if not time_s:
                 continue  # a profiled run did without them
+            many = f"{len(indices):,} copies" if len(indices) > 1 else "1 copy"
             names = ", ".join(dict.fromkeys(ops[index].name for index in indices if ops[index].name))
             yield Proposal(
                 place=context.place(indices, source),
-                message=f"{len(indices):,} copies only change the layout of tensors ({names})",
+                message=f"{many} only change{'s' * (len(indices) == 1)} the layout of tensors ({names})",
                 fix="Keep one layout: write the tensor in the order it is read in, without contiguous().",
                 safety=ADVICE,
                 change=Change(dict.fromkeys(indices, ())),
@@ -87,3 +89,11 @@ class LayoutCopies(Rule):
                     ),
                 ),
             )
+
+
+def _only_lays_out(entry: StepOp) -> bool:
+    """A copy of one whole tensor: what joins several (``cat``) or is put into a larger one is no layout's."""
+    op = entry.op
+    is_copy = isinstance(op, Streaming) and op.role == "copy" and op.strided
+    sizes = [[elements(ref) for ref in refs] for refs in (entry.inputs, entry.outputs)]
+    return is_copy and len(sizes[0]) == 1 and sizes[0] == sizes[1]

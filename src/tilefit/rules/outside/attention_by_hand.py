@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, elements, tensor_bytes
+from tilefit.rules.merging import instead
 from tilefit.units import size
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).
 _LARGEST_HEAD = 256
+#: PyTorch's own module, which fuses where nobody wants its weights.
+_RETURNS_WEIGHTS = "MultiheadAttention"
+#: What scales, masks and adds to the scores before the softmax, and what a fused kernel does after it (names
+#: without namespace and ``_``).
+_BEFORE = frozenset("add sub rsub mul div where masked_fill maximum copy to_copy clone".split())
+_AFTER = frozenset("native_dropout masked_fill copy to_copy clone".split())
+#: What hides positions before the softmax; after it, only what is hidden already.
+_MASKS = frozenset("add sub where masked_fill".split())
 
 
 class AttentionByHand(Rule):
     """Attention is computed as two batched products with a softmax in between, each a kernel of its own.
 
     What it sees: A batched product whose result goes through scaling, masking and casts into a softmax
-    over its last dimension, and from there, through dropout and casts, into a second batched product.
+    over its last dimension, and from there, through dropout and casts, into a second batched product. What
+    else is done to the scores, such as a soft cap by `tanh`, no fused kernel does, nor does one return them;
+    but `nn.MultiheadAttention` averages its weights for a caller who does not read them.
 
     Why it costs time: The matrix of scores, queries x keys for every head, is written to memory and read
     back by every one of these kernels, and kept for the backward pass. A fused kernel keeps a tile of it on
@@ -65,8 +76,8 @@ class AttentionByHand(Rule):
         for chain in attention_chains(flow):
             site = context.step.ops[chain.softmax].site
             by_kernel[chain.fused, context.step.modules.get(site.module, "")].append(chain)
-        for (fused, _), chains in by_kernel.items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+        for (fused, owner), chains in by_kernel.items():
+            replaced: Edits = {}
             for chain in chains:
                 replaced.update(_fused(flow, chain))
             scores = context.step.ops[chains[0].softmax].inputs[0]
@@ -75,7 +86,9 @@ class AttentionByHand(Rule):
                 place=context.place(chain.softmax for chain in chains),
                 message=f"attention runs as {kernels:,} kernels that pass the scores "
                 f"{'x'.join(map(str, scores.shape))} through memory",
-                fix="Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
+                fix="Call it with need_weights=False, as nobody reads its weights."
+                if owner == _RETURNS_WEIGHTS
+                else "Call F.scaled_dot_product_attention(q, k, v, ...) in their place.",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(
@@ -107,13 +120,27 @@ def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
 
 def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
     step = flow.step
-    scores = step.ops[softmax].inputs[0]
-    phase = step.ops[softmax].phase
-    ends = partial(flow.way, ends=_is_gemm, passes=partial(_keeps_scores, scores=elements(scores)), most=9)
-    before = ends(softmax, flow.before)
-    # Else the weights are returned to the caller, or read by something that a fused kernel does not do.
-    after = ends(softmax, lambda index: flow.after(index, phase))
-    if before is None or after is None:
+    entry = step.ops[softmax]
+    scores = entry.inputs[0]
+    if isinstance(entry.op, Streaming) and entry.op.strided:  # not over the last dimension
+        return None
+
+    def to_product(follow: Callable[[int], int | None], of: frozenset[str]) -> list[int] | None:
+        passes = partial(_keeps_scores, scores=elements(scores), of=of)
+        return flow.way(softmax, follow, _is_gemm, passes, most=9)
+
+    averages = _unread_averages(flow)
+
+    def only_reader(index: int) -> int | None:
+        return flow.after(index, entry.phase, averages)
+
+    # Else scores or weights are returned to the caller, or read by something that a fused kernel does not do.
+    before = to_product(flow.before, _BEFORE)
+    if before is None or [only_reader(index) for index in before] != [softmax, *before[:-1]]:
+        return None
+    is_masked = any(_name(step.ops[index]) in _MASKS for index in before)
+    after = to_product(only_reader, _AFTER if is_masked else _AFTER - _MASKS)
+    if after is None:
         return None
     first, second = _gemm(step.ops[before[-1]]), _gemm(step.ops[after[-1]])
     if first is None or second is None:
@@ -144,9 +171,23 @@ def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
         dropout_p=0.1 if any("dropout" in step.ops[i].name for i in after) else 0.0,
         dtype=first.dtype,
     )
-    forward = _with_copies(flow, {*before, softmax, *after})
+    own = {*before, softmax, *after}
+    own |= {i for index in own for i in flow.readers[index] if i in averages}
+    forward = _with_copies(flow, own)
     backward = _backward(flow, softmax, after)
     return AttentionChain(softmax, tuple(sorted(forward)), tuple(sorted(backward)), fused)
+
+
+def _unread_averages(flow: Flow) -> set[int]:
+    """The averages of weights that ``nn.MultiheadAttention`` returns unless it is told not to, and nobody
+    reads."""
+    ops, modules = flow.step.ops, flow.step.modules
+    return {
+        index
+        for index, entry in enumerate(ops)
+        if entry.name == "aten.mean" and modules.get(entry.site.module) == _RETURNS_WEIGHTS
+        if not flow.readers[index] and flow.returned.isdisjoint(ref.id for ref in entry.outputs)
+    }
 
 
 def _gemm(entry: StepOp) -> Gemm | None:
@@ -158,10 +199,22 @@ def _is_gemm(entry: StepOp) -> bool:
     return isinstance(entry.op, Gemm)
 
 
-def _keeps_scores(entry: StepOp, scores: int) -> bool:
-    """An elementwise operation or a copy over as many elements as there are scores."""
-    op = entry.op
-    return op.category in ("pointwise", "copy") and any(elements(ref) == scores for ref in entry.outputs)
+def _keeps_scores(entry: StepOp, scores: int, of: frozenset[str] = frozenset()) -> bool:
+    """An elementwise operation or a copy over as many elements as there are scores; of these names, if any
+    are given. Scores are not multiplied with each other, or with what is as large."""
+    name = _name(entry)
+    if of and (name not in of or (name in ("mul", "div") and _large(entry, scores) > 1)):
+        return False
+    is_streamed = entry.op.category in ("pointwise", "copy")
+    return is_streamed and any(elements(ref) == scores for ref in entry.outputs)
+
+
+def _name(entry: StepOp) -> str:
+    return entry.name.removeprefix("aten.").strip("_")
+
+
+def _large(entry: StepOp, scores: int) -> int:
+    return sum(elements(ref) == scores for ref in entry.inputs)
 
 
 def _with_copies(flow: Flow, own: set[int]) -> set[int]:
@@ -235,16 +288,14 @@ def _written(flow: Flow, indices: list[int]) -> set[int]:
     return {ref.id for index in indices for ref in flow.step.ops[index].outputs}
 
 
-def _fused(flow: Flow, chain: AttentionChain) -> dict[int, tuple[StepOp, ...]]:
+def _fused(flow: Flow, chain: AttentionChain) -> Edits:
     site = flow.step.ops[chain.softmax].site
     return in_one_kernel(flow.step, chain.forward, chain.fused, site) | in_one_kernel(
         flow.step, chain.backward, replace(chain.fused, direction=BACKWARD_DATA), site
     )
 
 
-def in_one_kernel(
-    step: Step, indices: Sequence[int], fused: Attention, site: Site
-) -> dict[int, tuple[StepOp, ...]]:
+def in_one_kernel(step: Step, indices: Sequence[int], fused: Attention, site: Site) -> Edits:
     """The operations of one pass of an attention, in order, as its fused kernel, at the place of the last."""
     if not indices:
         return {}
@@ -262,4 +313,4 @@ def in_one_kernel(
         tuple(reads.values()),
         tuple(writes.values()),
     )
-    return dict.fromkeys(indices, ()) | {indices[-1]: (kernel,)}
+    return instead(indices, kernel, at=indices[-1])

@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import replace
 
 from tilefit.ops import OPTIMIZER, Fallback, Step, StepOp, Streaming
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.merging import instead
 from tilefit.units import count, size
 
 #: Optimizers with a fused kernel on CUDA (torch.optim, the ``fused`` argument).
@@ -41,11 +42,10 @@ class UnfusedOptimizer(Rule):
 
     def check(self, context: Context) -> Proposals:
         for name, calls in unfused_updates(context.step).items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for fused, indices in calls:
                 site = replace(context.step.ops[indices[0]].site, fallback=None)
-                replaced |= dict.fromkeys(indices, ())
-                replaced[indices[0]] = (StepOp(fused, OPTIMIZER, site, f"fused_{name}"),)
+                replaced |= instead(indices, StepOp(fused, OPTIMIZER, site, f"fused_{name}"))
             entries = [context.step.ops[index] for index in replaced]
             moved = sum(entry.op.moved_bytes for entry in entries)
             less = sum(fused.moved_bytes for fused, _ in calls)

@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import cast
 
-from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Fallback, StepOp
+from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Fallback
 from tilefit.ops.entries import DIMENSIONS, MASK
-from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.attention_by_hand import in_one_kernel
 from tilefit.units import size
@@ -72,7 +72,7 @@ class UnfusedAttention(Rule):
             owner = step.modules.get(step.ops[indices[0]].site.module, "")
             by_reason[cast("Attention", call.fused), call.reason, owner].append(indices)
         for (fused, reason, _), groups in by_reason.items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for indices in groups:
                 site = replace(step.ops[indices[0]].site, fallback=None)
                 for direction in (FORWARD, BACKWARD_DATA):

@@ -8,6 +8,7 @@ from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.flow import Flow, elements, linear_calls, tensor_bytes
 from tilefit.rules.layers import gemm
+from tilefit.rules.merging import instead
 from tilefit.units import size
 
 #: Logits of fewer columns cost too little to look at: a choice.
@@ -82,9 +83,7 @@ class WideLoss(Rule):
             logits = op.m * op.n
             half = size_bytes(op.dtype)
             fused = Streaming("loss", logits, 2 * logits * half, logits * half, op.dtype, inner=op.n)
-            replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys(chain, ())
-            site = step.ops[chain[0]].site
-            replaced[chain[0]] = (StepOp(fused, FORWARD, site, "fused cross entropy"),)
+            kernel = StepOp(fused, FORWARD, step.ops[chain[0]].site, "fused cross entropy")
             moved = sum(step.ops[i].op.moved_bytes for i in chain)
             yield Proposal(
                 place=Place.of([call.layer]),
@@ -92,7 +91,7 @@ class WideLoss(Rule):
                 fix="Use a fused cross-entropy that reads the logits in half precision and writes their "
                 "gradient over them, such as Liger Kernel's (chunked over rows it also saves their memory).",
                 safety=ADVICE,
-                change=Change(replaced),
+                change=Change(instead(chain, kernel)),
                 arithmetic=(
                     f"{size(moved)} moved; fused {size(fused.moved_bytes)}",
                     f"copies of the logits in fp32: {size(tensor_bytes(wide.values()))} of memory, "

@@ -6,8 +6,9 @@ from collections import defaultdict
 
 from tilefit.ops import Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.merging import instead
 from tilefit.units import count, counted, size
 
 #: So many alike from one line are a loop.
@@ -78,9 +79,9 @@ class ParameterLoop(Rule):
         if step.program is None:
             return
         for source, loops in _loops(step).items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for indices in loops:
-                replaced |= dict.fromkeys(indices, ()) | {indices[0]: (_together(step, indices),)}
+                replaced |= instead(indices, _together(step, indices))
             entries = [step.ops[index] for index in replaced]
             moved = sum(entry.op.moved_bytes for entry in entries)
             each = max(map(len, loops))

@@ -53,9 +53,12 @@ class ZeroedGradients(Rule):
         if step.program is None:
             return
         zeroed = [index for index, entry in enumerate(step.ops) if _zeroes_gradients(step, entry)]
+        added = _added_to_zero(step, zeroed[0]) if zeroed else []
+        # What no gradient is added to, such as a buffer that is cleared, is no gradient.
+        sums = {ref.id for index in added for ref in step.ops[index].outputs}
+        zeroed = [i for i in zeroed if not sums.isdisjoint(_written(step.ops[i]) or sums)]
         if not zeroed:
             return
-        added = _added_to_zero(step, zeroed[0])
         moved = sum(step.ops[index].op.moved_bytes for index in (*zeroed, *added))
         yield Proposal(
             place=context.place(zeroed[:1]),
@@ -75,6 +78,11 @@ def _zeroes_gradients(step: Step, entry: StepOp) -> bool:
         return True
     # A new tensor of zeros is no gradient's: those are written in place.
     return entry.name.startswith(_IN_PLACE) and _is_gradient(step, entry.outputs)
+
+
+def _written(entry: StepOp) -> set[int]:
+    """Numbers of what it writes; none of a multi-tensor operation, which does not say."""
+    return {ref.id for ref in entry.outputs}
 
 
 def _is_gradient(step: Step, tensors: Sequence[TensorRef]) -> bool:

@@ -63,7 +63,7 @@ class WaveTail(Rule):
                 if predicted.bound == MATH and predicted.waves and op.dtype in TENSOR_CORE_DTYPES:
                     products[first.setdefault((op, step.ops[index].phase), index)] += 1
                     idle_s += predicted.time_s * (1 - predicted.waves / ceil(predicted.waves))
-        if idle_s < _LEAST_IDLE * context.estimate.time_s:
+        if not products or idle_s < _LEAST_IDLE * context.estimate.time_s:
             return
         # Only smaller ones: a larger batch is better for other reasons too, and BAT001's matter.
         near = max(1, batch // 16)

@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, StepOp, Streaming
-from tilefit.rules.flow import Flow, LinearCall, bias_gradient, linear_calls, parent
+from tilefit.rules.flow import Flow, LinearCall, bias_gradient, elements, linear_calls, parent
+from tilefit.rules.layers import gemm
 
 #: A weight used fewer times than this is shared, not looped over.
 LEAST_STEPS = 8
 
-_LSTM, _GRU, _TANH, _RELU = "LSTM", "GRU", "RNN_TANH", "RNN_RELU"
+
+class _Cell(NamedTuple):
+    """A cell: gates, how many tensors of the state's size each operation makes in a time step (sums are those
+    of the gates, and biases), and what writes the state."""
+
+    gates: int
+    does: tuple[dict[str, int], ...]
+    last: frozenset[str]
+
+
+_GATED = {"sigmoid": 2, "tanh": 1}
+#: ``(1 - z) * n + z * h``, ``n + z * (h - n)``.
+_INTERPOLATED = ({"mul": 3, "rsub": 1}, {"mul": 3, "sub": 1}, {"mul": 2, "sub": 1})
+_CELLS = {
+    "LSTM": _Cell(4, ({"sigmoid": 3, "tanh": 2, "mul": 3},), frozenset({"mul"})),
+    "GRU": _Cell(3, tuple(_GATED | each for each in _INTERPOLATED), frozenset({"add"})),
+    "RNN_TANH": _Cell(1, ({"tanh": 1},), frozenset({"tanh"})),
+    "RNN_RELU": _Cell(1, ({"relu": 1},), frozenset({"relu"})),
+}
+#: What changes values; the rest of :data:`_CELL_OPS` moves them, or is of the backward pass.
+_WORK = ("add", "sub", "rsub", "mul", "div", "sigmoid", "tanh", "relu", "neg", "where")
 _FUSED_CELL = "thnn_fused_cell"
 #: Between two time steps of a plain cell there is nothing but these (names without namespace and ``_``).
 _CELL_OPS = frozenset(
@@ -99,7 +121,6 @@ def cell_loops(flow: Flow) -> list[CellLoop]:
 
 
 def _cell_loop(flow: Flow, recurrent: Repeated, others: list[Repeated]) -> CellLoop | None:
-    step = flow.step
     layer = recurrent.calls[0].layer
     inputs = next(
         (
@@ -117,8 +138,7 @@ def _cell_loop(flow: Flow, recurrent: Repeated, others: list[Repeated]) -> CellL
     between = _between(flow, products, FORWARD)
     if between is None:
         return None
-    names = [step.ops[index].name for index in between]
-    mode = _mode(layer.out_features, layer.in_features, names)
+    mode = _mode(flow, recurrent, between)
     if mode is None:
         return None
     forward = {*products, *between, *(call.forward for call in inputs.calls)}
@@ -154,23 +174,40 @@ def _between(flow: Flow, products: list[int], phase: str) -> set[int] | None:
 
 
 def _is_cell_op(entry: StepOp) -> bool:
-    short = entry.name.rpartition(".")[2].strip("_")
+    short = _short(entry)
     return isinstance(entry.op, Streaming) and (short in _CELL_OPS or _FUSED_CELL in short)
 
 
-def _mode(gates: int, hidden: int, names: list[str]) -> str | None:
-    short = {name.rpartition(".")[2].strip("_") for name in names}
-    gated = {"sigmoid", "tanh"} <= short or any(_FUSED_CELL in name for name in short)
-    if gates == 4 * hidden and gated:
-        return _LSTM
-    if gates == 3 * hidden and gated:
-        return _GRU
-    if gates == hidden and "sigmoid" not in short and not {"mul", "cat"} & short:
-        if "tanh" in short:
-            return _TANH
-        if "relu" in short:
-            return _RELU
+def _mode(flow: Flow, recurrent: Repeated, between: set[int]) -> str | None:
+    """The cell that does as much of everything between two products as these operations do."""
+    ops, first = flow.step.ops, recurrent.calls[0]
+    gates, left = divmod(first.layer.out_features, first.layer.in_features)
+    work: Counter[str] = Counter()
+    for index in between:
+        work[_short(ops[index])] += sum(elements(ref) for ref in ops[index].outputs[:1])
+    is_fused = any(_FUSED_CELL in name for name in work)
+    state = gemm(flow.step, first.forward).m * first.layer.in_features * len(recurrent.calls)
+    does = {name: round(work[name] / state) for name in _WORK if round(work[name] / state)}
+    sums = does.pop("add", 0)
+    for mode, cell in _CELLS.items():
+        if left or gates != cell.gates:
+            continue
+        if is_fused and not does and not sums:
+            return mode
+        # A bias is added to all gates. What is added to the state would be one more, or written last.
+        last = {_short(ops[at]) for call in recurrent.calls[1:] if (at := _writer(flow, call)) is not None}
+        if does in cell.does and sums % gates == 1 % gates and last <= cell.last:
+            return mode
     return None
+
+
+def _short(entry: StepOp) -> str:
+    return entry.name.rpartition(".")[2].strip("_")
+
+
+def _writer(flow: Flow, call: LinearCall) -> int | None:
+    operand = flow.operand(call.forward)
+    return operand[2] if operand else None
 
 
 def _backward(flow: Flow, recurrent: Repeated, inputs: Repeated) -> set[int]:

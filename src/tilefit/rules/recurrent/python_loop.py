@@ -6,9 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, is_add, is_cast, together
+from tilefit.rules.flow import Flow, is_add, is_cast
+from tilefit.rules.merging import together
 from tilefit.rules.recurrent.loops import CellLoop, cell_loops
 
 _WIDENING = ("aten.select_backward", "aten.slice_backward")
@@ -65,7 +66,7 @@ class PythonLoop(Rule):
         for loop in cell_loops(flow):
             by_layer[_layer(flow, loop)].append(loop)
         for layer, loops in by_layer.items():
-            replaced: dict[int, tuple[StepOp, ...]] = {}
+            replaced: Edits = {}
             for loop in loops:
                 replaced.update(_replaced(flow, loop, layer))
             kernels = len(_absorbed(flow, loops[0]))
@@ -108,10 +109,10 @@ def _absorbed(flow: Flow, loop: CellLoop) -> set[int]:
     return own
 
 
-def _replaced(flow: Flow, loop: CellLoop, layer: Recurrent) -> dict[int, tuple[StepOp, ...]]:
+def _replaced(flow: Flow, loop: CellLoop, layer: Recurrent) -> Edits:
     step = flow.step
     own = _absorbed(flow, loop)
-    replaced: dict[int, tuple[StepOp, ...]] = dict.fromkeys(own, ())
+    replaced: Edits = dict.fromkeys(own, ())
     first = loop.recurrent.calls[0].forward
     at = step.ops[first]
     new = [StepOp(layer, FORWARD, at.site, f"aten.{layer.mode.lower()}")]
