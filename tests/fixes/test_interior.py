@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -24,11 +24,9 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from tilefit.fixes import Run
-from tilefit.fixes.chains import chains
-from tilefit.fixes.channel_paths import paddings, traces
-from tilefit.fixes.channels import PaddedChannels
 from tilefit.fixes.interior import traced
-from tilefit.fixes.linear import PaddedLayer, Padding
+from tilefit.fixes.layers import Padded
+from tilefit.fixes.paths import by_itself, chains, paddings, traces
 
 SIZES = {13: 16, 21: 24}
 
@@ -57,20 +55,17 @@ def padded(model: nn.Module) -> nn.Module:
     run = Run(copy.deepcopy(model))
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
         found = tuple(paddings(run.model, traces(run), SIZES, SIZES))
-        PaddedChannels(tuple(p.path for p in found), tuple(SIZES.items()), found).apply(run)
+        Padded(tuple(p.path for p in found), tuple(SIZES.items()), found).apply(run)
         return run.model
     layers = {path: m for path, m in run.model.named_modules() if isinstance(m, nn.Linear)}
-    sizes = {p: (m.out_features, m.in_features) for p, m in layers.items()}
-    made = {
-        path: PaddedLayer(path, old, (SIZES.get(old[0], old[0]), SIZES.get(old[1], old[1])), 0)
-        for path, old in sizes.items()
-    }
-    for chain in chains(run.model, layers, 13):
-        for path in chain.givers:
-            made[path] = PaddedLayer(path, made[path].old, made[path].new, 0, made[path].takes, chain.parent)
-        for path in chain.takers:
-            made[path] = PaddedLayer(path, made[path].old, made[path].new, 0, chain.parent, made[path].gives)
-    Padding(tuple(made), tuple(made.values())).apply(run)
+    made = {path: by_itself(path, layer, SIZES, SIZES) for path, layer in layers.items()}
+    made = {path: padding for path, padding in made.items() if padding is not None}
+    for each in chains(run.model, made, 13):
+        own = made[each.path]
+        takes = own.takes if each.takes is None else each.takes
+        gives = own.gives if each.gives is None else each.gives
+        made[each.path] = replace(own, takes=takes, gives=gives)
+    Padded(tuple(made), tuple(SIZES.items()), tuple(made.values())).apply(run)
     return run.model
 
 
