@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType, SimpleNamespace
@@ -114,6 +115,39 @@ def test_between_the_layers_it_is_padded(kind: str) -> None:
     assert seen_between(changed, x) == {16}
     assert_same(model, changed, x)
     assert_same(model.eval(), changed.eval(), x)
+
+
+def test_infinite_inputs_come_out_as_they_did(kind: str) -> None:
+    model = Features(kind).double()
+    changed, x = padded(model), inputs(kind).double()
+    x.view(-1)[0], x.view(-1)[-1] = torch.inf, torch.nan
+    assert seen_between(changed, x) == {16}
+    expected = model(x)
+    assert expected.view(-1)[0].isfinite()  # of a sigmoid
+    torch.testing.assert_close(changed(x), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+def test_what_is_written_to_before_the_backward_pass_is_an_error(kind: str, part: str) -> None:
+    layer: Any = nn.Linear(13, 13) if kind == "linear" else nn.Conv2d(13, 13, 3)
+    x = torch.randn((5, 13) if kind == "linear" else (2, 13, 4, 4))
+    for model in (layer, padded(layer)):
+        leaf = x.clone().requires_grad_(part == "weight")
+        y = model(leaf)
+        with torch.no_grad():
+            (leaf if part == "input" else model.weight).mul_(2)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            y.sum().backward()
+
+
+def test_an_input_that_nobody_keeps_is_not_kept_either() -> None:
+    changed = padded(nn.Linear(13, 13))
+    x = torch.randn(5, 13)
+    gone = weakref.ref(x)
+    y = changed(x)
+    del x
+    assert gone() is None
+    y.sum().backward()
 
 
 def test_what_runs_when_garbage_is_collected_is_not_the_models(kind: str) -> None:
@@ -273,6 +307,31 @@ def test_a_function_that_was_exchanged(
     changed, x = padded(model), inputs(kind)
     plain = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: plain(*args) + sum(a.mean() for a in args[:2] if _has(a)))
+    assert_same(model, changed, x)
+
+
+class LookedUp(Features):
+    """Looks up by a name what is between the layers."""
+
+    def __init__(self, kind: str, place: Any) -> None:
+        super().__init__(kind)
+        self.encoder = self.encoder[0]
+        self.place, self.function = place, "sigmoid"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        h = h.sigmoid() if self.place == "method" else getattr(torch, self.function)(h)
+        return self.decoder(h)
+
+
+@pytest.mark.parametrize(("place", "owner"), [("name", torch), ("method", torch.Tensor)])
+def test_a_function_that_is_looked_up_was_exchanged(
+    kind: str, place: str, owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LookedUp(kind, place)
+    changed, x = padded(model), inputs(kind)
+    assert seen_between(changed, x) == {16}
+    monkeypatch.setattr(owner, "sigmoid", lambda x: x.softmax(1))
     assert_same(model, changed, x)
 
 

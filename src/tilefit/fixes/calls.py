@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import starmap
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -35,6 +40,21 @@ def are_exchanged() -> bool:
     """Whether somebody follows the calls of PyTorch's functions, and may put others in their place."""
     modes = map(torch._C._get_function_stack_at, range(_count_modes()))
     return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
+
+
+#: Functions by where they are found, and their names there.
+Offered = Mapping[tuple[Any, str], Any]
+
+
+def offered(names: Iterable[str]) -> Offered:
+    """What PyTorch offers under these names: functions and methods."""
+    places = ((place, name) for name in names for place in (torch, torch.Tensor, F))
+    return {place: found for place in places if callable(found := getattr(*place, None))}
+
+
+def are_as_offered(known: Offered) -> bool:
+    """Whether nobody has put others in place of these functions."""
+    return list(starmap(getattr, known)) == list(known.values())
 
 
 def is_followed() -> bool:

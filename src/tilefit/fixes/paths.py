@@ -22,13 +22,17 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from tilefit.fixes.behaviour import behaviours, is_replaced
-from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, of_padding
+from tilefit.fixes.elementwise import (
+    CHANNELWISE_FUNCTIONS,
+    CHANNELWISE_METHODS,
+    ELEMENTWISE_MODULES,
+    of_padding,
+)
 from tilefit.fixes.interior import has_hooks, traced
 from tilefit.fixes.layers import (
     CONVOLUTIONS,
@@ -53,16 +57,6 @@ _CHANNELWISE_MODULES: tuple[type[nn.Module], ...] = (
     nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
     nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d,
 )  # fmt: skip
-#: Functions of an image that do the same; the image is their first argument.
-_CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
-    [
-        F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
-        F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-        F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d,
-        F.interpolate, torch.clone,
-    ]
-)  # fmt: skip
-_CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 #: Drops whole samples, whatever their channels.
 _STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth.stochastic_depth"
@@ -376,15 +370,15 @@ class _Paths:
         if any(other in self._images for other in node.all_input_nodes[1:]):
             return False
         if not self._images[image][1]:  # to functions of images features are something else
-            return node.op == "call_method" and node.target in _CHANNELWISE_METHODS
+            return node.op == "call_method" and node.target in CHANNELWISE_METHODS
         if node.target in (torch.mean, "mean"):
             return self._is_spatial_mean(node, self._images[image][1])
         if node.op == "call_method":
-            return node.target in _CHANNELWISE_METHODS
+            return node.target in CHANNELWISE_METHODS
         if node.op != "call_function" or node.kwargs.get("return_indices"):
             return False
         name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
-        return node.target in _CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
+        return node.target in CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
 
     def _is_spatial_mean(self, node: fx.Node, dims: int) -> bool:
         over = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from functools import partial, reduce
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilefit.fixes.assumed import OF_MODULES
-from tilefit.fixes.calls import autocast_dtype
+from tilefit.fixes.calls import autocast_dtype, offered
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.region import packing
 
@@ -448,22 +447,15 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 def _functions(names: str) -> Iterator[Any]:
     """What PyTorch offers under these names: functions, methods, and methods that work in place."""
-    for name in names.split():
-        for place in (torch, torch.Tensor, F):
-            for form in (name, f"{name}_", f"__{name}__", f"__i{name}__"):
-                if callable(getattr(place, form, None)):
-                    _offered[place, form] = getattr(place, form)
-                    yield getattr(place, form)
+    forms = [form for name in names.split() for form in (name, f"{name}_", f"__{name}__", f"__i{name}__")]
+    found = offered(forms)
+    FOLLOWED.update(found)
+    yield from found.values()
 
 
-#: The functions by where they are found.
-_offered: dict[tuple[Any, str], Any] = {}
-
-
-def are_torchs() -> bool:
-    """Whether nobody has put others in place of PyTorch's functions: one that calls the original is called
-    twice by what follows calls, for PyTorch then names it by where it is found."""
-    return list(starmap(getattr, _offered)) == list(_offered.values())
+#: Functions whose calls are followed. One that others have put there, and that calls the original, is called
+#: twice by what follows calls, for PyTorch then names it by where it is found.
+FOLLOWED: dict[tuple[Any, str], Any] = {}
 
 
 #: What becomes of scores, by the function that is called.
