@@ -1,4 +1,4 @@
-"""Pad the products of linear layers."""
+"""Pad the products of linear layers, among them the heads of language models."""
 
 from __future__ import annotations
 
@@ -47,11 +47,29 @@ class PadLinear(Fix):
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         for group in groups(context.step):
             if not group.vocabularies and not group.recurrent:
-                yield from paddings(context, group)
+                yield from _paddings(context, group)
         yield from _computed_weights(context)
 
 
-def paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
+class PadVocabulary(Fix):
+    """Pads the product that scores every token of a vocabulary of 50257, 30522 or 32001.
+
+    As ``pad-linear`` does for other layers. Only the head's product is padded, since looking up rows of the
+    embedding does not mind their number: the table keeps its rows, tied weights stay one parameter, and the
+    logits have as many columns as before, so that losses, sampling and ``generate`` notice nothing. They
+    are copied out of the product, which is part of the price.
+    """
+
+    name = "pad-vocabulary"
+    rules = ("ALN002",)
+
+    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
+        for group in groups(context.step):
+            if group.vocabularies:
+                yield from _paddings(context, group)
+
+
+def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
     """The candidates for the layers of a group: the chains among them, and the rest, each by shape."""
     sizes, _, _ = group.padded(context)
     plain: dict[str, Padding] = {}

@@ -76,7 +76,7 @@ class Trace:
 
 def traces(run: Run) -> list[Trace]:
     """The largest parts of a run's model that can be traced, and that a step calls."""
-    return list(_traces(run.model, "", cache(partial(_calls, run))))
+    return list(_traces(run.model, "", cache(partial(_called, run))))
 
 
 def paddings(
@@ -187,34 +187,27 @@ def _is_ours(module: nn.Module) -> bool:
 # ---- tracing -----------------------------------------------------------------------------------
 
 
-def _traces(module: nn.Module, path: str, calls: Callable[[], Mapping[str, int]]) -> Iterator[Trace]:
+def _traces(module: nn.Module, path: str, called: Callable[[], set[str]]) -> Iterator[Trace]:
     if isinstance(module, _ConvNd) or not any(isinstance(part, _ConvNd) for part in module.modules()):
         return
     graphs = traced(module, lambda part: bool(_kind(part)))
-    if graphs is not None and (not path or calls()[path]):
+    if graphs is not None and (not path or path in called()):
         yield Trace(path, graphs)
         parts = sorted({str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"})
     else:
         parts = [name for name, _ in module.named_children()]
     for name in parts:
-        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, calls)
+        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, called)
 
 
-def _calls(run: Run) -> Mapping[str, int]:
-    """How often a step calls each module."""
-    trial = run.on_meta()
-    counted: Counter[str] = Counter()
+def _called(run: Run) -> set[str]:
+    """Paths of the modules that a step calls."""
+    trial, found = run.on_meta(), set[str]()
     for path, module in trial.model.named_modules():
-        module.register_forward_pre_hook(_counting(counted, path))
+        # A function, which the copies that are captured share.
+        module.register_forward_pre_hook(lambda *_, path=path: found.add(path))
     trial.capture()
-    return counted
-
-
-def _counting(counted: Counter[str], path: str) -> Callable[[nn.Module, Any], None]:
-    def count(module: nn.Module, args: Any) -> None:
-        counted[path] += 1
-
-    return count
+    return found
 
 
 # ---- the paths of channels ---------------------------------------------------------------------
