@@ -282,18 +282,24 @@ def test_what_does_not(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok
 
 
-def test_a_mask_of_one_channel_keeps_one() -> None:
+@pytest.mark.parametrize(
+    ("bounded", "seen"), [(nn.Sigmoid(), 8), (torch.tanh, 8), (nn.ReLU(), 6), (torch.exp, 6)]
+)
+def test_a_mask_of_one_channel_keeps_one(bounded: Any, seen: int) -> None:
+    """One that may be infinite would make no numbers of padding."""
+
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.image, self.mask, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 1, 1), nn.Conv2d(6, 9, 1)
+            self.bounded = bounded
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.image(x) * self.mask(x).sigmoid())
+            return self.out(self.image(x) * self.bounded(self.mask(x)))
 
     original = Masked()
     fixed = padded(original, {1: 8, 6: 8})
-    assert channels_seen(fixed, torch.randn(IMAGES))["out"] == 8
+    assert channels_seen(fixed, torch.randn(IMAGES))["out"] == seen
     assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok
 
 

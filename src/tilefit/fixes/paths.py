@@ -62,6 +62,8 @@ _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 _STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth.stochastic_depth"
 #: What may be asked of an image without learning how many channels it has.
 _WITHOUT_CHANNELS = ("dtype", "device", "ndim", "dim", "is_cuda", "requires_grad")
+#: Functions and modules whose results are never infinite.
+_BOUNDED = ("sigmoid", "hardsigmoid", "tanh")
 #: Modules with more parts than this are not looked through for chains of linear layers.
 _MOST_MODULES = 60
 
@@ -345,8 +347,8 @@ class _Paths:
         channels = max(self._images[operand][0] for operand in operands)
         masks = {operand for operand in operands if self._images[operand][0] != channels}
         padding = of_padding(node, module, self._padding | dict.fromkeys(masks, 1.0))
-        # A mask is a factor of zeros: whatever it is, they stay zeros.
-        if padding is None or any(self._images[mask][0] != 1 for mask in masks) or (masks and padding):
+        # A mask is a factor of zeros: whatever finite number it is, they stay zeros.
+        if padding is None or not all(map(self._is_mask, masks)) or (masks and padding):
             return
         self._found(node, channels, self._images[operands[0]][1], padding)
         self._spoiled |= masks
@@ -354,6 +356,12 @@ class _Paths:
             for operand in operands:
                 if operand not in masks:
                     self._join(operand, node)
+
+    def _is_mask(self, image: fx.Node) -> bool:
+        """Whether an image has one channel, of bounded numbers."""
+        made_by = self._modules.get(image, image.target)
+        name = type(made_by).__name__ if image in self._modules else getattr(made_by, "__name__", made_by)
+        return self._images[image][0] == 1 and str(name).lower() in _BOUNDED
 
     def _is_channelwise(self, node: fx.Node) -> bool:
         """Whether a function does the same to every channel of its first argument."""
