@@ -285,7 +285,7 @@ def test_what_does_not(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("bounded", "seen"), [(nn.Sigmoid(), 8), (torch.tanh, 8), (nn.ReLU(), 6), (torch.exp, 6)]
 )
-def test_a_mask_of_one_channel_keeps_one(bounded: Any, seen: int) -> None:
+def test_a_mask_of_one_channel_keeps_one(bounded: Callable[[torch.Tensor], torch.Tensor], seen: int) -> None:
     """One that may be infinite would make no numbers of padding."""
 
     class Masked(nn.Module):
