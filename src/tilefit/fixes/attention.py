@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from tilefit.fixes.behaviour import Behaviour, behaves
-from tilefit.fixes.calls import are_as_offered, are_exchanged, is_followed
+from tilefit.fixes.calls import are_exchanged, is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal
 from tilefit.fixes.interior import is_watched_within
 from tilefit.fixes.modules import behave, common
 from tilefit.fixes.run import Run
-from tilefit.fixes.scores import FOLLOWED, Fusing
+from tilefit.fixes.scores import Fusing, are_torchs
 from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
 
@@ -30,7 +30,7 @@ class Fused(Behaviour):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A hook of a part would be handed scores that are not computed; one on gradients would make them an
         # argument of a ``Function``.
-        if is_followed() or are_exchanged() or is_watched_within(module) or not are_as_offered(FOLLOWED):
+        if is_followed() or are_exchanged() or is_watched_within(module) or not are_torchs():
             return forward(*args, **kwargs)
         with Fusing(module) as mode:
             return mode.finished(forward(*args, **kwargs))

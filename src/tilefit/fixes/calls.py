@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import starmap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,9 +53,14 @@ def offered(names: Iterable[str]) -> Offered:
     return {place: found for place in places if callable(found := getattr(*place, None))}
 
 
-def are_as_offered(known: Offered) -> bool:
-    """Whether nobody has put others in place of these functions."""
-    return list(starmap(getattr, known)) == list(known.values())
+def still(known: Offered) -> Callable[[], bool]:
+    """What tells whether nobody has put others in place of these functions."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for place, name in known:
+        names[place].append(name)
+    getters = [(place, attrgetter(*names[place])) for place in names]
+    kept = [(place, get, get(place)) for place, get in getters]
+    return lambda: all(get(place) == found for place, get, found in kept)
 
 
 def is_followed() -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from tilefit.fixes.calls import offered
+from tilefit.fixes.calls import offered, still
 
 #: Elementwise, without random numbers, finite and with a finite derivative at zero.
 _FUNCTIONS: frozenset[Any] = frozenset(
@@ -51,10 +51,9 @@ CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
-#: All that padding may go through, however a ``forward`` looks it up.
-GONE_THROUGH = offered(
-    {each.__name__ for each in (*_FUNCTIONS, *CHANNELWISE_FUNCTIONS)} | _METHODS | CHANNELWISE_METHODS
-)
+_NAMES = {each.__name__ for each in (*_FUNCTIONS, *CHANNELWISE_FUNCTIONS)} | _METHODS | CHANNELWISE_METHODS
+#: Whether all that padding may go through is PyTorch's, however a ``forward`` looks it up.
+are_torchs = still(offered(_NAMES))
 
 
 #: What the padding may become on its way: far from the largest number of any element type.

@@ -23,9 +23,9 @@ from torch.nn.modules import module as nn_module
 
 from tilefit.fixes.assumed import Assumed, is_torchs
 from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
-from tilefit.fixes.calls import PLAIN, are_as_offered, is_followed
+from tilefit.fixes.calls import PLAIN, is_followed
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.elementwise import GONE_THROUGH
+from tilefit.fixes.elementwise import are_torchs
 from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
 
@@ -210,7 +210,7 @@ class Interior(Behaviour):
         return self.region(module, forward, *args, **kwargs)
 
     def _holds(self) -> bool:
-        if any(self._hooks) or are_all_watched() or not are_as_offered(GONE_THROUGH):
+        if any(self._hooks) or are_all_watched() or not are_torchs():
             return False
         try:
             for part, assumed in self._leaves:  # at the least cost: there are many

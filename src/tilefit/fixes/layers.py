@@ -117,9 +117,14 @@ class Fitted(Behaviour):
             return forward(input, *args, **kwargs)
         wide_in, wide_out = self.wide_in, self.wide_out
         taken, given = (None if each is None else each.space() for each in (self.takes, self.gives))
-        is_wide = _is_handed_on(taken, input.shape[axis], wide_in)
-        is_real = input.shape[axis] == channels_of(module)[0]
-        if not self._fits(module) or not (is_wide or (is_real and self._pays(module, input, taken, given))):
+        channels, real = input.shape[axis], channels_of(module)
+        # Of attributes that a linear layer lacks it takes microseconds to say so.
+        groups: int = module.groups if isinstance(module, _ConvNd) else 1
+        is_wide, is_real = _is_handed_on(taken, channels, wide_in), channels == real[0]
+        pays = is_wide or (
+            is_real and groups == 1 and self._pays(input.numel() // max(1, channels), taken, given)
+        )
+        if not pays or not self._fits(module, *real, groups):
             wide_in = wide_out = None
         is_nhwc = bool(dims and axis) and self._wants_nhwc(dims)
         if wide_in is wide_out is None and not (is_real and is_nhwc):
@@ -127,7 +132,6 @@ class Fitted(Behaviour):
         is_nhwc = is_nhwc or (bool(dims and axis) and is_channels_last(input))
         places = (wide_in, wide_out)
         x, weight, bias = _padded(module, input, dtype, is_nhwc=is_nhwc, is_wide=is_wide, places=places)
-        groups = getattr(module, "groups", 1)
         depthwise = groups > 1 and wide_in is not None
         y = _product(module, x, weight, bias, x.shape[axis] if depthwise else groups, *args, **kwargs)
         if wide_out is None:
@@ -138,11 +142,9 @@ class Fitted(Behaviour):
             clear(y, axis, wide_out)
         return y
 
-    def _pays(self, module: Layer, x: torch.Tensor, taken: Any, given: Any) -> bool:
+    def _pays(self, rows: int, taken: Any, given: Any) -> bool:
         """Whether to pad what is not padded yet."""
-        if getattr(module, "groups", 1) > 1:
-            return False
-        is_enough = x.numel() >= self.least_rows * channels_of(module)[0]
+        is_enough = rows >= self.least_rows
         if given is not None:
             return bool(given.setdefault(_WIDE, is_enough))
         # Where channels were to be handed on and are not, nobody knows what padding is worth.
@@ -161,13 +163,12 @@ class Fitted(Behaviour):
             return not is_transformed()
         return self.nhwc.space() is not None
 
-    def _fits(self, module: Layer) -> bool:
+    def _fits(self, module: Layer, into: int, out: int, groups: int) -> bool:
         """Whether the layer has the channels it had."""
-        into, out = channels_of(module)
         into = into if self.wide_in is None else real_size(self.wide_in)
         out = out if self.wide_out is None else real_size(self.wide_out)
-        groups = getattr(module, "groups", 1)
-        sizes = (into, out // groups) if getattr(module, "transposed", False) else (out, into // groups)
+        is_transposed = isinstance(module, _ConvNd) and module.transposed
+        sizes = (into, out // groups) if is_transposed else (out, into // groups)
         return module.weight.shape[:2] == sizes
 
 
@@ -186,9 +187,10 @@ def _padded(
     if is_nhwc and not pads_x and not x.is_contiguous(memory_format=NHWC[x.dim()]):
         x = x.to(dtype, memory_format=NHWC[x.dim()])
     weight, bias = module.weight, module.bias
-    of_weight = (wide_in, wide_out) if getattr(module, "transposed", False) else (wide_out, wide_in)
-    if getattr(module, "groups", 1) > 1:
-        of_weight = (of_weight[0], None)
+    of_weight = (wide_out, wide_in)
+    if isinstance(module, _ConvNd):
+        of_weight = (wide_in, wide_out) if module.transposed else of_weight
+        of_weight = (of_weight[0], None) if module.groups > 1 else of_weight
     wide = {at: channels for at, channels in enumerate(of_weight) if channels}
     if not wide:
         return x, weight.to(dtype, memory_format=NHWC[x.dim()]), bias

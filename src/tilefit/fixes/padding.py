@@ -96,12 +96,11 @@ def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
 
 def clear(tensor: torch.Tensor, axis: int, channels: Channels) -> None:
     """Make zeros of the padding of a dimension: what is infinite times zero is no number."""
-    with torch.no_grad():
-        start = 0
-        for real, wide in channels:
-            if wide > real:
-                tensor.narrow(axis, start + real, wide - real).zero_()
-            start += wide
+    tensor, start = tensor.detach(), 0
+    for real, wide in channels:
+        if wide > real:
+            tensor.narrow(axis, start + real, wide - real).zero_()
+        start += wide
 
 
 def spread(vector: torch.Tensor, channels: Channels, gaps: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilefit.fixes.assumed import OF_MODULES
-from tilefit.fixes.calls import autocast_dtype, offered
+from tilefit.fixes.calls import autocast_dtype, offered, still
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.region import packing
 
@@ -450,13 +450,12 @@ def _functions(names: str) -> Iterator[Any]:
     """What PyTorch offers under these names: functions, methods, and methods that work in place."""
     forms = [form for name in names.split() for form in (name, f"{name}_", f"__{name}__", f"__i{name}__")]
     found = offered(forms)
-    FOLLOWED.update(found)
+    _followed.update(found)
     yield from found.values()
 
 
-#: Functions whose calls are followed. One that others have put there, and that calls the original, is called
-#: twice by what follows calls, for PyTorch then names it by where it is found.
-FOLLOWED: dict[tuple[Any, str], Any] = {}
+#: The functions by where they are found.
+_followed: dict[tuple[Any, str], Any] = {}
 
 
 #: What becomes of scores, by the function that is called.
@@ -492,6 +491,10 @@ _IN_PLACE_STEPS = frozenset(func for func in _STEPS if _is_in_place(func.__name_
 
 _PRODUCTS = frozenset(_functions("matmul bmm einsum baddbmm"))
 _WITH_SUM = frozenset(_functions("baddbmm"))
+
+#: Whether nobody has put others in place of these functions: one that calls the original is called twice by
+#: what follows calls, for PyTorch then names it by where it is found.
+are_torchs = still(_followed)
 
 
 def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores | None:
