@@ -140,6 +140,17 @@ def test_what_is_written_to_before_the_backward_pass_is_an_error(kind: str, part
             y.sum().backward()
 
 
+def test_what_pytorch_copies_may_be_written_to() -> None:
+    layer, x = nn.Linear(13, 13), torch.randn(4, 5, 13).transpose(0, 1)
+    found = []
+    for model in (layer, padded(layer)):
+        given = x.clone()
+        y = model(given)
+        given.mul_(2)
+        found.append(torch.autograd.grad(y.sum(), model.weight))
+    torch.testing.assert_close(*found)
+
+
 def test_an_input_that_nobody_keeps_is_not_kept_either() -> None:
     changed = padded(nn.Linear(13, 13))
     x = torch.randn(5, 13)

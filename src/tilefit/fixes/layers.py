@@ -200,7 +200,9 @@ def _padded(
         parts.append((bias, {0: wide_out}))
     if pads_x and wide_in is not None:
         parts.append((x, {x.dim() - dims_of(module) - 1: wide_in}))
-        watched += [x] if weight.requires_grad else []
+        # Of rows that do not lie one behind the other PyTorch multiplies a copy, too.
+        is_kept = isinstance(module, _ConvNd) or x.dim() < 3 or x.is_contiguous()
+        watched += [x] if weight.requires_grad and is_kept else []
     made = widen(parts, dtype, nhwc=is_nhwc, watched=watched)
     if bias is not None and wide_out is not None:
         bias = made[1]
