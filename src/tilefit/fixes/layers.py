@@ -121,9 +121,8 @@ class Fitted(Behaviour):
         # Of attributes that a linear layer lacks it takes microseconds to say so.
         groups: int = module.groups if isinstance(module, _ConvNd) else 1
         is_wide, is_real = _is_handed_on(taken, channels, wide_in), channels == real[0]
-        pays = is_wide or (
-            is_real and groups == 1 and self._pays(input.numel() // max(1, channels), taken, given)
-        )
+        is_enough = input.numel() >= self.least_rows * channels
+        pays = is_wide or (is_real and groups == 1 and self._pays(is_enough, taken, given))
         if not pays or not self._fits(module, *real, groups):
             wide_in = wide_out = None
         is_nhwc = bool(dims and axis) and self._wants_nhwc(dims)
@@ -142,9 +141,8 @@ class Fitted(Behaviour):
             clear(y, axis, wide_out)
         return y
 
-    def _pays(self, rows: int, taken: Any, given: Any) -> bool:
-        """Whether to pad what is not padded yet."""
-        is_enough = rows >= self.least_rows
+    def _pays(self, is_enough: bool, taken: Any, given: Any) -> bool:
+        """Whether to pad what is not padded yet; ``is_enough``: it is worth that by itself."""
         if given is not None:
             return bool(given.setdefault(_WIDE, is_enough))
         # Where channels were to be handed on and are not, nobody knows what padding is worth.
