@@ -321,6 +321,26 @@ def input_written_to(s: Setting) -> Any:
 
 
 @scenario
+def input_written_to_before_the_backward_pass(s: Setting) -> Any:
+    x = s.input().detach().clone()
+    y = s.model(x)
+    with torch.no_grad():
+        x.mul_(-2)
+    loss_of(y).backward()
+    return s.state(y)
+
+
+@scenario
+def not_finite(s: Setting) -> Any:
+    s.model.eval()
+    x = s.input().detach().clone()
+    with torch.no_grad():
+        z = s.model.stem(x)
+        x.view(-1)[0], z.view(-1)[-1] = s.rng.choice((torch.inf, -torch.inf, torch.nan)), torch.inf
+        return s.model(x), s.part()(z)
+
+
+@scenario
 def parts_alone(s: Setting) -> Any:
     z = s.model.stem(s.input())
     y = s.part()(z)

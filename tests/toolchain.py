@@ -151,10 +151,12 @@ def _(model: nn.Module, x: torch.Tensor) -> Any:
 
 @tool("TP")
 def _(model: nn.Module, x: torch.Tensor) -> Any:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    gathered = torch.distributed.tensor.Replicate()
-    plan = {name: ColwiseParallel(output_layouts=gathered) for name in linears(model)}
+    whole = torch.distributed.tensor.Replicate()
+    styles = ColwiseParallel(output_layouts=whole), RowwiseParallel(input_layouts=whole)
+    # In turn, as the two layers of a perceptron.
+    plan: Any = {name: styles[number % 2] for number, name in enumerate(linears(model))}
     return learned(parallelize_module(model, mesh(), plan) if plan else model, x)
 
 

@@ -479,26 +479,35 @@ def test_attention_of_diffusion_models(form: str, masked: bool) -> None:
     assert len(kernel_calls(model, *arguments)) == 1
 
 
-@pytest.mark.parametrize("form", ["filled", "added"])
+@pytest.mark.parametrize("form", ["filled", "added", "both", "learned"])
 def test_rows_without_a_key_are_what_they_were(form: str) -> None:
+    """Where there are no numbers, there are none in the gradients of query, key, value and bias."""
+
     class Masked(nn.Module):
-        def forward(self, q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            scores = q @ q.mT
-            if form == "filled":
+        def forward(self, qkv: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            q, k, v = qkv.unbind(1)
+            scores = q @ k.mT
+            if form in ("both", "learned"):
+                scores = scores + bias
+            if form in ("filled", "both"):
                 scores = scores.masked_fill(mask, -torch.inf)
             else:
                 scores = scores + torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
-            return scores.softmax(-1) @ q
+            return scores.softmax(-1) @ v
 
-    mask = torch.zeros(2, 5, 5, dtype=torch.bool)
-    mask[0, 1], mask[1, :, 3] = True, True
+    mask = torch.zeros(2, 4, 5, 5, dtype=torch.bool)
+    mask[0, :, 1], mask[1, ..., 3] = True, True
     found = []
     for model in (Masked(), fused(Masked())):
-        q = torch.linspace(-1, 1, 80, dtype=torch.double).reshape(2, 5, 8).requires_grad_()
-        out = model(q, mask)
+        torch.manual_seed(0)
+        leaves = [
+            torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((2, 3, 4, 5, 8), (4, 5, 5))
+        ]
+        out = model(*leaves, mask)
         out.sum().backward()
-        found.append((out, q.grad))
-    assert found[0][0][0, 1].isnan().all()
+        found.append((out, *(leaf.grad for leaf in leaves)))
+        assert form == "added" or len(kernel_calls(model, *leaves, mask)) == (len(found) == 2)
+    assert found[0][0][0, :, 1].isnan().all()
     torch.testing.assert_close(*found, equal_nan=True)
 
 

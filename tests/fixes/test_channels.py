@@ -20,9 +20,9 @@ from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import Context, Refusal, RefusedError, Run
 from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.channel_paths import paddings, traces
-from tilefit.fixes.channels import PadChannels, PaddedChannels
-from tilefit.fixes.convolution import Convolution, Cropped
+from tilefit.fixes.channels import PadChannels
+from tilefit.fixes.layers import Cropped, Fitted, Padded
+from tilefit.fixes.paths import paddings, traces
 from tilefit.options import StepOptions
 
 with tolerated():
@@ -42,9 +42,9 @@ def padded(
 
 def change(
     model: nn.Module, sizes: Mapping[int, int] = SIZES, inputs: Mapping[int, int] | None = None
-) -> PaddedChannels:
+) -> Padded:
     found = tuple(paddings(model, traces(Run(model)), sizes, sizes if inputs is None else inputs))
-    return PaddedChannels(tuple(p.path for p in found), tuple(sizes.items()), found)
+    return Padded(tuple(p.path for p in found), tuple(sizes.items()), found)
 
 
 def network() -> nn.Sequential:
@@ -188,7 +188,7 @@ def test_residuals_gates_resizing_and_concatenations() -> None:
 def test_real_architectures(name: str, options: dict[str, object], sizes: dict[int, int]) -> None:
     original = getattr(torchvision.models, name)(**options)
     fixed = padded(original, sizes)
-    assert any(behaves(m, Convolution) for m in fixed.modules())
+    assert any(behaves(m, Fitted) for m in fixed.modules())
     x = torch.randn(2, 3, 64, 64)
     result = tilefit.verify(original, fixed, x, steps=0, same_random_numbers=False)
     assert result.ok, result
@@ -282,18 +282,24 @@ def test_what_does_not(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok
 
 
-def test_a_mask_of_one_channel_keeps_one() -> None:
+@pytest.mark.parametrize(
+    ("bounded", "seen"), [(nn.Sigmoid(), 8), (torch.tanh, 8), (nn.ReLU(), 6), (torch.exp, 6)]
+)
+def test_a_mask_of_one_channel_keeps_one(bounded: Callable[[torch.Tensor], torch.Tensor], seen: int) -> None:
+    """One that may be infinite would make no numbers of padding."""
+
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.image, self.mask, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 1, 1), nn.Conv2d(6, 9, 1)
+            self.bounded = bounded
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.image(x) * self.mask(x).sigmoid())
+            return self.out(self.image(x) * self.bounded(self.mask(x)))
 
     original = Masked()
     fixed = padded(original, {1: 8, 6: 8})
-    assert channels_seen(fixed, torch.randn(IMAGES))["out"] == 8
+    assert channels_seen(fixed, torch.randn(IMAGES))["out"] == seen
     assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok
 
 
@@ -335,8 +341,8 @@ def test_an_argument_with_a_default_may_change_what_is_done() -> None:
     model = Optional()
     run = Run(model, torch.empty(IMAGES, device="meta"))
     found = paddings(model, traces(run), SIZES, SIZES)
-    PaddedChannels(tuple(p.path for p in found), (), tuple(found)).apply(run)
-    assert any(behaves(m, Convolution) for m in model.modules())
+    Padded(tuple(p.path for p in found), (), tuple(found)).apply(run)
+    assert any(behaves(m, Fitted) for m in model.modules())
     assert model(torch.randn(IMAGES), features=True).shape[1] == 6
 
 
@@ -354,7 +360,7 @@ def test_parts_of_what_cannot_be_traced() -> None:
     model = Outside()
     run = Run(copy.deepcopy(model), torch.empty(IMAGES, device="meta"))
     found = paddings(run.model, traces(run), SIZES, SIZES)
-    PaddedChannels(tuple(p.path for p in found), (), tuple(found)).apply(run)
+    Padded(tuple(p.path for p in found), (), tuple(found)).apply(run)
     assert channels_seen(run.model, torch.randn(IMAGES))["body.3"] == 8
     assert channels_seen(run.model, torch.randn(IMAGES))["head"] == 9
     assert tilefit.verify(model, run.model, torch.randn(IMAGES)).ok
@@ -399,7 +405,7 @@ def test_copies_and_files() -> None:
     torch.save(fixed, file)
     file.seek(0)
     for other in (copy.deepcopy(fixed), torch.load(file, weights_only=False)):
-        assert behaves(other[0], Convolution)
+        assert behaves(other[0], Fitted)
         assert torch.equal(other(x), fixed(x))
 
 
@@ -521,9 +527,7 @@ def test_odd_channels_are_worth_padding() -> None:
 
 def test_a_healthy_network_has_nothing_to_pad() -> None:
     model = torchvision.models.resnet50()
-    assert [
-        c for c in found(model, 64, 3, 224, 224) if isinstance(c, PaddedChannels) and len(c.modules) > 1
-    ] == []
+    assert [c for c in found(model, 64, 3, 224, 224) if isinstance(c, Padded) and len(c.modules) > 1] == []
 
 
 def test_what_is_padded_is_not_found_again() -> None:
@@ -559,5 +563,5 @@ def test_a_model_that_is_called_otherwise_is_refused() -> None:
 def test_few_channels_of_a_first_layer() -> None:
     original = network()
     fixed = padded(original, {}, {3: 4})
-    assert [name for name, m in fixed.named_modules() if behaves(m, Convolution)] == ["0"]
+    assert [name for name, m in fixed.named_modules() if behaves(m, Fitted)] == ["0"]
     assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tilefit
-from tilefit.fixes.channel_paths import paddings, traces
-from tilefit.fixes.channels import PaddedChannels
 from tilefit.fixes.channels_last import InChannelsLast
+from tilefit.fixes.layers import Padded
+from tilefit.fixes.paths import paddings, traces
 from tilefit.fixes.run import Run
 
 CHANNELS = (3, 5, 6, 8, 12)
@@ -166,6 +166,6 @@ def test_padding_keeps_the_function(program: list[Any], sizes: list[int], nhwc: 
     if nhwc:
         names = [name for name, m in fixed.named_modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
         InChannelsLast(tuple(names)).apply(run)
-    PaddedChannels(tuple(p.path for p in what), tuple(chosen.items()), tuple(what)).apply(run)
+    Padded(tuple(p.path for p in what), tuple(chosen.items()), tuple(what)).apply(run)
     result = tilefit.verify(net, fixed, torch.randn(2, 3, 5, 4, dtype=torch.double), steps=2)
     assert result.ok, result

@@ -15,7 +15,7 @@ from torch import nn
 from alone import alone
 from fixing import fixed
 from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.linear import PaddedProduct
+from tilefit.fixes.layers import Fitted
 
 
 class Model(nn.Module):
@@ -39,7 +39,7 @@ def pair() -> tuple[nn.Module, nn.Module]:
     model = Model()
     ids = torch.zeros(16, 512, dtype=torch.int64, device="meta")
     changed = fixed(model, (ids,), select=["ALN"]).model
-    assert sum(behaves(module, PaddedProduct) for module in changed.modules()) == 3
+    assert sum(behaves(module, Fitted) for module in changed.modules()) == 3
     return model.double(), changed.double()
 
 

@@ -10,8 +10,9 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,9 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from tilefit.fixes import Run
-from tilefit.fixes.chains import chains
-from tilefit.fixes.channel_paths import paddings, traces
-from tilefit.fixes.channels import PaddedChannels
 from tilefit.fixes.interior import traced
-from tilefit.fixes.linear import PaddedLayer, Padding
+from tilefit.fixes.layers import Padded
+from tilefit.fixes.paths import by_itself, chains, paddings, traces
 
 SIZES = {13: 16, 21: 24}
 
@@ -57,20 +56,17 @@ def padded(model: nn.Module) -> nn.Module:
     run = Run(copy.deepcopy(model))
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
         found = tuple(paddings(run.model, traces(run), SIZES, SIZES))
-        PaddedChannels(tuple(p.path for p in found), tuple(SIZES.items()), found).apply(run)
+        Padded(tuple(p.path for p in found), tuple(SIZES.items()), found).apply(run)
         return run.model
     layers = {path: m for path, m in run.model.named_modules() if isinstance(m, nn.Linear)}
-    sizes = {p: (m.out_features, m.in_features) for p, m in layers.items()}
-    made = {
-        path: PaddedLayer(path, old, (SIZES.get(old[0], old[0]), SIZES.get(old[1], old[1])), 0)
-        for path, old in sizes.items()
-    }
-    for chain in chains(run.model, layers, 13):
-        for path in chain.givers:
-            made[path] = PaddedLayer(path, made[path].old, made[path].new, 0, made[path].takes, chain.parent)
-        for path in chain.takers:
-            made[path] = PaddedLayer(path, made[path].old, made[path].new, 0, chain.parent, made[path].gives)
-    Padding(tuple(made), tuple(made.values())).apply(run)
+    made = {path: by_itself(path, layer, SIZES, SIZES) for path, layer in layers.items()}
+    made = {path: padding for path, padding in made.items() if padding is not None}
+    for each in chains(run.model, made, 13):
+        own = made[each.path]
+        takes = own.takes if each.takes is None else each.takes
+        gives = own.gives if each.gives is None else each.gives
+        made[each.path] = replace(own, takes=takes, gives=gives)
+    Padded(tuple(made), tuple(SIZES.items()), tuple(made.values())).apply(run)
     return run.model
 
 
@@ -119,6 +115,50 @@ def test_between_the_layers_it_is_padded(kind: str) -> None:
     assert seen_between(changed, x) == {16}
     assert_same(model, changed, x)
     assert_same(model.eval(), changed.eval(), x)
+
+
+def test_infinite_inputs_come_out_as_they_did(kind: str) -> None:
+    model = Features(kind).double()
+    changed, x = padded(model), inputs(kind).double()
+    x.view(-1)[0], x.view(-1)[-1] = torch.inf, torch.nan
+    assert seen_between(changed, x) == {16}
+    expected = model(x)
+    assert expected.view(-1)[0].isfinite()  # of a sigmoid
+    torch.testing.assert_close(changed(x), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+def test_what_is_written_to_before_the_backward_pass_is_an_error(kind: str, part: str) -> None:
+    layer: Any = nn.Linear(13, 13) if kind == "linear" else nn.Conv2d(13, 13, 3)
+    x = torch.randn((5, 13) if kind == "linear" else (2, 13, 4, 4))
+    for model in (layer, padded(layer)):
+        leaf = x.clone().requires_grad_(part == "weight")
+        y = model(leaf)
+        with torch.no_grad():
+            (leaf if part == "input" else model.weight).mul_(2)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            y.sum().backward()
+
+
+def test_what_pytorch_copies_may_be_written_to() -> None:
+    layer, x = nn.Linear(13, 13), torch.randn(4, 5, 13).transpose(0, 1)
+    found = []
+    for model in (layer, padded(layer)):
+        given = x.clone()
+        y = model(given)
+        given.mul_(2)
+        found.append(torch.autograd.grad(y.sum(), model.weight))
+    torch.testing.assert_close(*found)
+
+
+def test_an_input_that_nobody_keeps_is_not_kept_either() -> None:
+    changed = padded(nn.Linear(13, 13))
+    x = torch.randn(5, 13)
+    gone = weakref.ref(x)
+    y = changed(x)
+    del x
+    assert gone() is None
+    y.sum().backward()
 
 
 def test_what_runs_when_garbage_is_collected_is_not_the_models(kind: str) -> None:
@@ -278,6 +318,31 @@ def test_a_function_that_was_exchanged(
     changed, x = padded(model), inputs(kind)
     plain = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: plain(*args) + sum(a.mean() for a in args[:2] if _has(a)))
+    assert_same(model, changed, x)
+
+
+class LookedUp(Features):
+    """Looks up by a name what is between the layers."""
+
+    def __init__(self, kind: str, place: Any) -> None:
+        super().__init__(kind)
+        self.encoder = self.encoder[0]
+        self.place, self.function = place, "sigmoid"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        h = h.sigmoid() if self.place == "method" else getattr(torch, self.function)(h)
+        return self.decoder(h)
+
+
+@pytest.mark.parametrize(("place", "owner"), [("name", torch), ("method", torch.Tensor)])
+def test_a_function_that_is_looked_up_was_exchanged(
+    kind: str, place: str, owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LookedUp(kind, place)
+    changed, x = padded(model), inputs(kind)
+    assert seen_between(changed, x) == {16}
+    monkeypatch.setattr(owner, "sigmoid", lambda x: x.softmax(1))
     assert_same(model, changed, x)
 
 

@@ -20,7 +20,8 @@ import tilefit
 from fixing import fixed
 from tilefit.fixes import Plan
 from tilefit.fixes.behaviour import behaves, behaviours
-from tilefit.fixes.linear import PaddedProduct
+from tilefit.fixes.layers import Fitted
+from tilefit.fixes.padding import wide_size
 
 pytestmark = pytest.mark.usefixtures("any_size")
 LARGE = torch.empty(8192, 13, device="meta")
@@ -34,7 +35,7 @@ def padded(model: nn.Module, inputs: Any = LARGE) -> nn.Module:
     """A copy of the model with padded layers, planned in fp32 under autocast."""
     dtype = next(model.parameters()).dtype
     changed = fixed(copy.deepcopy(model).float(), inputs, select=["pad-linear"]).model
-    assert any(behaves(module, PaddedProduct) for module in changed.modules())
+    assert any(behaves(module, Fitted) for module in changed.modules())
     return changed.to(dtype)
 
 
@@ -61,7 +62,8 @@ def features_seen(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
 def is_handed_on(model: nn.Module, x: torch.Tensor) -> bool:
     """Whether some layer is given padded features."""
     taken = [b for module in model.modules() for b in behaviours(module) if getattr(b, "takes", None)]
-    return any((b.padded in features_seen(model, x)) for b in taken)
+    read = {columns for _, columns in features_seen(model, x)}
+    return any(wide_size(b.wide_in) in read for b in taken)
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -143,7 +145,7 @@ def test_deep_copies_and_pickles_stay_padded() -> None:
     torch.save(changed, file)
     file.seek(0)
     for other in (copy.deepcopy(changed), torch.load(file, weights_only=False)):
-        assert behaves(other[0], PaddedProduct)
+        assert behaves(other[0], Fitted)
         assert torch.equal(other(x), changed(x))
 
 
@@ -176,7 +178,7 @@ def test_few_rows_run_as_they_did() -> None:
     x = torch.empty(131072, 4095, device="meta")
     layer = tilefit.optimize(nn.Linear(4095, 4095), x, gpu="h200", amp="bf16", select=["ALN"]).model
     (padding,) = behaviours(layer)
-    assert isinstance(padding, PaddedProduct)
+    assert isinstance(padding, Fitted)
     assert 1 < padding.least_rows < 131072
     assert features_seen(layer, torch.randn(1, 4095)) == [(4095, 4095)]
     assert features_seen(layer, torch.randn(padding.least_rows, 4095)) == [(4096, 4096)]
@@ -188,7 +190,7 @@ def test_undo_leaves_no_trace() -> None:
     plan = tilefit.optimize(model, LARGE, gpu="h200", amp="bf16", select=["ALN"], min_gain=-1e9)
     assert plan.model is model
     assert plan.fixes
-    assert behaves(model[0], PaddedProduct)
+    assert behaves(model[0], Fitted)
     plan.undo()
     assert [(type(m), dict(vars(m))) for m in model.modules()] == before
     assert plan.speedup == 1.0
@@ -298,7 +300,7 @@ class Adapted(nn.Module):
 def test_an_adapted_layer() -> None:
     model = nn.Sequential(Adapted(), nn.ReLU(), nn.Linear(21, 8))
     changed = padded(model)
-    assert behaves(changed[0].base_layer, PaddedProduct)
+    assert behaves(changed[0].base_layer, Fitted)
     assert tilefit.verify(model, changed, torch.randn(5, 13)).ok
     assert changed[0].base_layer.weight.grad is None
     with torch.no_grad():  # merged into the layer

@@ -15,7 +15,7 @@ import tilefit
 from fixing import fixed
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.linear import PaddedProduct
+from tilefit.fixes.layers import Fitted
 
 pytest.importorskip("transformers", reason="checks language models of transformers")
 with tolerated():
@@ -33,7 +33,7 @@ def gpt2(vocabulary: int = 101) -> nn.Module:
 
 def padded(model: nn.Module, inputs: Any = None) -> nn.Module:
     plan = fixed(model, inputs or {"input_ids": TOKENS, "labels": TOKENS}, select=["pad-vocabulary"])
-    assert any(behaves(module, PaddedProduct) for module in plan.model.modules())
+    assert any(behaves(module, Fitted) for module in plan.model.modules())
     return plan.model
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import tilefit
 from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.linear import PaddedProduct
+from tilefit.fixes.layers import Fitted
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_a_padded_model_is_proven_measured_and_faster() -> None:
     assert plan.on_gpu.ok
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     plan.undo()
-    assert not any(behaves(module, PaddedProduct) for module in model.modules())
+    assert not any(behaves(module, Fitted) for module in model.modules())
 
 
 def test_a_healthy_model_is_left_alone() -> None:

@@ -1,6 +1,5 @@
 """Fixes: change a model so that it runs faster, and prove that it is the same function."""
 
-from tilefit.fixes import table  # noqa: F401 - which shows plans
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -35,6 +41,26 @@ def are_exchanged() -> bool:
     """Whether somebody follows the calls of PyTorch's functions, and may put others in their place."""
     modes = map(torch._C._get_function_stack_at, range(_count_modes()))
     return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
+
+
+#: Functions by where they are found, and their names there.
+Offered = Mapping[tuple[Any, str], Any]
+
+
+def offered(names: Iterable[str]) -> Offered:
+    """What PyTorch offers under these names: functions and methods."""
+    places = ((place, name) for name in names for place in (torch, torch.Tensor, F))
+    return {place: found for place in places if callable(found := getattr(*place, None))}
+
+
+def still(known: Offered) -> Callable[[], bool]:
+    """What tells whether nobody has put others in place of these functions."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for place, name in known:
+        names[place].append(name)
+    getters = [(place, attrgetter(*names[place])) for place in names]
+    kept = [(place, get, get(place)) for place, get in getters]
+    return lambda: all(get(place) == found for place, get, found in kept)
 
 
 def is_followed() -> bool:

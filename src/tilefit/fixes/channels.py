@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
-from tilefit.fixes.behaviour import Behaviour, behaviours
-from tilefit.fixes.channel_paths import Padding, Trace, paddings, traces
-from tilefit.fixes.convolution import CONVOLUTIONS, Convolution, Cropped, WideNorm
-from tilefit.fixes.edits import Edits
+from tilefit.fixes.behaviour import behaviours
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.interior import regions_of
+from tilefit.fixes.layers import CONVOLUTIONS, Fitted, Padded
 from tilefit.fixes.modules import require_plain, submodule
 from tilefit.fixes.padding import COMPARED_S, LAYER_S
-from tilefit.fixes.region import Region
-from tilefit.fixes.run import Run
+from tilefit.fixes.paths import Trace, paddings, traces
 from tilefit.ops import Conv
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule
@@ -30,65 +23,6 @@ from tilefit.rules.resize import pad
 _MULTIPLES_BYTES = (16, 64, 128)
 #: Numbers of channels that save less than this share of the step, as the rule prices them, are not tried.
 _LEAST_GAIN = 0.002
-
-
-@dataclass(frozen=True)
-class PaddedChannels(ChangeSet):
-    """Numbers of channels padded in all convolutions that have them, and in what lies between those.
-
-    Attributes:
-        sizes: The numbers, each with what it is padded to.
-        paddings: What each module has to do.
-    """
-
-    sizes: tuple[tuple[int, int], ...]
-    paddings: tuple[Padding, ...]
-
-    @property
-    def summary(self) -> str:
-        *many, last = [f"{old} to {new}" for old, new in self.sizes]
-        pairs = f"{', '.join(many)} and {last}" if many else last
-        count = len(self.modules)
-        where = self.modules[0] if count == 1 else f"{count} modules"
-        return f"Pad {pairs} channels in {where}."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        modules = [submodule(run.model, padding.path) for padding in self.paddings]
-        for padding, module in zip(self.paddings, modules, strict=True):
-            require_plain(module, padding.path, type(module))
-        regions = regions_of(run.model, (p.root for p in self.paddings if p.root != p.path), edits)
-        for padding, module in zip(self.paddings, modules, strict=True):
-            old = next((each for each in behaviours(module) if isinstance(each, _BEHAVIOURS)), None)
-            edits.behave(module, _behaviour(padding, module, old, regions.get(padding.root)), old)
-
-
-_BEHAVIOURS = Convolution | WideNorm | Cropped
-
-
-def _behaviour(
-    padding: Padding, module: nn.Module, old: Behaviour | None, inside: Region | None
-) -> Behaviour:
-    if isinstance(module, _ConvNd):
-        nhwc = old.nhwc if isinstance(old, Convolution) else None
-        return Convolution(padding.wide_in, padding.wide_out, padding.crops, inside, nhwc, padding.takes)
-    assert padding.wide_in is not None
-    assert inside is not None
-    if isinstance(module, _BatchNorm):
-        return WideNorm(padding.wide_in, padding.crops, inside)
-    return Cropped(padding.wide_in, padding.dims, inside)
-
-
-def _is_applied(padding: Padding, module: nn.Module) -> bool:
-    """Whether a module does what it is to do, in whatever region."""
-    for each in behaviours(module):
-        if isinstance(each, Convolution):
-            done = (each.wide_in, each.wide_out, each.crops, each.takes)
-            return done == (padding.wide_in, padding.wide_out, padding.crops, padding.takes)
-        if isinstance(each, WideNorm):
-            return (each.wide, each.crops) == (padding.wide_in, padding.crops)
-        if isinstance(each, Cropped):
-            return each.channels == padding.wide_in
-    return False
 
 
 class PadChannels(Fix):
@@ -176,17 +110,17 @@ def _candidate(
     chosen: Mapping[int, int],
     sizes: Mapping[int, int],
     inputs: Mapping[int, int],
-) -> Iterator[PaddedChannels]:
+) -> Iterator[Padded]:
     """The change that pads the chosen numbers beside those that are padded already, if there is one."""
     wanted = paddings(model, found, sizes, inputs)
-    new = [padding for padding in wanted if not _is_applied(padding, model.get_submodule(padding.path))]
+    new = [padding for padding in wanted if not padding.is_made(model.get_submodule(padding.path))]
     # The parts of a module that is traced are padded together.
-    roots = {padding.root for padding in new}
+    roots = {root for padding in new for root in (padding.takes, padding.gives)} - {None}
     if new:
-        together = tuple(padding for padding in wanted if padding.root in roots)
+        together = tuple(p for p in wanted if p in new or roots & {p.takes, p.gives})
         host_s = LAYER_S * len(new) + COMPARED_S * sum(1 for _ in model.modules())
         paths = tuple(padding.path for padding in new)
-        yield PaddedChannels(paths, tuple(chosen.items()), together, host_s=host_s)
+        yield Padded(paths, tuple(chosen.items()), together, host_s=host_s)
 
 
 def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
@@ -194,7 +128,7 @@ def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
     sizes: dict[int, int] = {}
     inputs: dict[int, int] = {}
     for each in (behaviour for module in model.modules() for behaviour in behaviours(module)):
-        if isinstance(each, Convolution):
+        if isinstance(each, Fitted):
             if each.wide_in is not None and len(each.wide_in) == 1:
                 inputs |= dict(each.wide_in)
             if each.wide_out is not None and len(each.wide_out) == 1:

@@ -10,9 +10,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from tilefit.fixes.behaviour import behaviours, is_replaced
-from tilefit.fixes.convolution import ContiguousOutside, Convolution
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
+from tilefit.fixes.layers import ContiguousOutside, Fitted
 from tilefit.fixes.modules import submodule
 from tilefit.fixes.padding import REGION_S
 from tilefit.fixes.run import Run
@@ -32,8 +32,8 @@ class InChannelsLast(ChangeSet):
         region = ContiguousOutside()
         edits.behave(run.model, region)
         for module in modules:
-            old = next((each for each in behaviours(module) if isinstance(each, Convolution)), None)
-            edits.behave(module, replace(old or Convolution(), nhwc=region), old)
+            old = next((each for each in behaviours(module) if isinstance(each, Fitted)), None)
+            edits.behave(module, replace(old or Fitted(), nhwc=region), old)
 
 
 def _require_convolution(path: str, module: nn.Module) -> None:
@@ -78,7 +78,7 @@ class ChannelsLast(Fix):
             except RefusedError as refused:
                 yield Refusal((path,), refused.what)
             else:
-                if not any(isinstance(each, Convolution) and each.nhwc for each in behaviours(module)):
+                if not any(isinstance(each, Fitted) and each.nhwc for each in behaviours(module)):
                     found[path] = None
         if found:
             yield InChannelsLast(tuple(found), host_s=REGION_S * len(found))

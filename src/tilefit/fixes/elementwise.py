@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from tilefit.fixes.calls import offered, still
+
 #: Elementwise, without random numbers, finite and with a finite derivative at zero.
 _FUNCTIONS: frozenset[Any] = frozenset(
     [
@@ -39,6 +41,19 @@ ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
 _WITH_NUMBER: frozenset[Any] = frozenset(
     [torch.pow, operator.pow, "pow", operator.truediv, torch.div, "div", torch.true_divide]
 )
+#: Functions that do the same to every channel of an image, their first argument.
+CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
+    [
+        F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
+        F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+        F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d,
+        F.interpolate, torch.clone,
+    ]
+)  # fmt: skip
+CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
+_NAMES = {each.__name__ for each in (*_FUNCTIONS, *CHANNELWISE_FUNCTIONS)} | _METHODS | CHANNELWISE_METHODS
+#: Whether all that padding may go through is PyTorch's, however a ``forward`` looks it up.
+are_torchs = still(offered(_NAMES))
 
 
 #: What the padding may become on its way: far from the largest number of any element type.

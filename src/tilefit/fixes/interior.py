@@ -25,6 +25,7 @@ from tilefit.fixes.assumed import Assumed, is_torchs
 from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
 from tilefit.fixes.calls import PLAIN, is_followed
 from tilefit.fixes.edits import Edits
+from tilefit.fixes.elementwise import are_torchs
 from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
 
@@ -209,7 +210,7 @@ class Interior(Behaviour):
         return self.region(module, forward, *args, **kwargs)
 
     def _holds(self) -> bool:
-        if any(self._hooks) or are_all_watched():
+        if any(self._hooks) or are_all_watched() or not are_torchs():
             return False
         try:
             for part, assumed in self._leaves:  # at the least cost: there are many

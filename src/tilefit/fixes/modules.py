@@ -82,17 +82,16 @@ def common(paths: Iterable[str]) -> list[str]:
     return [names[0] for names in together]
 
 
-def caller(model: nn.Module, path: str) -> nn.Module:
-    """The nearest module around ``path`` that is called: no list or dictionary of modules.
+def caller(model: nn.Module, path: str) -> str:
+    """Path of the nearest module around ``path`` that is called: no list or dictionary of modules.
 
     Raises:
         RefusedError: there is none.
     """
     while path:
         path = path.rpartition(".")[0]
-        module = submodule(model, path)
-        if type(module).forward is not nn.Module.forward:
-            return module
+        if type(submodule(model, path)).forward is not nn.Module.forward:
+            return path
     raise RefusedError("it is called by nothing that can be changed")
 
 

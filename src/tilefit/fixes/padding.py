@@ -8,6 +8,7 @@ would copy them anyway. What is cropped is a tensor of its own, in the memory fo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -66,7 +67,7 @@ def widen(
     dtype: torch.dtype,
     *,
     nhwc: bool = False,
-    watched: bool = False,
+    watched: Sequence[torch.Tensor] = (),
 ) -> Sequence[torch.Tensor]:
     """Tensors in ``dtype`` with zeros behind the segments of their dimensions.
 
@@ -74,14 +75,14 @@ def widen(
         tensors: Each with the dimensions that are padded.
         dtype: Of the results.
         nhwc: Results of four or five dimensions are laid out in NHWC.
-        watched: The first is a weight that must not be written to before the gradient is computed, unless it
-            is cast: what PyTorch multiplies must not be either.
+        watched: Those of them that must not be written to before the gradient is computed, unless they are
+            cast: what PyTorch multiplies must not be either.
     """
     if torch.compiler.is_compiling():
         return [_widened(tensor.to(dtype), places) for tensor, places in tensors]
     if torch.is_grad_enabled() and (tensors[0][0].requires_grad or any(t.requires_grad for t, _ in tensors)):
         only, places = zip(*tensors, strict=True)
-        kept = only[0] if watched and only[0].dtype == dtype else None
+        kept = [tensor for tensor in watched if tensor.dtype == dtype]
         return _Widen.apply((dtype, nhwc, kept), places, *only)  # type: ignore[no-any-return, no-untyped-call]
     return [_filled(tensor, places, dtype, nhwc) for tensor, places in tensors]
 
@@ -91,6 +92,15 @@ def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
     if tensor.numel() > SMALL and tensor.requires_grad and not torch.compiler.is_compiling():
         return _Crop.apply(tensor, axis, channels)  # type: ignore[no-any-return, no-untyped-call]
     return _cropped(tensor, axis, channels)
+
+
+def clear(tensor: torch.Tensor, axis: int, channels: Channels) -> None:
+    """Make zeros of the padding of a dimension: what is infinite times zero is no number."""
+    tensor, start = tensor.detach(), 0
+    for real, wide in channels:
+        if wide > real:
+            tensor.narrow(axis, start + real, wide - real).zero_()
+        start += wide
 
 
 def spread(vector: torch.Tensor, channels: Channels, gaps: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -173,8 +183,9 @@ def _fill(out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Chann
 class _Widen(Function):
     @staticmethod
     def forward(ctx: Any, how: Any, places: tuple[Places, ...], *tensors: torch.Tensor) -> Any:
-        dtype, nhwc, ctx.watched = how
-        ctx.version = 0 if ctx.watched is None else ctx.watched._version
+        dtype, nhwc, watched = how
+        # Not kept alive: the original would be, but in place of the padded copy.
+        ctx.watched = [(weakref.ref(tensor), tensor._version) for tensor in watched]
         ctx.places, ctx.kinds = places, [(t.dtype, t.is_contiguous()) for t in tensors]
         ctx.set_materialize_grads(False)
         made = tuple(_filled(t, each, dtype, nhwc) for t, each in zip(tensors, places, strict=True))
@@ -186,9 +197,9 @@ class _Widen(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if ctx.watched is not None and ctx.watched._version != ctx.version:
+        if any((t := watched()) is not None and t._version != v for watched, v in ctx.watched):
             raise RuntimeError(
-                "a weight was changed in place before the gradient of its product was computed"
+                "a weight or an input was changed in place before the gradient of their product was computed"
             )
         found: list[torch.Tensor | None] = [None, None]
         for number, (gradient, places) in enumerate(zip(gradients, ctx.places, strict=True)):

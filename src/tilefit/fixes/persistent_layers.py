@@ -36,10 +36,9 @@ class Persistent(ChangeSet):
             raise RefusedError("the kernels need the package cuda-bindings: pip install cuda-bindings")
         modules = [submodule(run.model, path) for path in self.modules]
         for path, module in zip(self.modules, modules, strict=True):
-            kind = next((kind for kind in _KINDS if type(module) is kind), None)
-            if kind is None:
+            if type(module) not in _KINDS:
                 raise RefusedError(f"{path or 'the model'} is no plain LSTM, GRU or RNN of torch.nn")
-            require_plain(module, path, kind)
+            require_plain(module, path, type(module))
         for module in modules:
             convert(module)
             edits.undone_by(partial(convert, module, back=True))

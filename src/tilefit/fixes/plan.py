@@ -1,29 +1,36 @@
-"""The plan: what was changed, the proof of it, and what it is worth."""
+"""The plan: what was changed, the proof of it, and what it is worth; as data and as people read it."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tilefit import units
+from tilefit import console, units
 from tilefit.cost.estimate import MEASURED
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification
 from tilefit.ops import Step
+from tilefit.rules.finding import SAFE
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
 
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
 _SHOWN = "gpu speedup before_s after_s before_bytes after_bytes provenance".split()
 
-#: What makes a plan readable, by format: ``terminal``, ``text`` and ``html``. Renderers enter themselves.
-RENDERERS: dict[str, Callable[[Plan], Any]] = {}
+NOTHING = "Nothing worth changing."
+#: Refusals that are shown; a model with many layers may have one for each.
+MOST_REFUSED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +163,45 @@ class Plan:
         """:meth:`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
-    def __rich__(self) -> Any:
-        return RENDERERS["terminal"](self)
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[RenderableType] = [Text(NOTHING, style="bold green")]
+        if self.fixes:
+            head = Text.assemble(
+                (f"{self.speedup:.2f} times as fast", "bold green"),
+                f" on {self.gpu} ({self.provenance}): {self.times}",
+                "; measure=True tells what it is on the GPU here" if self.is_measurable else "",
+            )
+            parts = [head, Text(), console.table("", "", "", rows=self._rows())]
+            for proof in (self.verification, self.on_gpu):
+                parts += [] if proof is None else [Text(), Text.assemble(("Proof  ", "dim"), str(proof))]
+        if self.refused:
+            rows = [(Text(f"not {each.name}", style="dim"), f"{each.reason}.") for each in self.refused]
+            if (more := len(rows) - MOST_REFUSED) > 0:
+                rows[MOST_REFUSED:] = [(Text(), f"and {more} more in plan.refused.")]
+            parts += [Text(), console.table("", "", rows=rows)]
+        return Group(*parts)
+
+    def _rows(self) -> Iterator[tuple[str | Text, ...]]:
+        from rich.text import Text
+
+        for fix in self.fixes:
+            mark = "" if fix.level == SAFE else f" ({fix.level})"
+            sign = "+" if fix.saved_s < 0 else "-"  # measured, within the noise, it may be a loss
+            saved = f"{sign}{units.seconds(abs(fix.saved_s))}"
+            yield Text(fix.name, style="bold"), saved, fix.summary + mark
 
     def _repr_html_(self) -> str:
-        return str(RENDERERS["html"](self))
+        from rich.console import Console
+
+        page = Console(record=True, file=io.StringIO(), width=100)
+        page.print(self)
+        return page.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def __str__(self) -> str:
-        return str(RENDERERS["text"](self))
+        return console.plain(self, 80)
 
     def __repr__(self) -> str:
         names = ", ".join(fix.name for fix in self.fixes) or "nothing"

@@ -6,7 +6,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -253,7 +252,6 @@ class _State:
         step: The step as it runs: what the compiler makes of it, where it is compiled.
         estimate: On the host as it was found.
         on_hosts: On each of ``HOSTS``.
-        before: The state without the last change.
     """
 
     run: Run
@@ -262,28 +260,10 @@ class _State:
     step: Step
     estimate: StepEstimate
     on_hosts: tuple[StepEstimate, ...]
-    before: _State | None = None
 
 
-class _UnfitError(Exception):
-    """The last change of a state cannot be part of a plan."""
-
-    def __init__(self, state: _State, reason: str) -> None:
-        super().__init__(reason)
-        self.state, self.reason = state, reason
-
-
-@contextmanager
-def _unfit_if_refused(state: _State) -> Iterator[None]:
-    try:
-        yield
-    except RefusedError as refused:
-        raise _UnfitError(state, refused.what) from refused
-
-
-def _of_model(state: _State) -> tuple[ChangeSet, ...]:
-    """What a state's last change does to the model. How the program is run is no part of a proof."""
-    return tuple(part for part in state.made[-1].change.parts if part.modules)
+#: Number of a change, and why it cannot be part of a plan.
+_Flaw = tuple[int, str]
 
 
 @dataclass(eq=False)
@@ -309,7 +289,16 @@ class _Planner:
     _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.first = self.now = self._state(self.tried.on_meta(), ())
+        #: As the model was, and with each change on top.
+        self.states = [self._state(self.tried.on_meta(), ())]
+
+    @property
+    def first(self) -> _State:
+        return self.states[0]
+
+    @property
+    def now(self) -> _State:
+        return self.states[-1]
 
     # ---- the search ----------------------------------------------------------------------------
 
@@ -327,14 +316,14 @@ class _Planner:
                 if after is None:
                     continue
                 tried[proposal.key] = after
-                self._gains[proposal.key] = self._gain(after)[0]
+                self._gains[proposal.key] = _gain(self.now, after)[0]
                 waiting[:0] = self._called_for(proposal, after)
                 if waiting and self._gains[proposal.key] < self._known_gain_s(waiting[0]):
                     waiting.append(proposal)
                     waiting.sort(key=self._known_gain_s, reverse=True)
                     continue
             if self._is_worth(proposal, tried[proposal.key]):
-                self.now = tried[proposal.key]
+                self.states.append(tried[proposal.key])
                 # Beside what was made since it may pay where it did not.
                 mine = proposal.fix.name, proposal.change.modules
                 self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
@@ -349,7 +338,7 @@ class _Planner:
         for proposal in self._proposals(self.now, Stage.FIT):
             after = self._tried(proposal)
             if after is not None and after.step.memory.peak_bytes <= budget_bytes:
-                self.now = after
+                self.states.append(after)
                 return
             if after is not None:
                 need, has = map(units.capacity, (after.step.memory.peak_bytes, budget_bytes))
@@ -371,7 +360,7 @@ class _Planner:
                         yield Proposal(fix, found)
                 # What another fix has changed is not refused.
                 elif not changed.intersection(found.modules):
-                    self._refuse(fix, found.modules, found.reason)
+                    self._refuse(fix.name, found.modules, found.reason)
 
     def _called_for(self, proposal: Proposal, after: _State) -> list[Proposal]:
         """A way to run the whole program once more, with the changes of the model that only it calls for: it
@@ -389,14 +378,14 @@ class _Planner:
         run = self.now.run.on_meta()
         try:
             proposal.change.apply(run)
-            return self._state(run, (*self.now.made, proposal), self.now)
+            return self._state(run, (*self.now.made, proposal))
         except (RefusedError, CaptureError) as error:
             self.reject(proposal, error.what)
             return None
 
     # ---- prices --------------------------------------------------------------------------------
 
-    def _state(self, run: Run, made: tuple[Proposal, ...], before: _State | None = None) -> _State:
+    def _state(self, run: Run, made: tuple[Proposal, ...]) -> _State:
         written = run.capture()
         step = fuse(written) if run.options.compile else written
         is_eager = not (run.options.compile or run.cuda_graph)
@@ -406,7 +395,7 @@ class _Planner:
             estimate_step(step, self.gpu, estimate.ops, launch_scale=scale, python_s=python_s)
             for scale in self.hosts
         )
-        return _State(run, made, written, step, estimate, on_hosts, before)
+        return _State(run, made, written, step, estimate, on_hosts)
 
     def _context(self, state: _State) -> Context:
         """What fixes look at."""
@@ -414,26 +403,22 @@ class _Planner:
         estimate = state.estimate if is_written else estimate_step(state.written, self.gpu)
         return Context(state.written, self.gpu, estimate, state.run)
 
-    def _gain(self, after: _State) -> tuple[float, float, float]:
-        """What a state's last change saves, with the bounds of it."""
-        assert after.before is not None
-        return gain(after.before.estimate, after.estimate, Change(step=after.step))
-
     def _is_worth(self, proposal: Proposal, after: _State) -> bool:
         """A gain nine times in ten, on some host above what counts as a change, and on none a loss against
         the model as it was that is not far less than what is saved here."""
         if self.min_gain < 0:
-            return self._gain(after)[0] >= self.min_gain * self.now.estimate.time_s
+            return _gain(self.now, after)[0] >= self.min_gain * self.now.estimate.time_s
         pairs = zip((self.now.estimate, *self.now.on_hosts), (after.estimate, *after.on_hosts), strict=True)
         counts = any(now.time_s - then.time_s >= self.min_gain * now.time_s for now, then in pairs)
-        if not counts or self._gain(after)[1] <= 0:
+        if not counts or _gain(self.now, after)[1] <= 0:
             return False
         saved = 1 - after.estimate.time_s / self.first.estimate.time_s
         for scale, then, first in zip(self.hosts, after.on_hosts, self.first.on_hosts, strict=True):
             loss_s = then.time_s - first.time_s
             if loss_s > max(_RISKED * saved, _ROUNDING) * first.time_s:
                 reason = f"where the host takes {scale:g} times as long for launches, a step would take "
-                self._refuse(proposal.fix, proposal.change.modules, f"{reason}{units.seconds(loss_s)} longer")
+                loss = f"{reason}{units.seconds(loss_s)} longer"
+                self._refuse(proposal.fix.name, proposal.change.modules, loss)
                 return False
         return True
 
@@ -442,73 +427,65 @@ class _Planner:
     def settle(self, verify: bool) -> tuple[AppliedFix, ...] | None:
         """Prove what was chosen and change the model; None where a part of it cannot be, which is then
         refused, and the search goes on from before it."""
-        states = self._states()
-        try:
-            self._make(states)
-            self.edits.undo()
-            proofs = self._proofs(states) if verify else ()
-            self._make(states)
-        except _UnfitError as unfit:
-            self.edits.undo()
-            self.reject(unfit.state.made[-1], unfit.reason)
-            self.now = unfit.state.before or self.first
-            return None
-        return tuple(self._applied(state, proofs) for state in states)
+        made = self.now.made
+        proofs: list[Verification] = []
+        flaw = self._make(made)
+        self.edits.undo()
+        flaw = flaw or (self._prove(made, proofs) if verify else None) or self._make(made)
+        if flaw is None:
+            pairs = zip(made, pairwise(self.states), strict=True)
+            return tuple(self._applied(each, *states, proofs) for each, states in pairs)
+        self.edits.undo()
+        number, reason = flaw
+        self.reject(made[number], reason)
+        del self.states[number + 1 :]
+        return None
 
-    def _states(self) -> list[_State]:
-        """From the first change to all of them."""
-        states: list[_State] = []
-        state = self.now
-        while state.before is not None:
-            states.insert(0, state)
-            state = state.before
-        return states
-
-    def _make(self, states: Sequence[_State]) -> None:
-        for state in states:
-            with _unfit_if_refused(state):
-                state.made[-1].change.apply(self.run, self.edits)
-
-    def _proofs(self, states: Sequence[_State]) -> tuple[Verification, ...]:
-        """Of all changes of the model together: in fp64 on the CPU, and on the GPU that it is on."""
-        on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
-        found = []
-        for compare in (prove, prove_in_place)[: 1 + on_gpu]:
-            self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in self.now.made)))
-            changes = [part for state in states for part in _of_model(state)]
+    def _make(self, made: Sequence[Proposal]) -> _Flaw | None:
+        for number, each in enumerate(made):
             try:
-                proof = compare(self.tried, changes) if changes else None
-                reason = "" if proof is None or proof.ok else f"not proven the same: {proof}"
+                each.change.apply(self.run, self.edits)
             except RefusedError as refused:
-                reason = refused.what
-            if reason:
-                self._blame(compare, states, reason)
-            found += [proof] if proof else []
-        return tuple(found)
+                return number, refused.what
+        return None
 
-    def _blame(self, compare: _Compare, states: Sequence[_State], reason: str) -> None:
-        """Find the change that is not proven; none of them alone, it is the last one on top of the others.
+    def _prove(self, made: Sequence[Proposal], proofs: list[Verification]) -> _Flaw | None:
+        """Prove all changes of the model together: in fp64 on the CPU, and on the GPU that it is on.
 
-        Raises:
-            _UnfitError: always.
+        How the program is run is no part of a proof.
         """
-        states = [state for state in states if _of_model(state)]
-        # One of whose modules the proof tells is the first to be looked at.
-        for state in sorted(
-            states, key=lambda s: not any(p and p in reason for p in s.made[-1].change.modules)
-        ):
-            if len(states) > 1:
-                self.say(f"Proving {state.made[-1].fix.name}")
-                with _unfit_if_refused(state):
-                    proof = compare(self.tried, _of_model(state))
-                if not proof.ok:
-                    raise _UnfitError(state, f"not proven the same: {proof}")
-        raise _UnfitError(states[-1], reason)
+        on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
+        of_model = {n: [part for part in each.change.parts if part.modules] for n, each in enumerate(made)}
+        of_model = {number: parts for number, parts in of_model.items() if parts}
+        for compare in (prove, prove_in_place)[: bool(of_model) * (1 + on_gpu)]:
+            self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in made)))
+            reason = self._disproof(compare, [part for parts in of_model.values() for part in parts], proofs)
+            if not reason:
+                continue
+            # One of whose modules the proof tells is the first to be looked at; none of them alone, it is the
+            # last one on top of the others.
+            told = {n: not any(p and p in reason for p in made[n].change.modules) for n in of_model}
+            for number in sorted(of_model, key=told.__getitem__) if len(of_model) > 1 else ():
+                self.say(f"Proving {made[number].fix.name}")
+                if alone := self._disproof(compare, of_model[number], []):
+                    return number, alone
+            return max(of_model), reason
+        return None
 
-    def _applied(self, state: _State, proofs: Sequence[Verification]) -> AppliedFix:
-        fix, change = state.made[-1]
+    def _disproof(self, compare: _Compare, changes: list[ChangeSet], proofs: list[Verification]) -> str:
+        """Why changes are not proven; a proof, whatever it says, is added to the others."""
+        try:
+            proofs.append(compare(self.tried, changes))
+        except RefusedError as refused:
+            return refused.what
+        return "" if proofs[-1].ok else f"not proven the same: {proofs[-1]}"
+
+    def _applied(
+        self, made: Proposal, before: _State, after: _State, proofs: Sequence[Verification]
+    ) -> AppliedFix:
+        fix, change = made
         in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
-        gain_s, low_s, high_s = self._gain(state)
+        gain_s, low_s, high_s = _gain(before, after)
         return AppliedFix(
             name=fix.name,
             level=fix.level,
@@ -525,10 +502,10 @@ class _Planner:
     def reject(self, proposal: Proposal, reason: str) -> None:
         """Leave a change out for good."""
         self._unfit.add(proposal.key)
-        self._refuse(proposal.fix, proposal.change.modules, reason)
+        self._refuse(proposal.fix.name, proposal.change.modules, reason)
 
-    def _refuse(self, fix: Fix, modules: tuple[str, ...], reason: str) -> None:
-        self.refused.setdefault(RefusedFix(fix.name, modules, reason))
+    def _refuse(self, name: str, modules: tuple[str, ...], reason: str) -> None:
+        self.refused.setdefault(RefusedFix(name, modules, reason))
 
     # ---- the plan ------------------------------------------------------------------------------
 
@@ -561,14 +538,12 @@ class _Planner:
         fixes, made = list(applied), list(self.now.made)
         for proposal in self._proposals(self.now, Stage.TRIED):
             made.append(proposal)
-            state = replace(self.now, made=tuple(made), before=self.now)
-            fixes.append(self._applied(state, ()))
+            fixes.append(self._applied(proposal, self.now, self.now, ()))
         self.say("Measuring")
         times_s = self._times_s(made)
         while losses := _losses(made, times_s):
             for index, gain_s in reversed(losses):
-                self._lose(fixes.pop(index), _why(gain_s))
-                made.pop(index)
+                self._lose(index, fixes, made, _why(gain_s))
             self._without_losses(fixes, made)
             times_s = self._times_s(made)
         for each in made:
@@ -592,12 +567,17 @@ class _Planner:
                     made[index].change.apply(run)
                 index += 1
             except RefusedError as error:
-                made.pop(index)
-                self._lose(fixes.pop(index), f"it goes with a fix that was taken back ({error})")
-        self.now = self._state(run, tuple(made), self.first)
+                self._lose(index, fixes, made, f"it goes with a fix that was taken back ({error})")
+        self.states[1:] = [self._state(run, tuple(made))]
 
-    def _lose(self, fix: AppliedFix, reason: str) -> None:
-        self.refused.setdefault(RefusedFix(fix.name, fix.modules, reason))
+    def _lose(self, index: int, fixes: list[AppliedFix], made: list[Proposal], reason: str) -> None:
+        fix, _ = fixes.pop(index), made.pop(index)
+        self._refuse(fix.name, fix.modules, reason)
+
+
+def _gain(before: _State, after: _State) -> tuple[float, float, float]:
+    """What is saved, with the bounds of it."""
+    return gain(before.estimate, after.estimate, Change(step=after.step))
 
 
 def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:

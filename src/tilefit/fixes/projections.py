@@ -238,7 +238,7 @@ class Merging(ChangeSet):
         for group in self.groups:
             region = Region()
             members: Any = tuple(submodule(run.model, path) for path in group)
-            around = caller(run.model, group[0])
+            around = submodule(run.model, caller(run.model, group[0]))
             require_changeable(around, f"the module around {group[0]}")
             edits.behave(around, region)
             for index, member in enumerate(members):

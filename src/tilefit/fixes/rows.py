@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from tilefit.capture.forward import call
 from tilefit.capture.trees import tensors
 from tilefit.fixes.assumed import Assumed
 from tilefit.fixes.behaviour import Behaviour
@@ -132,11 +133,9 @@ def _gives_rows(run: Run) -> bool:
             made = tree_map(
                 lambda leaf, few=few: few if isinstance(leaf, torch.Tensor) else leaf, trial.inputs
             )
-            positional, named = ((), made) if isinstance(made, Mapping) else (made, {})
-            positional = positional if isinstance(positional, tuple | list) else (positional,)
             try:
                 with torch.no_grad():
-                    result = trial.model.train(mode)(*positional, **named)
+                    result = call(trial.model.train(mode), made)
             except Exception:  # noqa: BLE001 - whatever it is, the model cannot be asked
                 return False
             if any(leaf.dim() and leaf.shape[0] != rows for leaf in tensors(result)):

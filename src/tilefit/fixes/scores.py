@@ -14,18 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from functools import partial, reduce
-from itertools import starmap
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilefit.fixes.assumed import OF_MODULES
-from tilefit.fixes.calls import autocast_dtype
+from tilefit.fixes.calls import autocast_dtype, offered, still
 from tilefit.fixes.constants import Constants
 from tilefit.fixes.region import packing
 
@@ -448,22 +448,14 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 def _functions(names: str) -> Iterator[Any]:
     """What PyTorch offers under these names: functions, methods, and methods that work in place."""
-    for name in names.split():
-        for place in (torch, torch.Tensor, F):
-            for form in (name, f"{name}_", f"__{name}__", f"__i{name}__"):
-                if callable(getattr(place, form, None)):
-                    _offered[place, form] = getattr(place, form)
-                    yield getattr(place, form)
+    forms = [form for name in names.split() for form in (name, f"{name}_", f"__{name}__", f"__i{name}__")]
+    found = offered(forms)
+    _followed.update(found)
+    yield from found.values()
 
 
 #: The functions by where they are found.
-_offered: dict[tuple[Any, str], Any] = {}
-
-
-def are_torchs() -> bool:
-    """Whether nobody has put others in place of PyTorch's functions: one that calls the original is called
-    twice by what follows calls, for PyTorch then names it by where it is found."""
-    return list(starmap(getattr, _offered)) == list(_offered.values())
+_followed: dict[tuple[Any, str], Any] = {}
 
 
 #: What becomes of scores, by the function that is called.
@@ -499,6 +491,10 @@ _IN_PLACE_STEPS = frozenset(func for func in _STEPS if _is_in_place(func.__name_
 
 _PRODUCTS = frozenset(_functions("matmul bmm einsum baddbmm"))
 _WITH_SUM = frozenset(_functions("baddbmm"))
+
+#: Whether nobody has put others in place of these functions: one that calls the original is called twice by
+#: what follows calls, for PyTorch then names it by where it is found.
+are_torchs = still(_followed)
 
 
 def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores | None:
@@ -600,11 +596,14 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
         return NotImplemented
     causal = _is_causal(scores)
     mask = None if causal else scores.bias
+    nowhere = None
     if not causal and (scores.masks or mask is not None):
         masking = _masking(scores, query)
         if masking is None:
             return NotImplemented
-        query, mask = masking
+        query, mask, nowhere = masking
+        if nowhere is not None and value.requires_grad:
+            value = _Undefined.apply(value, nowhere)  # type: ignore[no-untyped-call]
     if mask is not None:
         mask = _mask_of_four(mask if mask.dtype == torch.bool or cast else mask.to(query.dtype), lead)
     query, key, value = (_of_four(tensor, lead) for tensor in (query, key, value))
@@ -621,25 +620,46 @@ def _attended(scores: Scores, value: torch.Tensor) -> Any:
         out.grad_fn.register_prehook(_refuse_second)
         scores.fusing.kept.add(out.untyped_storage()._cdata)
     scores.fused = True
-    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+    out = out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+    return out if nowhere is None else torch.where(nowhere, math.nan, out)
 
 
-def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Query and mask for the kernel, which makes zeros of a row without a key that is left.
+class _Undefined(Function):
+    """The values; where a query has no key left and its weights are no numbers, neither is their gradient."""
 
-    Its weights are equal, as those of a query of zeros, or not a number where ``fill`` is minus infinity.
-    None where a row has gradients that no kernel computes: beside a mask that was added the scores are lost,
-    and are differentiated all the same.
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, nowhere: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(nowhere)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (nowhere,) = ctx.saved_tensors
+        return gradient.masked_fill(nowhere.any(-2, keepdim=True), math.nan), None
+
+
+def _masking(
+    scores: Scores, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Query and mask for the kernel, which makes zeros of a row without a key that is left; and which rows of
+    its result are no numbers.
+
+    Such a row's weights are equal, as those of a query of zeros, or not a number where ``fill`` is minus
+    infinity. None where a row has gradients that no kernel computes: beside a mask that was added the scores
+    are lost, and are differentiated all the same.
     """
-    mask = scores.bias
+    mask, nowhere = scores.bias, None
     if scores.masks:
         each = [mask if keep else mask.logical_not() for mask, keep in scores.masks]
         kept = reduce(torch.logical_and, each)
         empty = kept.any(-1, keepdim=True).logical_not()
         kept = kept | empty
-        query = torch.where(empty, math.nan if scores.fill == -math.inf else 0.0, query)
+        if scores.fill == -math.inf:
+            nowhere = empty
+        else:
+            query = torch.where(empty, 0.0, query)
         if mask is None:
-            return query, kept
+            return query, kept, nowhere
         mask = torch.where(kept, mask.masked_fill(empty, 0), -math.inf)
     assert mask is not None
     # To differentiate a row, kernels keep the logarithm of its sum, which is lost beside a large number: in
@@ -648,7 +668,8 @@ def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.T
     lost = top <= -_ABSORBED / torch.finfo(scores.kind).eps
     if _is_looked_at(scores) and _is_any(lost, scores):
         return None
-    return torch.where(lost, (top - top).to(query.dtype), query), mask - top
+    # Of minus infinity no number, in both passes.
+    return query * torch.where(lost, top - top, 1.0).to(query.dtype), mask - top, nowhere
 
 
 def _is_looked_at(scores: Scores) -> bool:

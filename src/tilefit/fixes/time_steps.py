@@ -251,6 +251,4 @@ def _loop(context: Context, group: Repeated) -> str:
     ops = context.step.ops[first : last + 1]
     # What nothing else happens in may be called anew for every step.
     path = ".".join(common(entry.site.module for entry in ops if entry.phase == FORWARD))
-    loop = caller(context.run.model, path) if path else context.run.model
-    names: dict[nn.Module, str] = {module: name for name, module in context.run.model.named_modules()}
-    return names[loop]
+    return caller(context.run.model, path) if path else ""

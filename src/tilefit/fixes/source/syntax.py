@@ -151,13 +151,3 @@ class Syntax:
     def assignments(self, name: str, scope: Scope) -> list[Assignment]:
         """Where a name gets its value, as a scope sees it."""
         return [assigned for assigned in scope[name] if isinstance(assigned, Assignment)]
-
-    def value_of(self, assigned: Assignment) -> cst.BaseExpression | None:
-        """The expression a name is set to, where it alone is set to one."""
-        statement = self._parents.get(self._parents.get(assigned.node, self.tree), self.tree)
-        if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
-            return statement.value if statement.targets[0].target is assigned.node else None
-        statement = self._parents.get(assigned.node, self.tree)
-        if isinstance(statement, cst.AnnAssign) and statement.target is assigned.node:
-            return statement.value
-        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE, UNSAFE
 
-_LOADER = "torch.utils.data.DataLoader"
+_LOADERS = {f"torch.utils.data.{module}DataLoader" for module in ("", "dataloader.")}
 #: Copies of so many bytes are numbers, which are made where they are used.
 _NUMBER_BYTES = 8
 
@@ -142,71 +142,42 @@ def _autocast(finding: Finding, context: Context, files: Files) -> Change:
 # ---- the loop ----------------------------------------------------------------------------------
 
 
-def _gradients_dropped(finding: Finding, context: Context, files: Files) -> Change:
-    """``zero_grad(set_to_none=False)``: ``zero_grad()``."""
+def _turned(function: str, argument: str, old: str, note: str) -> Write:
+    """What writes the other of two values for an argument in the line of a finding."""
 
-    def given(syntax: Syntax, call: cst.Call) -> cst.Arg | None:
-        return keyword(call, "set_to_none")
+    def write(finding: Finding, context: Context, files: Files) -> Change:
+        syntax, line = _at(finding.source, files)
+        for call in _calls(syntax, line):
+            names = {name.rpartition(".")[2] for name in syntax.means(call.func)}
+            is_method = isinstance(call.func, cst.Attribute) and call.func.attr.value == function
+            given = keyword(call, argument) or next(iter(call.args), None)
+            if (is_method or function in names) and given and syntax.code(given.value) == old:
+                new = str(old != "True")
+                word = f"{argument}=" if given.keyword else ""
+                edit = syntax.replaced(given.value, new)
+                return Change.of([(syntax, edit)], line, f"{function}({word}{new})", note)
+        raise RefusedError(f"line {line} of {syntax.file.name} does not say {function}({old})")
 
-    note = "a parameter that gets no gradient in a step is then passed over, not stepped with zeros"
-    return _turned(finding, files, given, "set_to_none={}", True, note)
-
-
-def _anomaly_off(finding: Finding, context: Context, files: Files) -> Change:
-    """``set_detect_anomaly(True)``: ``False``."""
-
-    def given(syntax: Syntax, call: cst.Call) -> cst.Arg | None:
-        is_switch = any(name.endswith("set_detect_anomaly") for name in syntax.means(call.func))
-        return call.args[0] if is_switch and call.args else None
-
-    note = "a NaN in the backward pass is then no error"
-    return _turned(finding, files, given, "set_detect_anomaly({})", False, note)
-
-
-def _turned(
-    finding: Finding,
-    files: Files,
-    given: Callable[[Syntax, cst.Call], cst.Arg | None],
-    form: str,
-    value: bool,
-    note: str,
-) -> Change:
-    """The change of an argument, in the line of a finding, that is ``not value``."""
-    syntax, line = _at(finding.source, files)
-    for call in _calls(syntax, line):
-        argument = given(syntax, call)
-        if argument is not None and syntax.code(argument.value) == str(not value):
-            edit = syntax.replaced(argument.value, str(value))
-            return Change.of([(syntax, edit)], line, form.format(value), note)
-    raise RefusedError(f"line {line} of {syntax.file.name} does not say {form.format(not value)}")
+    return write
 
 
 def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
     """``total += loss.item()``: ``total += loss.detach()``."""
     events = _program(context.step).events
     edits = [
-        (syntax, _detached(syntax, call))
+        (syntax, syntax.replaced(call.func.attr, "detach"))
         for source in dict.fromkeys(e.site.source for e in events if e.name in ("item", "float"))
         for syntax, line in (_at(source, files),)
         for statement in syntax.all(cst.AugAssign)
         if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign)
         for call in syntax.all(cst.Call, statement)
-        if _reads(call)
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
     ]
     if not edits:
         raise RefusedError("the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
     syntax, first = edits[0]
     return Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
-
-
-def _reads(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
-
-
-def _detached(syntax: Syntax, call: cst.Call) -> Edit:
-    assert isinstance(call.func, cst.Attribute)
-    return syntax.replaced(call.func.attr, "detach")
 
 
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
@@ -275,19 +246,13 @@ def _written_in_place(syntax: Syntax, names: Collection[str]) -> bool:
 def _pinned(source: str, files: Files) -> tuple[Syntax, Edit] | None:
     """The edit that has a loader pin its batches; None where it does."""
     syntax, line = _at(source, files)
-    calls = [
-        each for each in _calls(syntax, line) if any(_is_loader(name) for name in syntax.means(each.func))
-    ]
+    calls = [each for each in _calls(syntax, line) if syntax.means(each.func) & _LOADERS]
     if len(calls) != 1:
         raise RefusedError(f"{source} does not call DataLoader once")
     if any(argument.star == "**" for argument in calls[0].args):
         raise RefusedError(f"the loader in {source} gets arguments that stand elsewhere")
     edit = switched_on(syntax, calls[0], "pin_memory")
     return None if edit is None else (syntax, edit)
-
-
-def _is_loader(name: str) -> bool:
-    return name == _LOADER or name == f"{_LOADER.rpartition('.')[0]}.dataloader.DataLoader"
 
 
 def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
@@ -337,9 +302,14 @@ def _calls(syntax: Syntax, line: int) -> Sequence[cst.Call]:
 #: What is written into a program that trains, by the rule that it answers. A change is safe only where the
 #: program computes the same for every input.
 WRITERS: dict[str, Write] = {
-    "ANO001": _anomaly_off,
+    "ANO001": _turned("set_detect_anomaly", "mode", "True", "a NaN in the backward pass is then no error"),
     "FOR001": _loop_at_once,
-    "GRD001": _gradients_dropped,
+    "GRD001": _turned(
+        "zero_grad",
+        "set_to_none",
+        "False",
+        "a parameter that gets no gradient in a step is then passed over, not stepped with zeros",
+    ),
     "LAY001": _channels_last,
     "NTC001": _compiled,
     "NTC003": _fused,

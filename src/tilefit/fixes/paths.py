@@ -1,10 +1,11 @@
 """How padded channels can travel through a model: which images stay padded, and where they are cropped.
 
-A padded channel leaves a convolution as zeros. Batch normalisation with padded parameters keeps it zero;
-pooling, resizing and functions that work element by element make some finite number of it, the next
-convolution multiplies that by zero, and the gradient that comes back is zero. Two images that are added must
-be padded alike, images that are concatenated keep their padding between them. Whatever else reads an image
-must find the channels it always had, so that the image is cropped by the module that makes it.
+Images here are also the features of linear layers: their channels are the last dimension. A padded channel
+leaves a layer as zeros. Batch normalisation with padded parameters keeps it zero; pooling, resizing and
+functions that work element by element make some finite number of it, the next layer multiplies that by zero,
+and the gradient that comes back is zero. Two images that are added must be padded alike, images that are
+concatenated keep their padding between them. Whatever else reads an image must find the channels it always
+had, so that the image is cropped by the module that makes it.
 
 All this is read off the model's ``forward``, traced symbolically in training and in evaluation mode: a trace
 has no branches that depend on data or sizes, so that what holds for it holds for every input. Where a module
@@ -15,21 +16,35 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from tilefit.fixes.behaviour import behaviours, is_replaced
-from tilefit.fixes.convolution import CONVOLUTIONS, NORMS, Convolution, Cropped, WideNorm
-from tilefit.fixes.elementwise import ELEMENTWISE_MODULES, of_padding
+from tilefit.fixes.elementwise import (
+    CHANNELWISE_FUNCTIONS,
+    CHANNELWISE_METHODS,
+    ELEMENTWISE_MODULES,
+    of_padding,
+)
 from tilefit.fixes.interior import has_hooks, traced
+from tilefit.fixes.layers import (
+    CONVOLUTIONS,
+    NORMS,
+    Cropped,
+    Fitted,
+    Layer,
+    Padding,
+    WideNorm,
+    channels_of,
+    dims_of,
+)
 from tilefit.fixes.padding import Channels, behind_one_another, real_size, wide_size
 from tilefit.fixes.run import Run
 
@@ -42,44 +57,15 @@ _CHANNELWISE_MODULES: tuple[type[nn.Module], ...] = (
     nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
     nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d,
 )  # fmt: skip
-#: Functions of an image that do the same; the image is their first argument.
-_CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
-    [
-        F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
-        F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-        F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d,
-        F.interpolate, torch.clone,
-    ]
-)  # fmt: skip
-_CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 #: Drops whole samples, whatever their channels.
 _STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth.stochastic_depth"
 #: What may be asked of an image without learning how many channels it has.
 _WITHOUT_CHANNELS = ("dtype", "device", "ndim", "dim", "is_cuda", "requires_grad")
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """What a module has to do with padded channels.
-
-    Attributes:
-        path: Of the module.
-        root: Path of the module within which padded channels travel: itself, or the one that was traced.
-        dims: Spatial dimensions of its images.
-        wide_in, wide_out: How the channels lie in what it reads and in what it makes of it; None where they
-            are not padded.
-        crops: It hands on the real channels alone.
-        takes: What it reads is padded by others.
-    """
-
-    path: str
-    root: str
-    dims: int
-    wide_in: Channels | None
-    wide_out: Channels | None
-    crops: bool
-    takes: bool = False
+#: Functions and modules whose results are never infinite.
+_BOUNDED = ("sigmoid", "hardsigmoid", "tanh")
+#: Modules with more parts than this are not looked through for chains of linear layers.
+_MOST_MODULES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +78,7 @@ class Trace:
 
 def traces(run: Run) -> list[Trace]:
     """The largest parts of a run's model that can be traced, and that a step calls."""
-    return list(_traces(run.model, "", cache(partial(_calls, run))))
+    return list(_traces(run.model, "", cache(partial(_called, run))))
 
 
 def paddings(
@@ -113,8 +99,43 @@ def paddings(
             todo.setdefault(module, padding)
     for path, module in model.named_modules():
         if module not in todo and isinstance(module, _ConvNd) and _is_whole(module):
-            todo[module] = _by_itself(path, module, sizes, inputs)
+            todo[module] = by_itself(path, module, sizes, inputs)
     return [padding for padding in todo.values() if padding is not None]
+
+
+def chains(model: nn.Module, layers: Iterable[str], size: int) -> list[Padding]:
+    """What plain linear layers, some with ``size`` outputs, some with as many inputs, hand to each other.
+
+    Smaller modules are traced before the larger ones they are part of: what is done to a part of a model
+    keeps nothing from staying padded in another. Of sizes and rows nothing is said.
+    """
+    left = dict.fromkeys(layers)
+    found = []
+    for path in _parents(left):
+        prefix, root = f"{path}." if path else "", model.get_submodule(path)
+        linears = {model.get_submodule(name) for name in left if name.startswith(prefix)}
+        is_small = sum(1 for _ in root.modules()) <= _MOST_MODULES
+        graphs = traced(root, linears.__contains__) if is_small else None
+        if graphs is None:
+            continue
+        paths = _Paths(root, Trace(path, graphs), {size: 2 * size}, {}, linears)
+        chained = [p for _, p in paths.paddings() if p and (p.takes is not None or p.gives is not None)]
+        for each in chained:
+            if each.gives is not None:
+                del left[each.path]
+        found += chained
+    return found
+
+
+def _parents(layers: Iterable[str]) -> list[str]:
+    """Paths of the modules that hold at least two of the layers, innermost first; the model's is empty."""
+    count: Counter[str] = Counter()
+    for path in layers:
+        while path:
+            path = path.rpartition(".")[0]
+            count[path] += 1
+    shared = [path for path in count if count[path] > 1]
+    return sorted(shared, key=lambda path: len(path.split(".")) if path else 0, reverse=True)
 
 
 def _is_whole(module: _ConvNd) -> bool:
@@ -122,15 +143,13 @@ def _is_whole(module: _ConvNd) -> bool:
     return type(module) in CONVOLUTIONS and module.groups == 1 and _is_ours(module)
 
 
-def _by_itself(
-    path: str, module: _ConvNd, sizes: Mapping[int, int], inputs: Mapping[int, int]
-) -> Padding | None:
-    """A convolution that pads what it reads and crops what it writes."""
-    wide_in = _padded(_alone(module.in_channels, inputs))
-    wide_out = _padded(_alone(module.out_channels, sizes))
+def by_itself(path: str, layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Padding | None:
+    """A layer that pads what it reads and crops what it writes; None where it has none of the sizes."""
+    into, out = channels_of(layer)
+    wide_in, wide_out = _padded(_alone(into, inputs)), _padded(_alone(out, sizes))
     if wide_in is wide_out is None:
         return None
-    return Padding(path, path, len(module.kernel_size), wide_in, wide_out, wide_out is not None)
+    return Padding(path, dims_of(layer), wide_in, wide_out)
 
 
 def _alone(channels: int, sizes: Mapping[int, int]) -> Channels:
@@ -144,7 +163,7 @@ def _padded(channels: Channels) -> Channels | None:
 # ---- kinds of modules --------------------------------------------------------------------------
 
 #: What :func:`_kind` says of a module.
-_CONVOLUTION, _DEPTHWISE, _NORM, _CHANNELWISE, _OPAQUE = "convolution", "depthwise", "norm", "channelwise", ""
+_LAYER, _DEPTHWISE, _NORM, _CHANNELWISE, _OPAQUE = "layer", "depthwise", "norm", "channelwise", ""
 
 
 def _kind(module: nn.Module) -> str:
@@ -153,7 +172,7 @@ def _kind(module: nn.Module) -> str:
         return _OPAQUE
     if isinstance(module, _ConvNd) and type(module) in CONVOLUTIONS:
         if module.groups == 1:
-            return _CONVOLUTION
+            return _LAYER
         return _DEPTHWISE if module.groups == module.in_channels else _OPAQUE
     if isinstance(module, _BatchNorm) and type(module) in NORMS:
         return _NORM if module.eps > 0 else _OPAQUE
@@ -162,42 +181,35 @@ def _kind(module: nn.Module) -> str:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Whether a module does what its class says, untouched or changed by the fixes of convolutions."""
-    known = all(isinstance(each, Convolution | WideNorm | Cropped) for each in behaviours(module))
+    """Whether a module does what its class says, untouched or changed by the fixes of layers."""
+    known = all(isinstance(each, Fitted | WideNorm | Cropped) for each in behaviours(module))
     return known and not is_replaced(module)
 
 
 # ---- tracing -----------------------------------------------------------------------------------
 
 
-def _traces(module: nn.Module, path: str, calls: Callable[[], Mapping[str, int]]) -> Iterator[Trace]:
+def _traces(module: nn.Module, path: str, called: Callable[[], set[str]]) -> Iterator[Trace]:
     if isinstance(module, _ConvNd) or not any(isinstance(part, _ConvNd) for part in module.modules()):
         return
     graphs = traced(module, lambda part: bool(_kind(part)))
-    if graphs is not None and (not path or calls()[path]):
+    if graphs is not None and (not path or path in called()):
         yield Trace(path, graphs)
         parts = sorted({str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"})
     else:
         parts = [name for name, _ in module.named_children()]
     for name in parts:
-        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, calls)
+        yield from _traces(module.get_submodule(name), f"{path}.{name}" if path else name, called)
 
 
-def _calls(run: Run) -> Mapping[str, int]:
-    """How often a step calls each module."""
-    trial = run.on_meta()
-    counted: Counter[str] = Counter()
+def _called(run: Run) -> set[str]:
+    """Paths of the modules that a step calls."""
+    trial, found = run.on_meta(), set[str]()
     for path, module in trial.model.named_modules():
-        module.register_forward_pre_hook(_counting(counted, path))
+        # A function, which the copies that are captured share.
+        module.register_forward_pre_hook(lambda *_, path=path: found.add(path))
     trial.capture()
-    return counted
-
-
-def _counting(counted: Counter[str], path: str) -> Callable[[nn.Module, Any], None]:
-    def count(module: nn.Module, args: Any) -> None:
-        counted[path] += 1
-
-    return count
+    return found
 
 
 # ---- the paths of channels ---------------------------------------------------------------------
@@ -208,12 +220,23 @@ class _Paths:
 
     Images that meet in a function, and all that a module makes in its calls, are one group: padded alike or
     not at all. A module stands between the group it reads and the group it writes, and can crop.
+
+    Args:
+        root: The module.
+        trace: Of it.
+        sizes, inputs: As for :func:`paddings`.
+        linears: The linear layers that there are to be, in place of convolutions.
     """
 
     def __init__(
-        self, root: nn.Module, trace: Trace, sizes: Mapping[int, int], inputs: Mapping[int, int]
+        self,
+        root: nn.Module,
+        trace: Trace,
+        sizes: Mapping[int, int],
+        inputs: Mapping[int, int],
+        linears: Collection[nn.Module] = (),
     ) -> None:
-        self._path, self._sizes, self._inputs = trace.path, sizes, inputs
+        self._path, self._sizes, self._inputs, self._linears = trace.path, sizes, inputs, linears
         nodes = [node for graph in trace.graphs for node in graph.nodes]
         self._modules = {n: root.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"}
         self._calls: dict[nn.Module, list[fx.Node]] = {}
@@ -233,6 +256,12 @@ class _Paths:
         for image in self._images:
             if not all(self._serves(image, user) for user in image.users):
                 self._spoiled.add(image)
+
+    def _kind(self, module: nn.Module) -> str:
+        kind = _kind(module)
+        if module in self._linears and not has_hooks(module):
+            return _LAYER
+        return kind if kind == _CHANNELWISE or not self._linears else _OPAQUE
 
     # ---- groups ------------------------------------------------------------------------------
 
@@ -263,9 +292,11 @@ class _Paths:
         return first if isinstance(first, fx.Node) and first in self._images else None
 
     def _is_function(self, module: nn.Module) -> bool:
-        """Whether a module is used in several places, so that it cannot crop for one and not for another."""
+        """Whether a module is used in several places, so that it cannot crop for one and not for another; or
+        is not to crop, since features of linear layers stay padded for other layers alone."""
         calls = self._calls[module]
-        return _kind(module) == _CHANNELWISE and len({node.graph for node in calls}) < len(calls)
+        is_many = len({node.graph for node in calls}) < len(calls)
+        return self._kind(module) == _CHANNELWISE and (is_many or bool(self._linears))
 
     # ---- what each call does -----------------------------------------------------------------
 
@@ -273,7 +304,8 @@ class _Paths:
         if node.op == "call_module":
             self._visit_module(node)
         elif (parts := self._concatenated(node)) is not None:
-            if all(part in self._images for part in parts):
+            dims = {self._images[part][1] if part in self._images else 0 for part in parts}
+            if len(dims) == 1 and 0 not in dims:
                 channels = sum(self._images[part][0] for part in parts)
                 padding = max((self._padding[part] for part in parts), key=abs)
                 self._found(node, channels, self._images[parts[0]][1], padding)
@@ -289,15 +321,15 @@ class _Paths:
 
     def _visit_module(self, node: fx.Node) -> None:
         module, image = self._modules[node], self._read(node)
-        kind = _kind(module)
-        if kind == _CONVOLUTION and len(node.args) == 1 and not node.kwargs:
-            assert isinstance(module, _ConvNd)
-            self._found(node, module.out_channels, len(module.kernel_size))
+        kind = self._kind(module)
+        if kind == _LAYER and len(node.args) == 1 and not node.kwargs:
+            assert isinstance(module, Layer)
+            self._found(node, channels_of(module)[1], dims_of(module))
         elif image is None:
             return
         elif isinstance(module, ELEMENTWISE_MODULES) and kind:
             self._visit_elementwise(node, module)
-        elif kind:
+        elif kind and self._images[image][1]:
             channels, dims = self._images[image]
             is_pool = kind == _CHANNELWISE
             channels = module.out_channels if isinstance(module, _ConvNd) else channels
@@ -310,11 +342,13 @@ class _Paths:
         operands = node.all_input_nodes
         if not operands or not all(operand in self._images for operand in operands):
             return
+        if len({self._images[operand][1] for operand in operands}) > 1:
+            return
         channels = max(self._images[operand][0] for operand in operands)
         masks = {operand for operand in operands if self._images[operand][0] != channels}
         padding = of_padding(node, module, self._padding | dict.fromkeys(masks, 1.0))
-        # A mask is a factor of zeros: whatever it is, they stay zeros.
-        if padding is None or any(self._images[mask][0] != 1 for mask in masks) or (masks and padding):
+        # A mask is a factor of zeros: whatever finite number it is, they stay zeros.
+        if padding is None or not all(map(self._is_mask, masks)) or (masks and padding):
             return
         self._found(node, channels, self._images[operands[0]][1], padding)
         self._spoiled |= masks
@@ -323,6 +357,12 @@ class _Paths:
                 if operand not in masks:
                     self._join(operand, node)
 
+    def _is_mask(self, image: fx.Node) -> bool:
+        """Whether an image has one channel, of bounded numbers."""
+        made_by = self._modules.get(image, image.target)
+        name = type(made_by).__name__ if image in self._modules else getattr(made_by, "__name__", made_by)
+        return self._images[image][0] == 1 and str(name).lower() in _BOUNDED
+
     def _is_channelwise(self, node: fx.Node) -> bool:
         """Whether a function does the same to every channel of its first argument."""
         image = node.args[0] if node.args else None
@@ -330,14 +370,16 @@ class _Paths:
             return False
         if any(other in self._images for other in node.all_input_nodes[1:]):
             return False
+        if not self._images[image][1]:  # to functions of images features are something else
+            return node.op == "call_method" and node.target in CHANNELWISE_METHODS
         if node.target in (torch.mean, "mean"):
             return self._is_spatial_mean(node, self._images[image][1])
         if node.op == "call_method":
-            return node.target in _CHANNELWISE_METHODS
+            return node.target in CHANNELWISE_METHODS
         if node.op != "call_function" or node.kwargs.get("return_indices"):
             return False
         name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
-        return node.target in _CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
+        return node.target in CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
 
     def _is_spatial_mean(self, node: fx.Node, dims: int) -> bool:
         over = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -358,7 +400,7 @@ class _Paths:
     def _serves(self, image: fx.Node, user: fx.Node) -> bool:
         """Whether an image with padded channels does for a user, that is: is understood."""
         module = self._modules.get(user)
-        if isinstance(module, _ConvNd) and module.in_channels != self._images[image][0]:
+        if isinstance(module, Layer) and (channels_of(module)[0], dims_of(module)) != self._images[image]:
             return False
         # What also reads an image from elsewhere could not tell one of a wrong size from one that is padded.
         if module is not None and any(self._read(call) is None for call in self._calls[module]):
@@ -370,6 +412,8 @@ class _Paths:
         name = user.args[1] if user.target is getattr else user.target if user.op == "call_method" else ""
         if name in _WITHOUT_CHANNELS:
             return True
+        if not dims:
+            return False
         if name == "size" and len(user.args) > 1:
             return _leaves_out_channels(user.args[1], dims)
         return name in ("size", "shape") and all(
@@ -384,31 +428,26 @@ class _Paths:
         prefix = f"{self._path}." if self._path else ""
         layouts = self._layouts()
         for module, calls in self._calls.items():
-            kind = _kind(module)
+            kind = self._kind(module)
             path = prefix + str(calls[0].target)
             written = next((node for node in calls if node in self._images), None)
             if not kind or written is None:
                 continue
             read = next((image for node in calls if (image := self._read(node)) is not None), None)
             wide_in = _padded(layouts[self._group(read)]) if read is not None else None
-            takes = wide_in is not None
             wide_out = _padded(layouts[self._group(written)])
-            dims = self._images[written][1]
-            if kind == _CONVOLUTION:
-                assert isinstance(module, _ConvNd)
-                alone = _by_itself(path, module, self._sizes, self._inputs)
+            takes, gives = (None if wide is None else self._path for wide in (wide_in, wide_out))
+            if kind == _LAYER:
+                assert isinstance(module, Layer)
+                alone = by_itself(path, module, self._sizes, self._inputs)
                 if alone is not None:
-                    wide_in = wide_in or alone.wide_in
-                crops = wide_out is None and alone is not None and alone.crops
-                if crops and alone is not None:
-                    wide_out = alone.wide_out
+                    wide_in, wide_out = wide_in or alone.wide_in, wide_out or alone.wide_out
                 busy = wide_in is not None or wide_out is not None
             else:
-                crops = wide_in is not None and wide_out is None
-                if crops and wide_in is not None:
+                busy = wide_in is not None and (wide_out is None or kind != _CHANNELWISE)
+                if wide_in is not None and wide_out is None:
                     wide_out = self._through(module, wide_in)
-                busy = crops or (wide_in is not None and kind != _CHANNELWISE)
-            padding = Padding(path, self._path, dims, wide_in, wide_out, crops, takes)
+            padding = Padding(path, self._images[written][1], wide_in, wide_out, takes, gives)
             yield module, padding if busy else None
 
     def _layouts(self) -> dict[fx.Node, Channels]:
@@ -459,7 +498,7 @@ class _Paths:
     def _is_given(self, image: fx.Node) -> bool:
         """Whether how an image is padded follows from what it is made of."""
         if image in self._modules:
-            return _kind(self._modules[image]) != _CONVOLUTION
+            return self._kind(self._modules[image]) != _LAYER
         return self._concatenated(image) is not None
 
     def _given(self, image: fx.Node, layouts: Mapping[fx.Node, Channels]) -> Channels | None:
