@@ -166,6 +166,13 @@ def test_misalignment_is_milder_where_the_tensor_cores_are_slower() -> None:
     assert penalty("rtx-4090") < 1.15
 
 
+@pytest.mark.parametrize(("kind", "parts"), [("complex64", "fp32"), ("complex128", "fp64")])
+def test_complex_products_do_four_times_the_work_of_real_ones(kind: str, parts: str) -> None:
+    whole, part = Gemm(2048, 2048, 2048, kind), Gemm(2048, 2048, 2048, parts)
+    assert whole.flop == 4 * part.flop
+    assert estimate(whole, H200).time_s > 2 * estimate(part, H200).time_s
+
+
 def test_fp32_runs_on_cuda_cores_whatever_its_alignment() -> None:
     odd = analytic(Gemm(4096, 4096, 4095, "fp32"), H200)
     assert odd.kernel_family == "simt"

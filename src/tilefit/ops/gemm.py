@@ -92,7 +92,9 @@ class Gemm(Op):
 
     @property
     def flop(self) -> int:
-        return 2 * self.m * self.n * self.k * self.batch
+        """A multiply-add of complex numbers is four of real ones."""
+        parts = 4 if self.dtype.startswith("complex") else 1
+        return 2 * self.m * self.n * self.k * self.batch * parts
 
     @property
     def read_bytes(self) -> int:
