@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
+from tilefit.cost.tiles import SMALL_TILES, SPLITS, STAGE_BYTES, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
@@ -83,6 +83,17 @@ class Kernel(NamedTuple):
     feed_bytes_per_clock_per_sm: float = inf
     tiles: tuple[Tile, ...] = TILES
     splits: tuple[int, ...] = SPLITS
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether threads fetch the operands from the L2 cache, not TMA."""
+        return self.feed_bytes_per_clock_per_sm < inf
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of contraction that a stage of the pipeline holds: threads fetch half of a line at a time (the
+        names of cuBLAS's kernels on an A100 say 32 elements of 16 bits)."""
+        return STAGE_BYTES // 2 if self.is_fed else STAGE_BYTES
 
     def ceiling(self, rows: int, columns: int, size: int) -> float:
         """The most FLOP per clock and SM that a tile reaches, of elements of so many bytes: for each element
