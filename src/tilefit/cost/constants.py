@@ -20,8 +20,8 @@ class Constants:
 
     Attributes:
         kernel_clocks: Fixed time of one kernel in a running stream (not the host's launch), in clocks.
-        split_s: Price of splitting a contraction over blocks: another kernel adds the parts up. On A100, H100,
-            H200 and L40S, whose clocks are up to 1.8 times apart, it is 2.4 to 3.0 us.
+        split_s: Price of splitting a contraction over blocks: another kernel adds the parts up. On A100,
+            H100, H200 and L40S, whose clocks are up to 1.8 times apart, it is 2.4 to 3.0 us.
         memory_efficiency: Share of the datasheet's bandwidth that is reached.
         write_weight: Bytes of C cost this much more than bytes read.
         math_efficiency: Share of the Tensor Cores' peak that large tiles reach.

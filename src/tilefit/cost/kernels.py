@@ -91,8 +91,8 @@ class Kernel(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of contraction that a stage of the pipeline holds: threads fetch half of a line at a time (the
-        names of cuBLAS's kernels on an A100 say 32 elements of 16 bits)."""
+        """Bytes of contraction that a stage of the pipeline holds: half of a line where threads fetch, whose
+        kernels have stages of 32 and 64 elements of 16 bits; products of that depth on A100 and L40S fit so."""
         return STAGE_BYTES // 2 if self.is_fed else STAGE_BYTES
 
     def ceiling(self, rows: int, columns: int, size: int) -> float:
