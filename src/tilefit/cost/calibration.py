@@ -299,20 +299,17 @@ def load(path: Traversable) -> Calibration:
         if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
             raise ValueError("it was made with another version of tilefit")
     links = _links(about["links"]["constants"]) if "links" in about else None
-    if "quick" in about:
-        title = f"quickly calibrated on {about['date'][:10]}"
-        quick = Quick(**about["quick"])
-        return Calibration({}, about, None, about["launch_scale"], title, quick=quick, links=links)
-    if links and not networks:
-        return Calibration({}, about, links=links)
-    ours = f"measured by tilefit's authors, {about['collected'][-1]}" if "collected" in about else ""
-    if "constants" not in about:
-        return Calibration(networks, about, title=ours)
-    constants = Constants(**about["constants"])
+    quick = Quick(**about["quick"]) if "quick" in about else None
+    title = ""
+    if "collected" in about:
+        title = f"measured by tilefit's authors, {about['collected'][-1]}"
+    elif networks or quick:  # not the links alone
+        title = f"{'quickly ' if quick else ''}calibrated on {about['date'][:10]}"
+    constants = Constants(**about["constants"]) if "constants" in about else None
     facts = about["networks"].items()
     others = {kind: Constants(**each["constants"]) for kind, each in facts if "constants" in each}
-    title = ours or f"calibrated on {about['date'][:10]}"
-    return Calibration(networks, about, constants, about["launch_scale"], title, others, links=links)
+    scale = about.get("launch_scale", 1.0)
+    return Calibration(networks, about, constants, scale, title, others, quick, links=links)
 
 
 def _links(facts: dict[str, Any]) -> LinkConstants:

@@ -356,14 +356,10 @@ def _paths(op: Conv, gpu: Gpu) -> list[float]:
         log2(calls * call_s),
     ]  # fmt: skip
     # The product of one image, as NCHW has it in memory.
-    taps = prod(op.kernel_size)
-    if op.direction == BACKWARD_WEIGHT:
-        m, n, k = channels_in * taps, channels_out, pixels_out
-    elif op.direction == FORWARD:
-        m, n, k = pixels_out, channels_out, channels_in * taps
-    else:
-        m, n, k = pixels_in, channels_in, channels_out * taps
-    row.append(log2(_split(Gemm(m, n, k, op.dtype, batch=op.batch * op.groups), gpu, 128)[0]))
+    image = replace(replace(op, batch=1).implicit_gemm, batch=op.batch * op.groups)
+    if op.direction == BACKWARD_DATA:  # all taps, those that a stride skips too: so the networks were fitted
+        image = replace(image, k=channels_out * prod(op.kernel_size))
+    row.append(log2(_split(image, gpu, 128)[0]))
     row += one_hot(channels_in, _CHANNELS) + one_hot(channels_out, _CHANNELS)
     row += one_hot((op.direction, grouping), _GROUPED)
     row += one_hot((op.channels_last, plain, grouping), _POINTWISE)

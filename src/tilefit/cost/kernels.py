@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from tilefit.cost.tiles import SMALL_TILES, SPLITS, STAGE_BYTES, TILES, Tile
+from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
@@ -88,12 +88,6 @@ class Kernel(NamedTuple):
     def is_fed(self) -> bool:
         """Whether threads fetch the operands from the L2 cache, not TMA."""
         return self.feed_bytes_per_clock_per_sm < inf
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of contraction that a stage of the pipeline holds: half of a line where threads fetch, whose
-        kernels have stages of 32 and 64 elements of 16 bits; products of that depth on A100 and L40S fit so."""
-        return STAGE_BYTES // 2 if self.is_fed else STAGE_BYTES
 
     def ceiling(self, rows: int, columns: int, size: int) -> float:
         """The most FLOP per clock and SM that a tile reaches, of elements of so many bytes: for each element

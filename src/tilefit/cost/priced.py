@@ -415,7 +415,7 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
 def corrected(own: Calibration) -> Calibration:
     """A quick calibration with the networks that it corrects: those of its GPU that ship, else a donor's."""
     gpu = gpus.get(own.about["gpu"])
-    if (ships := shipped(gpu.name) or _donated(gpu.compute_capability)) is None:
+    if (ships := _ships(gpu)) is None:
         return own
     of = ships.about["gpu"]
     title = f"{own.title}; the {gpus.get(of).title}'s, {ships.title}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import FIXED_S, MEMORY_SHARE, Row, describes, one_hot
 from tilefit.cost.launch import COMPILED_KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
@@ -224,17 +224,14 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
     fixed_s = op.kernels * constants.kernel_s(gpu) * limits.kernels
     floor = floor_s(op, gpu)
     longer_s = max(busy_s(op, gpu, constants, limits), math_s)
-    time_s = max(longer_s + fixed_s, floor)
-    spread = 1.0 + _SPREADS.get(op.role, _SPREAD)
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / spread, floor),
-        high_s=time_s * spread,
-        bound=LATENCY if longer_s < fixed_s else MATH if math_s > memory_s else MEMORY,
+    return from_datasheet(
+        max(longer_s + fixed_s, floor),
+        floor,
+        _SPREADS.get(op.role, _SPREAD),
         math_s=math_s,
         memory_s=memory_s,
+        busy_s=longer_s,
         kernel_family="streaming",
-        provenance=DATASHEET,
         reason=f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else ""),
     )
 
