@@ -326,7 +326,7 @@ def keep(path: Path) -> Path | None:
     except OSError:
         read(path)  # says so
     except DAMAGED:
-        return _set_aside(path)
+        return path.rename(corrupt_name(path))
     return None
 
 
@@ -368,7 +368,7 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
         read(path)  # says so
         raise
     except DAMAGED as error:
-        aside = _set_aside(path)
+        aside = path.rename(corrupt_name(path))
         raise TilefitError(
             f"the calibration of this GPU cannot be used: {error}",
             where=str(path),
@@ -420,7 +420,3 @@ def corrected(own: Calibration) -> Calibration:
     of = ships.about["gpu"]
     title = f"{own.title}; the {gpus.get(of).title}'s, {ships.title}"
     return replace(own, networks=ships.networks, donor=of, title=title)
-
-
-def _set_aside(path: Path) -> Path:
-    return path.rename(corrupt_name(path))
