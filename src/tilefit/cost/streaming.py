@@ -85,6 +85,15 @@ _FRESH_S, _CHUNK_ELEMENTS = 1.3e-6, 65536
 #: Tensors of an optimizer that are in use at once, over those of one operation.
 _FRESH_FOOTPRINT = 1.5
 
+#: Reads of its operands that a softmax makes again, of rows too long for a block's memory; blocks that a
+#: multiprocessor works on at once; and the share of the L2 cache that keeps their rows. On an H100 rows of
+#: 64 KB reached 2.7 TB/s, of 128 KB and more 1.5, as what is read again comes from memory; so 44 passes of
+#: such rows are 4 % off in the median, were 6 backward and 23 forward (``benchmarks/function_times.py``).
+_READ_AGAIN = {
+    "_log_softmax": 2, "_softmax": 2, "_log_softmax_backward_data": 1, "_softmax_backward_data": 1,
+}  # fmt: skip
+_BLOCK_MEMORY_BYTES, _BLOCKS_PER_SM, _ROWS_L2_SHARE = 48 << 10, 2, 0.5
+
 #: Functions that were measured; any other is described by its role alone.
 FUNCTIONS = """
     _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_lerp _foreach_mul _foreach_sqrt
@@ -150,6 +159,8 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     if op.function in _FRESH_CLOCKS:
         return _of_fresh_tensors(op, estimate, gpu)
+    if op.function in _READ_AGAIN:
+        return _of_long_rows(op, estimate, gpu)
     math_s, power = _work(op, gpu)
     if not math_s:
         return estimate
@@ -190,6 +201,22 @@ def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     share = time_s / estimate.time_s
     return replace(estimate, time_s=time_s, low_s=estimate.low_s * share, high_s=estimate.high_s)
+
+
+def _of_long_rows(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
+    """The estimate of a softmax, or what its bytes take that are read again since the L2 cache, too, has not
+    kept the rows that blocks work on."""
+    row_bytes = op.inner * size_bytes(op.dtype)
+    if row_bytes <= _BLOCK_MEMORY_BYTES:
+        return estimate
+    rows = op.elements / op.inner
+    fill = min(rows, _BLOCKS_PER_SM * gpu.sms) * row_bytes / (_ROWS_L2_SHARE * gpu.l2_bytes)
+    again = _READ_AGAIN[op.function] * rows * row_bytes * (1 - 1 / (1 + fill**4))
+    time_s = (op.moved_bytes + again) / (gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE)
+    if time_s <= estimate.time_s:
+        return estimate
+    scale = time_s / estimate.time_s
+    return replace(estimate, time_s=time_s, low_s=estimate.low_s * scale, high_s=estimate.high_s * scale)
 
 
 def busy_s(op: Streaming, gpu: Gpu, constants: Constants, limits: Limits) -> float:
