@@ -154,6 +154,16 @@ def test_a_calibration_of_another_version_is_reported_and_set_aside(
     assert not own.exists()
 
 
+def test_a_calibration_with_constants_of_another_version_is_set_aside(own: Path) -> None:
+    with np.load(own) as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    about = json.loads(str(kept["about"]))
+    about["constants"]["split_clocks"] = about["constants"].pop("split_s")
+    np.savez(own, **kept | {"about": np.array(json.dumps(about))})
+    assert "another version of tilefit" in refused()
+    assert not own.exists()
+
+
 def test_a_calibration_of_another_gpu_is_not_used(own: Path) -> None:
     write(made(H200), own)
     assert "GPU h200" in refused()

@@ -305,11 +305,17 @@ def load(path: Traversable) -> Calibration:
         title = f"measured by tilefit's authors, {about['collected'][-1]}"
     elif networks or quick:  # not the links alone
         title = f"{'quickly ' if quick else ''}calibrated on {about['date'][:10]}"
-    constants = Constants(**about["constants"]) if "constants" in about else None
+    constants = _constants(about["constants"]) if "constants" in about else None
     facts = about["networks"].items()
-    others = {kind: Constants(**each["constants"]) for kind, each in facts if "constants" in each}
+    others = {kind: _constants(each["constants"]) for kind, each in facts if "constants" in each}
     scale = about.get("launch_scale", 1.0)
     return Calibration(networks, about, constants, scale, title, others, quick, links=links)
+
+
+def _constants(facts: dict[str, Any]) -> Constants:
+    if facts.keys() != Constants.__dataclass_fields__.keys():
+        raise ValueError("it was made with another version of tilefit")
+    return Constants(**facts)
 
 
 def _links(facts: dict[str, Any]) -> LinkConstants:
