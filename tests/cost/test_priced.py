@@ -280,6 +280,18 @@ def test_old_libraries_run_misaligned_sizes_without_tensor_cores() -> None:
     assert with_libraries(v100, "cublas=11.0,cudnn=7.6.3") is v100
 
 
+def test_before_cudnn_8_5_wide_groups_in_nhwc_run_one_by_one() -> None:
+    gpu = priced("rtx-3090")
+    old = with_libraries(gpu, "cudnn=8.3.2")
+    layer = Conv2d(64, 256, 256, 28, 3, padding=1, groups=2, dtype="fp16", channels_last=True)
+    gradient = replace(layer, direction="backward-weight")
+    assert 2 < estimate(layer, old).time_s / estimate(layer, gpu).time_s < 3
+    assert estimate(gradient, old).time_s > 4 * estimate(gradient, gpu).time_s
+    for other in (replace(layer, channels_last=False), replace(layer, groups=1), replace(layer, groups=64)):
+        assert estimate(other, old) == estimate(other, gpu)
+    assert with_libraries(gpu, "cudnn=8.9") is gpu
+
+
 @pytest.mark.parametrize("wrong", ["cublas", "cublas=ten", "nccl=2.1", "cublas="])
 def test_versions_that_make_no_sense_are_refused(wrong: str) -> None:
     with pytest.raises(UsageError, match="no version of cublas or cudnn"):

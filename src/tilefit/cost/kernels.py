@@ -138,7 +138,7 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         reason = "all leading dimensions are multiples of 16 bytes"
         return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed, tiles)
     operand = next(o for o in gemm.operands if o.name == worst)
-    if "cublas" in gpu.aligned_only:
+    if "misaligned products" in gpu.lacks:
         length = operand.leading_dimension
         return on_cuda_cores(
             gpu, f"{worst} has rows of {length} elements, which this cuBLAS does not run on Tensor Cores"
