@@ -121,7 +121,7 @@ _SMALL_CHANNELS = 64
 _IMAGE = 2
 
 #: The copies that convolutions make are the same on any GPU with Tensor Cores.
-_ANY_GPU = gpus.get("h200")
+_ANY_GPU = "h200"
 
 #: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
 _Value = tuple[int, int]
@@ -266,7 +266,7 @@ class _Fusion:
                 _, before = live.get(value[1], (value, 0))
                 now[value[1] in stay] += size - before
                 live[value[1]] = value, size
-            copied = workspace_bytes(entry.op, _ANY_GPU) if isinstance(entry.op, Conv) else 0
+            copied = workspace_bytes(entry.op, gpus.get(_ANY_GPU)) if isinstance(entry.op, Conv) else 0
             moments.append((now[True], now[False] + copied))
             for value in freed.get(index, ()):
                 if live.get(value[1], (None, 0))[0] == value:
