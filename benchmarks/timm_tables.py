@@ -36,7 +36,7 @@ from tilefit.capture import capture
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.cost.priced import priced
+from tilefit.cost.priced import priced, with_libraries
 from tilefit.errors import TilefitError
 from tilefit.ops import Step
 from tilefit.options import StepOptions
@@ -126,6 +126,8 @@ def step_of(row: dict[str, str], folder: Path) -> Step | None:
 def predicted(row: dict[str, str], step: Step) -> dict[str, Any]:
     """A row with its prediction."""
     gpu = priced("rtx-" + row["gpu"].removeprefix("rtx"))
+    if "-pt112-" in row["file"]:
+        gpu = with_libraries(gpu, "cudnn=8.3")
     step = fuse(step) if row["compiled"] == "True" else step
     estimate, alone = estimate_step(step, gpu), estimate_step(step, gpu, launch_scale=0.0)
     measured_s = float(row["batch_size"]) / float(row["samples_per_sec"])

@@ -17,7 +17,7 @@ from physics import least_s
 from tilefit import gpus
 from tilefit.cost import ESTIMATED, estimate
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibration import SOFTENED, least_error, read
+from tilefit.cost.calibration import SOFTENED, least_error, network, number_bytes, read
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
@@ -260,11 +260,25 @@ def test_the_table_is_small_and_says_where_it_is_from() -> None:
     assert about["collected"]
 
 
+def test_numbers_kept_as_their_bytes_are_the_numbers() -> None:
+    with np.load(TABLE) as arrays:
+        kept = {key: arrays[key] for key in arrays.files}
+    facts = json.loads(str(kept["about"]))["networks"]["gemm"]
+    shipped = network(kept, "gemm", facts)
+    assert kept["gemm/weight0"].dtype == np.uint8
+    kept["gemm/weight0"] = shipped.layers[0][0].astype(np.float16)
+    kept["gemm/low"] = number_bytes(shipped.low)
+    again = network(kept, "gemm", facts)
+    assert np.array_equal(again.layers[0][0], shipped.layers[0][0])
+    assert np.array_equal(again.low, shipped.low)
+
+
 def test_a_damaged_table_is_reported(tmp_path: Path) -> None:
     whole = TABLE.read_bytes()
     with np.load(TABLE) as arrays:
         wrong = {key: arrays[key] for key in arrays.files}
-    wrong["gemm/weight0"] = np.full_like(wrong["gemm/weight0"], np.nan)
+    shape = wrong["gemm/weight0"].shape[:-1]
+    wrong["gemm/weight0"] = number_bytes(np.full(shape, np.nan, np.float16))
     np.savez(tmp_path / "nan.npz", **wrong)
     np.savez(tmp_path / "bare.npz", about=np.array(json.dumps({})))
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])

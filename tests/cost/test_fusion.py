@@ -581,3 +581,24 @@ def test_joined_tensors_are_kept_and_a_softmax_is_computed_again() -> None:
     product_bytes = 4096 * 1024 * 2
     assert joined.memory.saved_bytes > 3 * product_bytes
     assert softmax.memory.peak_bytes > 0
+
+
+def test_between_norm_and_activation_nothing_is_kept() -> None:
+    """As AOTAutograd's partitioner saves: of convolution, batch norm and SiLU the first result and the last,
+    also where the activation writes in place."""
+
+    def saved_bytes(inplace: bool) -> int:
+        conv = nn.Conv2d(64, 64, 3, padding=1, bias=False)
+        model = nn.Sequential(conv, nn.BatchNorm2d(64), nn.SiLU(inplace), nn.Conv2d(64, 64, 1, bias=False))
+        return fuse(capture(model.to("meta"), torch.empty(64, 64, 32, 32, device="meta"))).memory.saved_bytes
+
+    result_bytes = 64 * 64 * 32 * 32 * 4
+    assert saved_bytes(inplace=False) == saved_bytes(inplace=True)
+    assert saved_bytes(inplace=False) == pytest.approx(2 * result_bytes, rel=0.02)
+
+
+def test_the_optimizer_takes_what_it_takes_without_the_compiler() -> None:
+    model = nn.Linear(4096, 4096, bias=False)
+    eager = capture(model.to("meta"), torch.empty(1, 4096, device="meta"))
+    weight_bytes = 4096 * 4096 * 4
+    assert fuse(eager).memory.peak_bytes == eager.memory.peak_bytes > 4.5 * weight_bytes

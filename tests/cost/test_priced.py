@@ -154,6 +154,16 @@ def test_a_calibration_of_another_version_is_reported_and_set_aside(
     assert not own.exists()
 
 
+def test_a_calibration_with_constants_of_another_version_is_set_aside(own: Path) -> None:
+    with np.load(own) as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    about = json.loads(str(kept["about"]))
+    about["constants"]["split_clocks"] = about["constants"].pop("split_s")
+    np.savez(own, **kept | {"about": np.array(json.dumps(about))})
+    assert "another version of tilefit" in refused()
+    assert not own.exists()
+
+
 def test_a_calibration_of_another_gpu_is_not_used(own: Path) -> None:
     write(made(H200), own)
     assert "GPU h200" in refused()
@@ -268,6 +278,18 @@ def test_old_libraries_run_misaligned_sizes_without_tensor_cores() -> None:
     assert estimate(layer, old).time_s > 2 * estimate(layer, v100).time_s
     assert estimate(replace(layer, in_channels=64), old) == estimate(replace(layer, in_channels=64), v100)
     assert with_libraries(v100, "cublas=11.0,cudnn=7.6.3") is v100
+
+
+def test_before_cudnn_8_5_wide_groups_in_nhwc_run_one_by_one() -> None:
+    gpu = priced("rtx-3090")
+    old = with_libraries(gpu, "cudnn=8.3.2")
+    layer = Conv2d(64, 256, 256, 28, 3, padding=1, groups=2, dtype="fp16", channels_last=True)
+    gradient = replace(layer, direction="backward-weight")
+    assert 2 < estimate(layer, old).time_s / estimate(layer, gpu).time_s < 3
+    assert estimate(gradient, old).time_s > 4 * estimate(gradient, gpu).time_s
+    for other in (replace(layer, channels_last=False), replace(layer, groups=1), replace(layer, groups=64)):
+        assert estimate(other, old) == estimate(other, gpu)
+    assert with_libraries(gpu, "cudnn=8.9") is gpu
 
 
 @pytest.mark.parametrize("wrong", ["cublas", "cublas=ten", "nccl=2.1", "cublas="])

@@ -96,6 +96,28 @@ def test_small_operations_of_many_kernels_take_their_time(function: str, role: s
 
 
 @pytest.mark.parametrize(
+    ("backward", "rows", "width", "dtype", "h100_us"),
+    [
+        (False, 2048, 50257, "fp32", 527.8),
+        (False, 8192, 32000, "fp32", 1297.8),
+        (False, 2048, 128256, "bf16", 703.7),
+        (False, 8192, 16384, "fp32", 395.6),
+        (True, 2048, 50257, "fp32", 586.5),
+    ],
+)
+def test_long_rows_of_a_softmax_are_read_again(
+    backward: bool, rows: int, width: int, dtype: str, h100_us: float
+) -> None:
+    """On an H100 (``benchmarks/function_times.py``): but for the last but one they outgrow its L2 cache."""
+    size = rows * width * (4 if dtype == "fp32" else 2)
+    function = "_log_softmax" + "_backward_data" * backward
+    op = Streaming(
+        "softmax", rows * width, size * (1 + backward), size, dtype, inner=width, function=function
+    )
+    assert estimate(op, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(
     ("function", "elements", "moved", "us"),
     [
         ("_foreach_sqrt", 653_844, 5_222_592, 12.9),

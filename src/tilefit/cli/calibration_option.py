@@ -22,6 +22,7 @@ Libraries = Annotated[
     typer.Option(
         metavar="NAME=VERSION,…",
         help="Old libraries: before cuBLAS 11 and cuDNN 7.6.3 misaligned "
-        "sizes got no Tensor Cores. Such as cublas=10.2,cudnn=7.6.",
+        "sizes got no Tensor Cores, before cuDNN 8.5 wide groups in NHWC were slow. Such as "
+        "cublas=10.2,cudnn=7.6.",
     ),
 ]

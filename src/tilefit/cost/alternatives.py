@@ -120,13 +120,8 @@ def _copy(gemm: Gemm, operand: str, *, transposed: bool) -> Streaming:
     """The copy of an operand; transposed, its reads or its writes are not coalesced."""
     elements = gemm.batch * gemm.k * (gemm.m if operand == "A" else gemm.n)
     moved = elements * size_bytes(gemm.dtype)
-    return Streaming(
-        "copy", elements, moved, moved, _storage(gemm.dtype), strided=transposed, function="clone"
-    )
-
-
-def _storage(dtype: str) -> str:
-    return "fp32" if dtype == "tf32" else dtype
+    dtype = "fp32" if gemm.dtype == "tf32" else gemm.dtype
+    return Streaming("copy", elements, moved, moved, dtype, strided=transposed, function="clone")
 
 
 def _ratio(cost: float, saving: float) -> float:

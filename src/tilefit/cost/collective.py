@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import MEMORY, Estimate
+from tilefit.cost.estimate import MEMORY, Estimate, from_datasheet
 from tilefit.cost.links import Fabric, Group
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
@@ -26,12 +26,11 @@ def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estim
     floating = op.dtype in ("fp16", "bf16", "fp32")
     size = op.elements * size_bytes(op.dtype)
     time_s = fabric.time_s(op.function, size, Group(op.ranks, op.ranks), sums=floating)
-    spread = fabric.link.spread
-    return Estimate(
-        time_s=time_s,
-        low_s=time_s / (1 + spread),
-        high_s=time_s * (1 + spread),
-        bound=MEMORY,
+    return from_datasheet(
+        time_s,
+        0.0,
+        fabric.link.spread,
+        math_s=0.0,
         memory_s=time_s,
         kernel_family="collective",
         provenance=fabric.link.provenance,

@@ -74,6 +74,11 @@ _LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 *
 #: and ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
 _PACKED, _GROUP_BY_GROUP = 0.55, 2.0
 _FEW_GROUPS = 4
+#: The same in NHWC before cuDNN 8.5, of fewer groups of so many channels, over that: forward of timm's models
+#: on an RTX 3090 under PyTorch 1.12 over 2.4; backward what is left of training steps there, of the four
+#: models of ``timm_tables.py --seed 0`` that have such (8.0 to 9.4; of three others 8.3 to 9.1).
+_WIDE_GROUP, _MANY_GROUPS = 32, 32
+_WIDE_GROUPS = {FORWARD: 2.9, BACKWARD_DATA: 8.8, BACKWARD_WEIGHT: 8.8}
 #: Dense filters of more than 32 taps on Hopper in 16 bits (``benchmarks/results/large_filters_h100.jsonl``):
 #: forward passes and weight gradients of more than 2^20 elements fall to kernels without Tensor Cores,
 #: whatever the layout and the autotuner (1.2 million do, 0.99 million do not; between is a guess), and weight
@@ -114,7 +119,7 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     if op.is_narrow:
         return _depthwise(op, gpu, constants)
     tensor_cores = uses_tensor_cores(op.dtype, gpu)
-    if tensor_cores and "cudnn" in gpu.aligned_only:
+    if tensor_cores and "misaligned convolutions" in gpu.lacks:
         tensor_cores = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
     path = (_on_tensor_cores if tensor_cores else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
@@ -125,6 +130,8 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     if op.groups > 1 and uses_tensor_cores(op.dtype, gpu):
         together = op.groups > _FEW_GROUPS and _grouping(op) == "packed"
         factor *= _PACKED if together else _GROUP_BY_GROUP if op.channels_last else 1.0
+        if "grouped convolutions" in gpu.lacks and op.channels_last and op.groups < _MANY_GROUPS:
+            factor *= _WIDE_GROUPS[op.direction] if min(op.group_channels) >= _WIDE_GROUP else 1.0
     return from_datasheet(
         max(plan.time_s * factor + path.conversion_s + constants.kernel_s(gpu), floor),
         floor,
@@ -356,14 +363,10 @@ def _paths(op: Conv, gpu: Gpu) -> list[float]:
         log2(calls * call_s),
     ]  # fmt: skip
     # The product of one image, as NCHW has it in memory.
-    taps = prod(op.kernel_size)
-    if op.direction == BACKWARD_WEIGHT:
-        m, n, k = channels_in * taps, channels_out, pixels_out
-    elif op.direction == FORWARD:
-        m, n, k = pixels_out, channels_out, channels_in * taps
-    else:
-        m, n, k = pixels_in, channels_in, channels_out * taps
-    row.append(log2(_split(Gemm(m, n, k, op.dtype, batch=op.batch * op.groups), gpu, 128)[0]))
+    image = replace(replace(op, batch=1).implicit_gemm, batch=op.batch * op.groups)
+    if op.direction == BACKWARD_DATA:  # all taps, those that a stride skips too: so the networks were fitted
+        image = replace(image, k=channels_out * prod(op.kernel_size))
+    row.append(log2(_split(image, gpu, 128)[0]))
     row += one_hot(channels_in, _CHANNELS) + one_hot(channels_out, _CHANNELS)
     row += one_hot((op.direction, grouping), _GROUPED)
     row += one_hot((op.channels_last, plain, grouping), _POINTWISE)

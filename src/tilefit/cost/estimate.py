@@ -61,9 +61,10 @@ WAITS = "waits"
 EXPOSED = "communication"
 
 
-def bound(math_s: float, memory_s: float, time_s: float) -> str:
-    """What limits an operation that takes so long, of which arithmetic and traffic alone would take this."""
-    if max(math_s, memory_s) < time_s / 2:
+def bound(math_s: float, memory_s: float, time_s: float, busy_s: float | None = None) -> str:
+    """What limits an operation that takes so long, of which arithmetic and traffic alone would take this, and
+    all but what is fixed ``busy_s``: by default the larger of them."""
+    if (max(math_s, memory_s) if busy_s is None else busy_s) < time_s / 2:
         return LATENCY
     return MATH if math_s >= memory_s else MEMORY
 
@@ -87,12 +88,11 @@ def from_datasheet(
             default the larger of ``math_s`` and ``memory_s``.
         facts: Further fields of the estimate.
     """
-    busy_s = max(math_s, memory_s) if busy_s is None else busy_s
     return Estimate(
         time_s=time_s,
         low_s=max(time_s / (1.0 + spread), floor_s),
         high_s=time_s * (1.0 + spread),
-        bound=LATENCY if busy_s < time_s / 2 else MATH if math_s >= memory_s else MEMORY,
+        bound=bound(math_s, memory_s, time_s, busy_s),
         math_s=math_s,
         memory_s=memory_s,
         **facts,

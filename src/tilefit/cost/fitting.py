@@ -18,7 +18,7 @@ from tilefit.ops import Gemm
 #: What may be fitted, with the range a constant can sensibly have.
 RANGES = {
     "kernel_clocks": (500.0, 9000.0),
-    "split_clocks": (300.0, 9000.0),
+    "split_s": (0.2e-6, 6e-6),
     "memory_efficiency": (0.5, 1.0),
     "write_weight": (1.0, 3.0),
     "math_efficiency": (0.3, 1.0),

@@ -11,7 +11,9 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
   memory where that moves no more bytes than writing and reading the result; random numbers, sums and the
   softmax of attention are not computed again.
 - Between the two graphs lies what AOTAutograd saves: the result of a softmax is computed again from its input
-  where that is smaller; joined tensors and interpolations are not.
+  where that is smaller, that of a batch norm by whatever generated kernel reads it; joined tensors and
+  interpolations are not. Group norms would be, too, but the one model of them that was measured takes the
+  memory of results that are kept.
 - A module that runs a recurrent layer is not compiled, nor what it calls: Dynamo skips it
   (``torch._dynamo.config.allow_rnn``). Of three models on an H200 whose outermost module does, none ran a
   generated kernel.
@@ -37,6 +39,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from tilefit import gpus
+from tilefit.cost.conv_kernels import workspace_bytes
 from tilefit.cost.streaming import GENERATED
 from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp, Streaming, TensorRef
@@ -64,6 +68,7 @@ _LEFT_TO_ATEN = frozenset(
 #: norms over a batch or over channels; and what the partitioner does not compute again, since no kernel goes
 #: on from it (``torch._functorch.partitioners.get_default_op_list``).
 _MADE_AGAIN = ("softmax", "safe_softmax")
+_MADE_AGAIN_IN_KERNELS = (*_MADE_AGAIN, "native_batch_norm")
 _KEPT = frozenset(
     """bernoulli rand randn rand_like randn_like normal uniform softmax safe_softmax native_batch_norm
     native_group_norm cat upsample_bilinear2d""".split()
@@ -115,6 +120,9 @@ _FEW_CONVOLUTIONS = 300
 _SMALL_CHANNELS = 64
 _IMAGE = 2
 
+#: The copies that convolutions make are the same on any GPU with Tensor Cores.
+_ANY_GPU = "h200"
+
 #: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
 _Value = tuple[int, int]
 #: What must be read to have one, with the bytes.
@@ -132,7 +140,7 @@ def fuse(step: Step) -> Step:
         step,
         ops=ops,
         program=step.program and step.program.moved(_places(step.ops, ops)),
-        memory=fusion.memory(step.memory, tensors_that_stay(step.ops, step.parameters)),
+        memory=fusion.memory(step, tensors_that_stay(step.ops, step.parameters)),
         settings=replace(step.settings, compiled=True),
     )
 
@@ -236,34 +244,39 @@ class _Fusion:
             elif index == chain.position:
                 yield self._kernel(chain)
 
-    def memory(self, eager: Memory, stay: Collection[int]) -> Memory:
+    def memory(self, step: Step, stay: Collection[int]) -> Memory:
         """What the step needs where only what is written takes memory, until it is read for the last time:
-        results, and the copies that pad products.
+        results, and the copies that pad products; and, while they run, those that convolutions make.
 
         Args:
+            step: As it runs without the compiler.
             stay: Numbers of the tensors that have their size whatever the batch.
         """
         made, last = self._lives()
         freed: dict[int, list[_Value]] = {}
         for value in (value for values in made.values() for value in values):
             freed.setdefault(last.get(value, len(self.ops)), []).append(value)
-        live: dict[int, int] = {}
-        held = eager.fixed_bytes - eager.gradient_bytes
+        live: dict[int, tuple[_Value, int]] = {}  # by number: what is written in place takes no more
+        held = step.memory.fixed_bytes - step.memory.gradient_bytes
         now = {True: held, False: 0}  # does it stay whatever the batch?
         moments = []
         saved = 0
         for index, entry in enumerate(self.ops):
             for value, size in made.get(index, {}).items():
-                now[value[1] in stay] += size - live.get(value[1], 0)  # in place: the same memory
-                live[value[1]] = size
-            moments.append((now[True], now[False]))
+                _, before = live.get(value[1], (value, 0))
+                now[value[1] in stay] += size - before
+                live[value[1]] = value, size
+            copied = workspace_bytes(entry.op, gpus.get(_ANY_GPU)) if isinstance(entry.op, Conv) else 0
+            moments.append((now[True], now[False] + copied))
             for value in freed.get(index, ()):
-                now[value[1] in stay] -= live.pop(value[1], 0)
+                if live.get(value[1], (None, 0))[0] == value:
+                    now[value[1] in stay] -= live.pop(value[1])[1]
             if entry.phase == FORWARD:
                 saved = sum(now.values()) - held
+        moments += [(alive, 0) for alive in _while_updating(step)]
         peak_bytes = max((stays + grows for stays, grows in moments), default=held)
         return replace(
-            eager,
+            step.memory,
             saved_bytes=saved,
             peak_bytes=peak_bytes,
             moments=fullest(moments),
@@ -276,15 +289,15 @@ class _Fusion:
         made: dict[int, dict[_Value, int]] = {}
         last: dict[_Value, int] = {}
         pads: dict[tuple[_Value | int, int, bool], _Value] = {}
+        again: set[_Value] = set()
         for index, entry in enumerate(self.ops):
             chain = self.chains.get(index)
             position = chain.position if chain else index
             reads = chain.reads if chain else [(writer, ref.id) for ref, writer in self.sources[index]]
             for value in reads:
-                saved = (value,) if entry.phase == FORWARD else self._saved(value)
+                saved = (value,) if entry.phase == FORWARD else self._saved(value, chain)
                 last.update(dict.fromkeys(saved, position))
-                if value not in saved:
-                    last.setdefault(value, self.chains[value[0]].position)
+                again.update({value} - {*saved})
             if entry.phase == OPTIMIZER:
                 continue
             for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
@@ -300,13 +313,16 @@ class _Fusion:
                     place = source.position if source and source.graph[0] == graph else index
                     made.setdefault(place, {})[pads[key]] = pad.after * size_bytes(pad.dtype)
                 last[pads[key]] = index
+        for value in again - last.keys():  # only for who computes it again: it stays in its kernel
+            made[self.chains[value[0]].position].pop(value, None)
         return made, last
 
-    def _saved(self, value: _Value) -> Collection[_Value]:
-        """What is kept so that the backward pass can have a value."""
+    def _saved(self, value: _Value, reader: _Chain | None) -> Collection[_Value]:
+        """What is kept so that a chain of the backward pass, or a library's kernel, can have a value."""
         writer = value[0]
         made = writer in self.chains and value[1] >= 0 and self.ops[writer].phase == FORWARD
-        if not made or self._streaming(writer).function.strip("_") not in _MADE_AGAIN:
+        again = _MADE_AGAIN if reader is None else _MADE_AGAIN_IN_KERNELS
+        if not made or self._streaming(writer).function.strip("_") not in again:
             return (value,)
         ref, source = self.sources[writer][0]
         roots = self._roots((source, ref.id), _bytes(ref))
@@ -471,6 +487,16 @@ class _Fusion:
             outputs=tuple(outputs.values()),
             recomputed=first.recomputed,
         )
+
+
+def _while_updating(step: Step) -> Iterator[int]:
+    """Bytes that are alive while the optimizer runs, which is not compiled."""
+    first = next((i for i, entry in enumerate(step.ops) if entry.phase == OPTIMIZER), len(step.ops))
+    alive = 0
+    for _, index, size in step.memory.timeline.changes():
+        alive += size
+        if first <= index < len(step.ops):
+            yield alive
 
 
 def _is_generated(entry: StepOp) -> bool:

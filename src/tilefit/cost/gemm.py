@@ -20,6 +20,13 @@ from tilefit.ops import Gemm, Op, StepOp
 from tilefit.ops.dtypes import HALVES, alignment_bytes, size_bytes
 
 _LARGEST_TILE = 256 * 128
+#: Bytes per clock at which a multiprocessor whose threads fetch gets what the L2 cache holds of a product:
+#: fitted on the L40S, whose cache holds most. With it the A100, left out, is 8.7 % off, with the 24 of
+#: streaming 9.0 (``benchmarks/public_tables.py``).
+_FED_FROM_L2_PER_CLOCK_PER_SM = 9.0
+#: Threads fetch half of a line for a stage of the pipeline: cuBLAS's kernels have stages of 32 and of 64
+#: elements of 16 bits, and products of that depth on A100 and L40S fit the former.
+_STAGE_BY_THREADS_BYTES = STAGE_BYTES // 2
 #: Elements of the tiles that are in work at a time on a multiprocessor's CUDA cores. With it NeuSight's fp32
 #: batched products are 7 % off in the median on a P100 (23 without), 19 on a V100 (54), 8 and 14 on A100s (18
 #: and 21); on L4 and T4 it changes little (``benchmarks/public_tables.py``).
@@ -73,7 +80,8 @@ def schedule(
     m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
     sms = gpu.sms
     size = size_bytes(gemm.dtype)
-    stage = STAGE_BYTES // size
+    by_threads = traffic is None and kernel.is_fed
+    stage = (_STAGE_BY_THREADS_BYTES if by_threads else STAGE_BYTES) // size
     prologue = constants.prologue_bytes / size
     peak = gpu.peak_flop_per_s(gemm.dtype)
     efficiency = constants.simt_efficiency if kernel.family == SIMT else constants.math_efficiency
@@ -85,12 +93,13 @@ def schedule(
     fetched = kernel.bytes_per_clock_per_sm * sms * gpu.boost_clock_hz
     rate = min(rate_bytes_per_s(source.moved_bytes, gpu, constants), fetched)
     if traffic is None:
+        if by_threads:
+            constants = replace(constants, l2_bytes_per_clock_per_sm=_FED_FROM_L2_PER_CLOCK_PER_SM)
         passed_on = min(rate_bytes_per_s(source.moved_bytes, gpu, constants, passed_on=True), fetched)
         # Before B is needed again, a weight, others are.
         weighted += gemm.matrices * n * k * size * max(0.0, passed_on / rate - 1)
         rate = passed_on
     saturating = sms * constants.saturating_share
-    split_s = constants.split_clocks / gpu.boost_clock_hz
     p = constants.overlap
     best = (inf, 0.0, 0.0, kernel.tiles[0], 1, 1)
     for tile in kernel.tiles:
@@ -106,7 +115,7 @@ def schedule(
             math_s = waves * wave_s * (contraction(k, stage, split) + prologue / max(1.0, others))
             memory_s = weighted if split == 1 else weighted + 4 * split * m * n * batch
             memory_s /= rate * min(1.0, min(blocks, sms) / saturating)
-            extra_s = split_s if split > 1 else 0.0
+            extra_s = constants.split_s if split > 1 else 0.0
             if max(math_s, memory_s) + extra_s < best[0]:
                 time_s = (math_s**p + memory_s**p) ** (1 / p) + extra_s
                 if time_s < best[0]:

@@ -84,6 +84,11 @@ class Kernel(NamedTuple):
     tiles: tuple[Tile, ...] = TILES
     splits: tuple[int, ...] = SPLITS
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether threads fetch the operands from the L2 cache, not TMA."""
+        return self.feed_bytes_per_clock_per_sm < inf
+
     def ceiling(self, rows: int, columns: int, size: int) -> float:
         """The most FLOP per clock and SM that a tile reaches, of elements of so many bytes: for each element
         of the contraction it multiplies ``rows x columns`` pairs and is fed ``rows + columns`` elements."""
@@ -133,7 +138,7 @@ def select(gemm: Gemm, gpu: Gpu) -> Kernel:
         reason = "all leading dimensions are multiples of 16 bytes"
         return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed, tiles)
     operand = next(o for o in gemm.operands if o.name == worst)
-    if "cublas" in gpu.aligned_only:
+    if "misaligned products" in gpu.lacks:
         length = operand.leading_dimension
         return on_cuda_cores(
             gpu, f"{worst} has rows of {length} elements, which this cuBLAS does not run on Tensor Cores"

@@ -174,9 +174,16 @@ def resolve(
     return tuple(dict.fromkeys(_together(several, named)))
 
 
-#: Of each library the first version that runs misaligned sizes on Tensor Cores at all (NVIDIA, "Matrix
-#: Multiplication Background User's Guide", Tensor Core requirements), and the first for Ampere.
-_LIBRARIES = {"cublas": ((11,), (11,)), "cudnn": ((7, 6, 3), (8,))}
+#: Of each library the first version for Ampere, and what versions from one on to before another lack:
+#: misaligned sizes run without Tensor Cores (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor
+#: Core requirements), groups in NHWC one by one (``_WIDE_GROUPS`` of :mod:`tilefit.cost.conv`).
+_LIBRARIES: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]] = {
+    "cublas": ((11,), {"misaligned products": ((), (11,))}),
+    "cudnn": (
+        (8,),
+        {"misaligned convolutions": ((), (7, 6, 3)), "grouped convolutions": ((8,), (8, 5))},
+    ),
+}
 
 
 def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
@@ -185,7 +192,7 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
     Raises:
         UsageError: no such library is known, a version is none, or it is older than the GPU.
     """
-    old = set()
+    lacks: set[str] = set()
     for each in filter(None, versions.split(",")):
         name, _, text = each.partition("=")
         number = tuple(int(part) if part.isdecimal() else -1 for part in text.split("."))
@@ -193,15 +200,14 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
             raise UsageError(
                 f"{each!r} is no version of {' or '.join(_LIBRARIES)}", hint="Write cublas=10.2,cudnn=7.6."
             )
-        first, ampere = _LIBRARIES[name]
+        ampere, lacking = _LIBRARIES[name]
         if gpu.compute_capability >= (8, 0) and number < ampere:
             raise UsageError(
                 f"{name} {text} does not run on the {gpu.title}",
                 hint=f"The first that does is {'.'.join(map(str, ampere))}.",
             )
-        if number < first:
-            old.add(name)
-    return replace(gpu, aligned_only=frozenset(old)) if old else gpu
+        lacks.update(what for what, (since, before) in lacking.items() if since <= number < before)
+    return replace(gpu, lacks=frozenset(lacks)) if lacks else gpu
 
 
 def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu]:
@@ -326,7 +332,7 @@ def keep(path: Path) -> Path | None:
     except OSError:
         read(path)  # says so
     except DAMAGED:
-        return _set_aside(path)
+        return path.rename(corrupt_name(path))
     return None
 
 
@@ -368,7 +374,7 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
         read(path)  # says so
         raise
     except DAMAGED as error:
-        aside = _set_aside(path)
+        aside = path.rename(corrupt_name(path))
         raise TilefitError(
             f"the calibration of this GPU cannot be used: {error}",
             where=str(path),
@@ -415,12 +421,8 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
 def corrected(own: Calibration) -> Calibration:
     """A quick calibration with the networks that it corrects: those of its GPU that ship, else a donor's."""
     gpu = gpus.get(own.about["gpu"])
-    if (ships := shipped(gpu.name) or _donated(gpu.compute_capability)) is None:
+    if (ships := _ships(gpu)) is None:
         return own
     of = ships.about["gpu"]
     title = f"{own.title}; the {gpus.get(of).title}'s, {ships.title}"
     return replace(own, networks=ships.networks, donor=of, title=title)
-
-
-def _set_aside(path: Path) -> Path:
-    return path.rename(corrupt_name(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from math import exp, log
 
 from tilefit.cost.analytic import estimates
@@ -129,24 +128,17 @@ _TABLE_CLOCK_HZ = 1.83e9
 _TABLE_SMS = 132
 
 
-def _weight(grid: tuple[int, ...], value: int) -> tuple[int, int, float]:
-    """The neighbours of a value in a grid of powers of two, and the upper one's weight; clamped."""
-    value = min(max(value, grid[0]), grid[-1])
-    for low, high in pairwise(grid):
-        if value <= high:
-            return low, high, log(value / low) / log(high / low)
-    raise AssertionError("unreachable: the value is clamped to the grid")
-
-
 def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
-    """One time step of a persistent kernel: the H200's table, scaled to the GPU's SMs and clock."""
+    """One time step of a persistent kernel: the H200's table, interpolated in the logarithms of its sizes,
+    scaled to the GPU's SMs and clock."""
+    import numpy as np
+
     table = _PERSISTENT_US[op.gates > 1]
-    h0, h1, wh = _weight(_HIDDEN, op.hidden_size)
-    b0, b1, wb = _weight(_BATCHES, op.batch)
 
     def at(column: int) -> float:
-        rows = [(1 - wb) * log(table[h, b0][column]) + wb * log(table[h, b1][column]) for h in (h0, h1)]
-        return exp((1 - wh) * rows[0] + wh * rows[1])
+        rows = [[log(table[hidden, batch][column]) for batch in _BATCHES] for hidden in _HIDDEN]
+        of_batch = [np.interp(log(op.batch), np.log(_BATCHES), row) for row in rows]
+        return exp(float(np.interp(log(op.hidden_size), np.log(_HIDDEN), of_batch)))
 
     forward = at(0)
     us = forward if op.direction == FORWARD else at(1) - forward

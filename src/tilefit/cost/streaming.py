@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import DATASHEET, LATENCY, MATH, MEMORY, Estimate
+from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import FIXED_S, MEMORY_SHARE, Row, describes, one_hot
 from tilefit.cost.launch import COMPILED_KERNEL_S, counts, launches
 from tilefit.cost.memory import floor_s, rate_bytes_per_s
@@ -85,6 +85,15 @@ _FRESH_S, _CHUNK_ELEMENTS = 1.3e-6, 65536
 #: Tensors of an optimizer that are in use at once, over those of one operation.
 _FRESH_FOOTPRINT = 1.5
 
+#: Reads of its operands that a softmax makes again, of rows too long for a block's memory; blocks that a
+#: multiprocessor works on at once; and the share of the L2 cache that keeps their rows. On an H100 rows of
+#: 64 KB reached 2.7 TB/s, of 128 KB and more 1.5, as what is read again comes from memory; so 44 passes of
+#: such rows are 4 % off in the median, were 6 backward and 23 forward (``benchmarks/function_times.py``).
+_READ_AGAIN = {
+    "_log_softmax": 2, "_softmax": 2, "_log_softmax_backward_data": 1, "_softmax_backward_data": 1,
+}  # fmt: skip
+_BLOCK_MEMORY_BYTES, _BLOCKS_PER_SM, _ROWS_L2_SHARE = 48 << 10, 2, 0.5
+
 #: Functions that were measured; any other is described by its role alone.
 FUNCTIONS = """
     _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_lerp _foreach_mul _foreach_sqrt
@@ -150,6 +159,8 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     if op.function in _FRESH_CLOCKS:
         return _of_fresh_tensors(op, estimate, gpu)
+    if op.function in _READ_AGAIN:
+        return _of_long_rows(op, estimate, gpu)
     math_s, power = _work(op, gpu)
     if not math_s:
         return estimate
@@ -192,6 +203,22 @@ def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
     return replace(estimate, time_s=time_s, low_s=estimate.low_s * share, high_s=estimate.high_s)
 
 
+def _of_long_rows(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
+    """The estimate of a softmax, or what its bytes take that are read again since the L2 cache, too, has not
+    kept the rows that blocks work on."""
+    row_bytes = op.inner * size_bytes(op.dtype)
+    if row_bytes <= _BLOCK_MEMORY_BYTES:
+        return estimate
+    rows = op.elements / op.inner
+    fill = min(rows, _BLOCKS_PER_SM * gpu.sms) * row_bytes / (_ROWS_L2_SHARE * gpu.l2_bytes)
+    again = _READ_AGAIN[op.function] * rows * row_bytes * (1 - 1 / (1 + fill**4))
+    time_s = (op.moved_bytes + again) / (gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE)
+    if time_s <= estimate.time_s:
+        return estimate
+    scale = time_s / estimate.time_s
+    return replace(estimate, time_s=time_s, low_s=estimate.low_s * scale, high_s=estimate.high_s * scale)
+
+
 def busy_s(op: Streaming, gpu: Gpu, constants: Constants, limits: Limits) -> float:
     """Time that an operation keeps the memory busy, or the multiprocessors that its rows occupy."""
     moved, clock_hz = op.moved_bytes, gpu.boost_clock_hz
@@ -224,17 +251,14 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
     fixed_s = op.kernels * constants.kernel_s(gpu) * limits.kernels
     floor = floor_s(op, gpu)
     longer_s = max(busy_s(op, gpu, constants, limits), math_s)
-    time_s = max(longer_s + fixed_s, floor)
-    spread = 1.0 + _SPREADS.get(op.role, _SPREAD)
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / spread, floor),
-        high_s=time_s * spread,
-        bound=LATENCY if longer_s < fixed_s else MATH if math_s > memory_s else MEMORY,
+    return from_datasheet(
+        max(longer_s + fixed_s, floor),
+        floor,
+        _SPREADS.get(op.role, _SPREAD),
         math_s=math_s,
         memory_s=memory_s,
+        busy_s=longer_s,
         kernel_family="streaming",
-        provenance=DATASHEET,
         reason=f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else ""),
     )
 

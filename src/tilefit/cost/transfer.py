@@ -2,7 +2,8 @@
 
 Both run the same kernels, so that what a donor was measured to take is told apart by what limits it: the part
 that its memory accounts for takes as long as the other's memory needs, and the rest, which waits for the
-multiprocessors, as long as theirs at their clock. The parts overlap as they do in a product.
+multiprocessors, as long as theirs at their clock. The parts overlap as they do in a product, after what a
+kernel takes in any case.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ def transferred(op: Op, theirs: Estimate, donor: Gpu, gpu: Gpu) -> Estimate:
     before_s, after_s = (_memory_s(op, each) for each in (donor, gpu))
     clocks = (each.sms * each.boost_clock_hz * clock_share(each) for each in (donor, gpu))
     units = next(clocks) / next(clocks)
-    before_s = min(before_s, theirs.time_s)
-    rest_s = units * (theirs.time_s**overlap - before_s**overlap) ** (1 / overlap)
+    fixed_s = min(constants(donor).kernel_s(donor), theirs.time_s)
+    busy_s = theirs.time_s - fixed_s
+    before_s = min(before_s, busy_s)
+    rest_s = units * (busy_s**overlap - before_s**overlap) ** (1 / overlap)
     floor = floor_s(op, gpu)
-    time_s = max((rest_s**overlap + after_s**overlap) ** (1 / overlap), floor)
+    time_s = max(units * fixed_s + (rest_s**overlap + after_s**overlap) ** (1 / overlap), floor)
     scale = time_s / theirs.time_s
     math_s, memory_s = theirs.math_s * units, after_s
     return replace(

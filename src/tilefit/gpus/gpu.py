@@ -36,8 +36,8 @@ class Gpu:
             computed from them.
         datasheet_bandwidth_bytes_per_s: The published memory bandwidth; for comparison.
         sources: Where each number is from, by field name.
-        aligned_only: Libraries (``cublas``, ``cudnn``) too old to use Tensor Cores for sizes that are no
-            multiples of 16 bytes; not a fact of the device, but of what runs on it.
+        lacks: What its libraries are too old for, as :func:`tilefit.cost.priced.with_libraries` names it: not
+            a fact of the device, but of what runs on it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Gpu:
     datasheet_peak_flop_per_s: Mapping[str, float] = field(default_factory=dict)
     datasheet_bandwidth_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    aligned_only: frozenset[str] = frozenset()
+    lacks: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         return hash(self.name)
